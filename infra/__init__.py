@@ -1,0 +1,1 @@
+"""The world outside: workspace, records, dispatch, disk, services, hub, tracking."""

@@ -1,0 +1,314 @@
+"""The configuration of a run: frozen dataclasses, every field marked and documented.
+
+One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus what several stages share
+(`model`, `reward`, `judge`) and what only steers the run (`tracking`, `dispatch`). Field names of
+training are those of the reference trainer (open-instruct's GRPO), so that a seed card's flags read
+the same here. Values at class level are the defaults of a full-size run; recipes set the rest.
+
+Text comes in through :mod:`refiner_core.contract.loading`, which turns YAML and overrides into these
+classes and refuses what does not fit. Cross-field checks live in :mod:`refiner_core.contract.checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from refiner_core.contract.marks import execution, identity, section
+
+StageKind = Literal["data", "sft", "rft", "grpo", "publish", "evaluate", "card", "command"]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
+
+    gpus: int = execution(0, doc="GPUs per node")
+    nodes: int = execution(1, doc="number of nodes")
+    cpus: int = execution(1, doc="CPU cores per node")
+    memory_gb: int = execution(4, doc="host memory per node, GiB")
+    time_limit_min: int = execution(60, doc="wall-clock limit of one attempt, minutes")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that the first training stage starts from."""
+
+    name_or_path: str = identity(
+        "builtin:tiny", doc="Hub id, local folder, or `builtin:tiny` (shipped with refiner)"
+    )
+    revision: str = identity("main", doc="Hub revision (commit, tag or branch) of the model")
+    tokenizer_name_or_path: str | None = identity(
+        None, doc="tokenizer, where it is not the model's own"
+    )
+    chat_template: str | None = identity(
+        None, doc="Jinja chat template text that replaces the tokenizer's own"
+    )
+    dtype: Literal["float32", "bfloat16"] = identity("float32", doc="weights and compute type")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = identity(
+        "sdpa", doc="attention kernel; part of the identity because sums are taken in another order"
+    )
+    gradient_checkpointing: bool = execution(False, doc="recompute activations to save memory")
+    cpu_threads: int = identity(
+        1, doc="threads of one CPU process; sums are taken in another order with another number"
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """From raw rows to tokenised training, validation and held-out sets."""
+
+    sft_path: str | None = identity(
+        "builtin:synthetic",
+        doc="demonstrations: JSONL, Parquet, `datasets` folder, Hub id, or `builtin:synthetic`",
+    )
+    sft_split: str = identity("train", doc="split of a `datasets` folder or Hub data set")
+    sft_revision: str | None = identity(None, doc="pinned Hub revision; required for a Hub id")
+    rl_path: str | None = identity("builtin:synthetic", doc="prompts with rubrics; forms as above")
+    rl_split: str = identity("train", doc="split of a `datasets` folder or Hub data set")
+    rl_revision: str | None = identity(None, doc="pinned Hub revision; required for a Hub id")
+    held_out_fraction: float = identity(
+        0.1, doc="share of questions kept from training, for evaluation (0 < x < 1)"
+    )
+    validation_fraction: float = identity(
+        0.05, doc="share of demonstrations kept for the SFT validation loss (0 <= x < 1)"
+    )
+    max_prompt_token_length: int = identity(
+        6144, doc="longer prompts are dropped and counted, never cut (tokens)"
+    )
+    refiner_mode: str | None = identity(
+        None, doc="keep only rows of this mode, e.g. `answer_only`; none keeps all"
+    )
+    max_sft_rows: int | None = identity(None, doc="use at most this many demonstrations")
+    max_rl_rows: int | None = identity(None, doc="use at most this many prompts")
+    synthetic_sft_rows: int = identity(3000, doc="rows that `builtin:synthetic` makes for SFT")
+    synthetic_rl_rows: int = identity(1000, doc="rows that `builtin:synthetic` makes for RL")
+    synthetic_seed: int = identity(0, doc="seed of the generated facts (not of the split)")
+    resources: Resources = section(Resources, doc="resources of the data job")
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning on assistant tokens only."""
+
+    learning_rate: float = identity(1e-5, doc="peak learning rate of AdamW")
+    muon_learning_rate: float = identity(
+        0.01, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
+    )
+    optimizer: Literal["adamw", "muon"] = identity(
+        "adamw", doc="`muon`: Muon on hidden matrices, AdamW on the rest"
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
+        "cosine", doc="schedule after the warm-up"
+    )
+    warmup_ratio: float = identity(0.03, doc="share of steps in linear warm-up")
+    num_train_epochs: float = identity(2.0, doc="passes over the demonstrations")
+    max_train_steps: int | None = identity(None, doc="stop after this many optimiser steps")
+    pack_length: int = identity(8192, doc="tokens in one pack")
+    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
+    gradient_accumulation_steps: int = identity(1, doc="forward passes per optimiser step")
+    weight_decay: float = identity(0.0, doc="AdamW weight decay")
+    max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
+    eval_freq: int = execution(50, doc="steps between validation losses")
+    save_freq: int = execution(200, doc="steps between checkpoints")
+    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
+    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
+        None, doc="ZeRO stage; none trains with plain torch in one process"
+    )
+    resources: Resources = section(Resources, doc="resources of the SFT job")
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Group-relative policy optimisation; names and seed values of the reference trainer."""
+
+    num_training_steps: int = identity(1000, doc="optimiser steps of the whole run")
+    num_unique_prompts_rollout: int = identity(32, doc="prompts per step")
+    num_samples_per_prompt_rollout: int = identity(8, doc="samples per prompt: the group size")
+    temperature: float = identity(1.0, doc="sampling temperature; logits are divided by it in the loss too")
+    top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
+    response_length: int = identity(1024, doc="largest number of sampled tokens")
+    max_token_length: int = identity(8192, doc="prompt and response together (tokens)")
+    pack_length: int = identity(8192, doc="tokens in one pack")
+    stop_strings: tuple[str, ...] = identity((), doc="sampling ends after one of these; they stay in the text")
+    learning_rate: float = identity(5e-6, doc="peak learning rate of AdamW")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
+        "constant", doc="schedule after the warm-up"
+    )
+    warmup_ratio: float = identity(0.0, doc="share of steps in linear warm-up")
+    weight_decay: float = identity(0.0, doc="AdamW weight decay")
+    max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
+    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
+    num_mini_batches: int = identity(1, doc="optimiser steps per batch of rollouts")
+    num_epochs: int = identity(1, doc="passes over one batch of rollouts")
+    beta: float = identity(0.001, doc="KL coefficient; 0 keeps no reference model in memory")
+    kl_estimator: Literal["kl1", "kl2", "kl3", "kl4"] = identity("kl3", doc="per-token KL estimator")
+    clip_lower: float = identity(0.2, doc="ratio is clipped below at 1 - clip_lower")
+    clip_higher: float = identity(0.2, doc="ratio is clipped above at 1 + clip_higher")
+    loss_aggregation: Literal["token", "sequence", "constant"] = identity(
+        "token", doc="mean over all tokens of the step, per sample then mean, or a constant denominator"
+    )
+    advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
+        "standard", doc="group mean and population std; mean only; mean and sample std"
+    )
+    mask_truncated_completions: bool = identity(
+        False, doc="completions that hit the length limit carry no loss (after group statistics)"
+    )
+    entropy_coefficient: float = identity(0.0, doc="loss - c * entropy")
+    truncated_importance_sampling_ratio_cap: float = identity(
+        2.0, doc="upper clamp of trainer/sampler probability ratio; 0 turns the correction off"
+    )
+    generation_backend: Literal["transformers", "vllm"] = identity(
+        "transformers", doc="what samples the rollouts"
+    )
+    generation_batch_size: int = execution(256, doc="samples decoded together by transformers")
+    save_freq: int = execution(50, doc="steps between checkpoints")
+    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
+    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
+        None, doc="ZeRO stage; none trains with plain torch in one process"
+    )
+    offload_optimizer: bool = execution(False, doc="keep AdamW state in host memory")
+    vllm_num_engines: int = execution(1, doc="rollout servers of the vllm backend")
+    vllm_tensor_parallel_size: int = execution(1, doc="GPUs per rollout server")
+    resources: Resources = section(Resources, doc="resources of the GRPO job")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How judgements and citations become one number (the refiner_reward_* flags of the reference)."""
+
+    verification_reward: float = identity(10.0, doc="scale of the [0, 1] score")
+    apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
+    paper_citation_weight: float = identity(0.2, doc="w of the citation term, 0 to 1")
+    combination: Literal["convex", "additive"] = identity(
+        "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
+    )
+    gate_judge_score_with_format_bonus: bool = identity(
+        False, doc="multiply the judge term by the format bonus"
+    )
+    non_stop_penalty: bool = identity(False, doc="replace the score of a completion that did not stop")
+    non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
+    rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
+        "instance", doc="which rubrics a rollout is judged by"
+    )
+    static_rubrics: str = identity(
+        "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
+    )
+    instance_rubrics_only: bool = identity(
+        False,
+        doc="drop static rubrics from the reward and from logging",
+        legacy_value=False,
+    )
+    rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
+        "weighted_mean",
+        doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
+    )
+    unjudged_total: Literal["citation"] = identity(
+        "citation", doc="total of a row without rubrics: the citation term alone"
+    )
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Who scores rubrics and citations."""
+
+    kind: Literal["lexical", "openai"] = identity(
+        "lexical", doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server"
+    )
+    model: str = identity("lexical-1", doc="name of the judge model")
+    revision: str | None = identity(None, doc="revision of the judge model")
+    prompt: str = identity("v1", doc="version of the judge's prompts")
+    temperature: float = identity(0.0, doc="sampling temperature of the judge")
+    max_tokens: int = identity(512, doc="longest judgement; one that ends by length is a failure")
+    max_failed_share: float = identity(
+        0.2, doc="stop (resumable) when more than this share of a step's rollouts is unscored"
+    )
+    base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
+    api_key_env: str = execution("REFINER_JUDGE_API_KEY", doc="environment variable that holds the key")
+    concurrency: int = execution(256, doc="requests in flight")
+    timeout_s: float = execution(120.0, doc="deadline of one judgement, seconds")
+    max_retries: int = execution(5, doc="tries after a retryable failure")
+    serve_command: str | None = execution(
+        None, doc="command that serves the judge, e.g. `vllm serve ...`; none uses base_url as it is"
+    )
+    resources: Resources = section(Resources, doc="resources of the judge's server")
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """Where finished checkpoints go."""
+
+    target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
+    path: str | None = identity(None, doc="folder target; none is WORKSPACE/published")
+    repo_id: str = identity(
+        "refiner/{recipe}-seed{seed}", doc="repository; may use {recipe}, {seed} and {step}"
+    )
+    private: bool = identity(True, doc="Hub only: create the repository private")
+    license: str = identity("apache-2.0", doc="licence in the card's front matter")
+    resources: Resources = section(Resources, doc="resources of the publish job")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """The protocol of an evaluation, and which models it is applied to."""
+
+    models: tuple[str, ...] = identity(
+        ("base", "sft", "grpo"), doc="models evaluated, where the recipe makes them"
+    )
+    decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
+        ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
+    )
+    max_prompts: int | None = identity(None, doc="use at most this many held-out prompts")
+    num_samples: int = identity(4, doc="samples per prompt of the sampled decoding")
+    temperature: float = identity(1.0, doc="temperature of the sampled decoding")
+    top_p: float = identity(1.0, doc="nucleus sampling of the sampled decoding; 1 is off")
+    bootstrap_samples: int = identity(2000, doc="resamples behind each interval of a mean")
+    seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
+    batch_size: int = execution(256, doc="samples decoded together")
+    resources: Resources = section(Resources, doc="resources of the evaluation job")
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """W&B as a sink; our own JSON lines are the truth."""
+
+    wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
+    project: str = execution("refiner", doc="W&B project")
+    entity: str | None = execution(None, doc="W&B entity; none is your default")
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """Where jobs run and how patient the orchestrator is."""
+
+    executor: Literal["local", "slurm"] = execution("local", doc="submitit executor")
+    max_attempts: int = execution(3, doc="attempts per stage and call before giving up")
+    poll_s: float = execution(0.5, doc="seconds between looks at the jobs")
+    grace_s: float = execution(60.0, doc="seconds a job gets to save after a request to stop")
+    heartbeat_timeout_s: float = execution(900.0, doc="no heartbeat for this long counts as hung")
+    max_parallel: int = execution(2, doc="local jobs at a time")
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """A whole recipe."""
+
+    recipe: str = execution("unnamed", doc="name of the recipe")
+    description: str = execution("", doc="one paragraph for people")
+    workspace: str = execution("runs", doc="folder that holds records, outputs, checkpoints, logs")
+    log_level: Literal["debug", "info", "warning", "error"] = execution("info", doc="of stage logs")
+    stages: tuple[Literal["data", "sft", "grpo", "publish", "evaluate"], ...] = execution(
+        ("data", "sft", "grpo", "publish", "evaluate"),
+        doc="stages of the recipe (execution: what a stage *is* follows from its inputs)",
+    )
+    seed: int = identity(42, doc="run seed: split, order, sampling")
+    model: ModelConfig = section(ModelConfig, doc="the model that training starts from")
+    data: DataConfig = section(DataConfig, doc="rows to tokens")
+    sft: SftConfig = section(SftConfig, doc="supervised fine-tuning")
+    grpo: GrpoConfig = section(GrpoConfig, doc="GRPO")
+    reward: RewardConfig = section(RewardConfig, doc="the reward")
+    judge: JudgeConfig = section(JudgeConfig, doc="the judge")
+    publish: PublishConfig = section(PublishConfig, doc="publishing")
+    evaluate: EvaluateConfig = section(EvaluateConfig, doc="evaluation")
+    tracking: TrackingConfig = section(TrackingConfig, doc="experiment tracking")
+    dispatch: DispatchConfig = section(DispatchConfig, doc="jobs")

@@ -1,0 +1,95 @@
+"""Errors that a user can act on.
+
+Every refusal says three things: what happened, what was expected, and which field or command mends
+it. Each class carries the exit code of the `refiner` command (table: :data:`EXIT_CODES`), so that
+scripts can tell a typing mistake from a full disk without parsing text.
+
+Classes are also the builtin error that they specialise, so library users can catch ``ValueError``.
+"""
+
+from __future__ import annotations
+
+EXIT_CODES: dict[int, str] = {
+    0: "everything that was asked for is done",
+    1: "a stage failed; its log says why (`refiner logs STAGE`)",
+    2: "bad command line, recipe, override or configuration value",
+    3: "bad input data (file, line and reason are named)",
+    4: "the workspace cannot be used (permissions, format, not a folder)",
+    5: "no room left on the disk or quota; free some and run the same command again",
+    6: "stopped on request; run the same command again to go on from the last checkpoint",
+    7: "the judge did not answer often enough; resumable once it is back",
+    8: "this machine or this version lacks what the recipe asks for",
+    70: "a bug in refiner itself (`--debug` shows the traceback)",
+}
+
+
+class RefinerError(Exception):
+    """Base of all errors that end in a one-paragraph message instead of a traceback."""
+
+    exit_code: int = 1
+    #: True where running the same command again goes on from what is there.
+    resumable: bool = False
+
+    def __init__(self, what: str, *, expected: str = "", fix: str = "") -> None:
+        self.what, self.expected, self.fix = what, expected, fix
+        super().__init__(self.paragraph())
+
+    def paragraph(self) -> str:
+        """The message as a user reads it: what, expected, fix."""
+        parts = [self.what.rstrip()]
+        if self.expected:
+            parts.append(f"Expected {self.expected.rstrip()}")
+        if self.fix:
+            parts.append(f"To mend it: {self.fix.rstrip()}")
+        return " ".join(p if p.endswith((".", "!", "?", "`")) else p + "." for p in parts)
+
+
+class ConfigurationError(RefinerError, ValueError):
+    """A recipe, override or command line that cannot be meant."""
+
+    exit_code = 2
+
+
+class DataError(RefinerError, ValueError):
+    """Input rows that cannot be used; names file and line."""
+
+    exit_code = 3
+
+
+class WorkspaceError(RefinerError, OSError):
+    """The workspace folder cannot be read, written or understood."""
+
+    exit_code = 4
+
+
+class NoSpaceError(RefinerError, OSError):
+    """ENOSPC or EDQUOT: a state of the world, not a bug. Always resumable."""
+
+    exit_code = 5
+    resumable = True
+
+
+class StageFailed(RefinerError, RuntimeError):
+    """A stage's attempt ended in a way that another try would not change."""
+
+    exit_code = 1
+
+
+class Interrupted(RefinerError, RuntimeError):
+    """Stopped on request (Ctrl-C, SIGTERM, a time limit); work up to the last step is saved."""
+
+    exit_code = 6
+    resumable = True
+
+
+class JudgeOutage(RefinerError, RuntimeError):
+    """More judgements failed than the recipe allows; nothing was trained on them."""
+
+    exit_code = 7
+    resumable = True
+
+
+class UnsupportedError(RefinerError, RuntimeError):
+    """The recipe is sound, but this machine or version cannot carry it out."""
+
+    exit_code = 8

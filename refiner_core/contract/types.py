@@ -1,0 +1,196 @@
+"""Small value types and protocols that rooms exchange. Torch-free.
+
+Science (``refiner_core``) is written against these protocols; ``infra`` and tests implement them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+# ---------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """One question to a judge.
+
+    ``kind`` says which; ``text`` is what is judged and ``reference`` what it is held against:
+
+    ================== ========================== ===============================
+    kind               text                       reference
+    ================== ========================== ===============================
+    rubric             answer, tags as sampled    the rubric's description
+    citation_recall    claim                      text of the evidence cited
+    citation_needed    uncited plain text         (empty)
+    citation_precision claim                      text of one cited snippet
+    ================== ========================== ===============================
+    """
+
+    kind: Literal["rubric", "citation_recall", "citation_needed", "citation_precision"]
+    question: str
+    text: str
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A judge's verdict. ``score`` is in [0, 1] and is None exactly when ``status`` is failed."""
+
+    status: Literal["scored", "failed"]
+    score: float | None
+    detail: str = ""
+
+
+class Judge(Protocol):
+    """Scores requests; never raises for a single bad answer, it returns a failed judgement."""
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        """One judgement per request, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The reward of one rollout and every part of it.
+
+    ``status``: ``scored``; ``malformed`` (the policy's fault: judge and citation parts are 0 by
+    rule); ``unscored`` (the judge failed: ``total`` is None and the rollout leaves the batch).
+    ``components`` holds each part under its own name; ``judgements`` is JSON-ready detail.
+    """
+
+    status: Literal["scored", "malformed", "unscored"]
+    total: float | None
+    components: Mapping[str, float]
+    judgements: Sequence[Mapping[str, Any]] = ()
+
+
+# ---------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """``temperature`` 0 is greedy. ``stop_strings`` stay in the text."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sample of one prompt; ``seed`` alone decides its randomness."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens (the stop token included) and the sampler's own log-probabilities of them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+class Generator(Protocol):
+    """Samples completions for prompts."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Completion]:
+        """One completion per request, in order, independent of how they are batched."""
+        ...
+
+
+# ---------------------------------------------------------------- a stage at work
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is; becomes its heartbeat and its progress bar."""
+
+    done: int
+    total: int
+    phase: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint on disk."""
+
+    step: int
+    path: Path
+
+
+class StageIO(Protocol):
+    """What a running stage may do to the world. Paths and fencing are the implementer's business.
+
+    Metrics and rollouts belong to steps: when a stage resumes from the checkpoint of step *k*,
+    what was logged for later steps is gone, and what was logged up to *k* is still there.
+    """
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's numbers (keys under the reference's names). Steps only grow."""
+        ...
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store a step's rollouts with their reward components (one Parquet file per step)."""
+        ...
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint of this stage, from whichever attempt."""
+        ...
+
+    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to write into; complete and visible only after the block ended without error.
+
+        Raises:
+            NoSpaceError: it did not fit; nothing half-written is left visible.
+        """
+        ...
+
+    def progress(self, progress: Progress) -> None:
+        """Tell how far the stage is. Cheap; call it every step and within long ones."""
+        ...
+
+    def should_stop(self) -> bool:
+        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        ...
+
+
+# ---------------------------------------------------------------- prepared rows
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prepared prompt, for rollouts or evaluation.
+
+    ``prompt_text`` is the user's message as it stands in the row (evidence is parsed from it);
+    ``prompt_ids`` is the rendered chat up to the assistant's turn. ``truth`` is what a generator
+    knows and no reward may see; None for real rows.
+    """
+
+    sample_id: str
+    question: str
+    prompt_text: str
+    prompt_ids: tuple[int, ...]
+    rubrics: str
+    refiner_mode: str = "answer_only"
+    truth: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class DemonstrationRow:
+    """One prepared demonstration: token ids and, per token, whether it carries loss."""
+
+    sample_id: str
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]

@@ -1,0 +1,1 @@
+"""Ablations: expand a sweep into trials, forecast it, compare its arms."""
