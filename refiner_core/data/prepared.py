@@ -1,0 +1,168 @@
+"""Prepared rows on disk: what the data stage writes and every later stage reads.
+
+In: :class:`PromptRow` and :class:`DemonstrationRow` values. Out: Parquet files, and back.
+
+A file names its kind and format version in the Parquet schema, so that a stage that is pointed at
+the wrong file says so instead of training on it. ``truth`` and ``rubrics`` travel as JSON text.
+The same rows give the same bytes (with one version of pyarrow): nothing of time or place is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.types import DemonstrationRow, PromptRow
+
+FORMAT_VERSION = 1
+_KIND_KEY = b"refiner.kind"
+_VERSION_KEY = b"refiner.format"
+
+_IDS = pa.list_(pa.field("element", pa.int32(), nullable=False))
+_MASK = pa.list_(pa.field("element", pa.bool_(), nullable=False))
+
+
+def _schema(kind: str, columns: dict[str, Any], nullable: frozenset[str] = frozenset()) -> Any:
+    fields = [pa.field(name, type_, nullable=name in nullable) for name, type_ in columns.items()]
+    return pa.schema(
+        fields, metadata={_KIND_KEY: kind.encode(), _VERSION_KEY: str(FORMAT_VERSION).encode()}
+    )
+
+
+PROMPT_SCHEMA = _schema(
+    "prompts",
+    {
+        "sample_id": pa.string(),
+        "question": pa.string(),
+        "prompt_text": pa.string(),
+        "prompt_ids": _IDS,
+        "rubrics": pa.string(),
+        "refiner_mode": pa.string(),
+        "truth": pa.string(),
+    },
+    nullable=frozenset({"truth"}),
+)
+DEMONSTRATION_SCHEMA = _schema(
+    "demonstrations", {"sample_id": pa.string(), "input_ids": _IDS, "loss_mask": _MASK}
+)
+
+
+def write_prompts(path: Path, rows: Sequence[PromptRow]) -> None:
+    """Write prompts (atomically; an existing file is replaced)."""
+    columns: dict[str, list[Any]] = {
+        "sample_id": [row.sample_id for row in rows],
+        "question": [row.question for row in rows],
+        "prompt_text": [row.prompt_text for row in rows],
+        "prompt_ids": [list(row.prompt_ids) for row in rows],
+        "rubrics": [row.rubrics for row in rows],
+        "refiner_mode": [row.refiner_mode for row in rows],
+        "truth": [None if row.truth is None else _json(row.truth) for row in rows],
+    }
+    _write(path, columns, PROMPT_SCHEMA)
+
+
+def load_prompts(path: Path) -> list[PromptRow]:
+    """Read prompts back, in the order in which they were written.
+
+    Raises
+    ------
+    DataError
+        If the file is missing, not Parquet, or holds something other than prompts.
+    """
+    return [
+        PromptRow(
+            sample_id=row["sample_id"],
+            question=row["question"],
+            prompt_text=row["prompt_text"],
+            prompt_ids=tuple(row["prompt_ids"]),
+            rubrics=row["rubrics"],
+            refiner_mode=row["refiner_mode"],
+            truth=None if row["truth"] is None else json.loads(row["truth"]),
+        )
+        for row in _read(path, PROMPT_SCHEMA)
+    ]
+
+
+def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
+    """Write demonstrations (atomically; an existing file is replaced).
+
+    Raises
+    ------
+    DataError
+        If a row's loss mask is not as long as its tokens.
+    """
+    for row in rows:
+        if len(row.input_ids) != len(row.loss_mask):
+            raise DataError(
+                f"Demonstration {row.sample_id} has {len(row.input_ids)} tokens and a loss mask "
+                f"of {len(row.loss_mask)}",
+                expected="one mask value per token",
+            )
+    columns: dict[str, list[Any]] = {
+        "sample_id": [row.sample_id for row in rows],
+        "input_ids": [list(row.input_ids) for row in rows],
+        "loss_mask": [list(row.loss_mask) for row in rows],
+    }
+    _write(path, columns, DEMONSTRATION_SCHEMA)
+
+
+def load_demonstrations(path: Path) -> list[DemonstrationRow]:
+    """Read demonstrations back, in the order in which they were written.
+
+    Raises
+    ------
+    DataError
+        If the file is missing, not Parquet, or holds something other than demonstrations.
+    """
+    return [
+        DemonstrationRow(row["sample_id"], tuple(row["input_ids"]), tuple(row["loss_mask"]))
+        for row in _read(path, DEMONSTRATION_SCHEMA)
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _write(path: Path, columns: dict[str, list[Any]], schema: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        pq.write_table(pa.table(columns, schema=schema), file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _read(path: Path, schema: Any) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise DataError(
+            f"{path} does not exist",
+            expected="a file written by the data stage",
+            fix="run the data stage first (`refiner run RECIPE`)",
+        )
+    kind = schema.metadata[_KIND_KEY].decode()
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path} is not a complete Parquet file ({error})", expected=f"prepared {kind}"
+        ) from error
+    metadata = table.schema.metadata or {}
+    found = metadata.get(_KIND_KEY, b"rows of an unknown kind").decode()
+    version = metadata.get(_VERSION_KEY, b"?").decode()
+    if found != kind or version != str(FORMAT_VERSION):
+        raise DataError(
+            f"{path} holds {found} (format {version})",
+            expected=f"prepared {kind} (format {FORMAT_VERSION})",
+            fix="run the data stage again; prepared files are not raw rows",
+        )
+    rows: list[dict[str, Any]] = table.select(schema.names).to_pylist()
+    return rows
