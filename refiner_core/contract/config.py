@@ -16,7 +16,6 @@ from typing import Literal
 
 from refiner_core.contract.marks import execution, identity, section
 
-StageKind = Literal["data", "sft", "rft", "grpo", "publish", "evaluate", "card", "command"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Fingerprints: what a stage *is*, as a hash.
+
+A stage's fingerprint covers its kind, the stage version, the identity fields that it depends on, the
+digests of outside sources (data files, model weights, rubric sets, judge prompts) and the
+fingerprints of its inputs. Execution fields never enter; a field at its ``legacy_value`` is left
+out, so that fields added later keep old fingerprints valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import walk
+
+
+def canonical_json(value: Any) -> str:
+    """One text per value: sorted keys, no spaces, floats by ``repr``, NaN refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 hex of a JSON-ready value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def get_field(config: Any, path: str) -> Any:
+    """The value at a dotted path."""
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, Any]:
+    """Identity fields at or below ``prefixes`` as {dotted path: JSON-ready value}.
+
+    Fields at their legacy value are left out (see the module docstring).
+    """
+    wanted = tuple(prefixes)
+    values: dict[str, Any] = {}
+    for path, info in walk(type(config)):
+        if info.mark != "identity" or not any(path == p or path.startswith(p + ".") for p in wanted):
+            continue
+        value = get_field(config, path)
+        if value == info.legacy_value:
+            continue
+        values[path] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def stage_fingerprint(
+    kind: str,
+    version: int,
+    identity: Mapping[str, Any],
+    sources: Mapping[str, str],
+    inputs: Mapping[str, str],
+) -> str:
+    """The fingerprint of a stage: 64 hex digits. People and paths use the first 12."""
+    return digest(
+        {
+            "kind": kind,
+            "version": version,
+            "identity": dict(identity),
+            "sources": dict(sources),
+            "inputs": dict(inputs),
+        }
+    )

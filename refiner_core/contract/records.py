@@ -1,0 +1,185 @@
+"""Record types: what the workspace remembers of a stage. Values only; `infra` reads and writes them.
+
+A record is a spec (what the stage is), its attempts (each try, with its job and its outcome) and,
+once it is done, a result (outputs, report, provenance). Everything converts to and from plain JSON;
+unknown keys of a newer version are kept out of the way, not an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+#: Version of the record files. Raised when an older reader would misread them.
+RECORD_VERSION = 1
+
+FailureClass = Literal[
+    "none",  # it succeeded
+    "interrupted",  # asked to stop: Ctrl-C, SIGTERM, scancel by the user's own command
+    "preempted",
+    "time_limit",
+    "node_failure",
+    "killed",  # the process is gone and left no word: kill -9, reboot
+    "out_of_memory",
+    "disk_full",  # ENOSPC or EDQUOT
+    "hung",
+    "judge_outage",
+    "not_finite",  # NaN or Inf
+    "bad_configuration",
+    "bad_data",
+    "unsupported",
+    "bug",
+]
+Decision = Literal["finish", "resume", "stop"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why an attempt ended, and what that led to."""
+
+    failure: FailureClass
+    decision: Decision
+    message: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a stage.
+
+    ``comment`` is unique in the world and is recorded before the job is submitted, so that a crash
+    between submitting and noting ``job_id`` neither loses nor doubles the job. ``owner`` identifies
+    the orchestrator that claimed the attempt (``host:pid:process start time``).
+    """
+
+    number: int
+    comment: str
+    executor: str
+    owner: str
+    claimed_at: str
+    job_id: str | None = None
+    started_at: str | None = None
+    ended_at: str | None = None
+    resumed_from_step: int | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file of a stage's output, relative to the output folder."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a finished stage made. Written last: its presence is what makes the stage done."""
+
+    version: int
+    attempt: int
+    output_dir: str  # relative to the stage's folder
+    files: tuple[OutputFile, ...]
+    report: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    seconds: float  # of the successful attempt
+    finished_at: str
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage is; enough to explain later why two stages differ."""
+
+    version: int
+    name: str
+    kind: str
+    fingerprint: str
+    model: str
+    stage_version: int
+    identity: Mapping[str, Any]
+    sources: Mapping[str, str]
+    input_fingerprints: Mapping[str, str]
+
+
+StageState = Literal["absent", "claimed", "failed", "interrupted", "done"]
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """All that is known of one stage."""
+
+    spec: StageSpec
+    attempts: tuple[Attempt, ...] = ()
+    result: StageResult | None = None
+
+    @property
+    def state(self) -> StageState:
+        """``claimed`` means that an attempt has begun and has no outcome yet; whether it lives is
+        for an observer to say."""
+        if self.result is not None:
+            return "done"
+        if not self.attempts:
+            return "absent"
+        outcome = self.attempts[-1].outcome
+        if outcome is None:
+            return "claimed"
+        return "failed" if outcome.decision == "stop" else "interrupted"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One call of `refiner run`: which recipe, with what, on what, and which stages it uses."""
+
+    version: int
+    run: str
+    recipe: str
+    overrides: tuple[str, ...]
+    command: tuple[str, ...]
+    config: Mapping[str, Any]
+    stages: Mapping[str, str]  # stage name -> stage id
+    code: str  # id of the code snapshot
+    started_at: str
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> Any:
+    """Records (and anything made of dataclasses, mappings, sequences) as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(v) for v in value]
+    return value
+
+
+def from_json(kind: type[T], data: Any) -> T:
+    """The record of type ``kind`` from plain JSON; keys it does not know are ignored.
+
+    Raises:
+        TypeError: a required key is missing.
+    """
+    return typing.cast(T, _build(kind, data))
+
+
+def _build(kind: Any, data: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        return _build(next(a for a in args if a is not type(None)), data)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        known = {f.name for f in dataclasses.fields(kind)}
+        return kind(**{k: _build(hints[k], v) for k, v in data.items() if k in known})
+    if origin is tuple:
+        return tuple(_build(args[0], v) for v in data)
+    return data
