@@ -82,6 +82,9 @@ class DataConfig:
     max_rl_rows: int | None = identity(None, doc="use at most this many prompts")
     synthetic_sft_rows: int = identity(3000, doc="rows that `builtin:synthetic` makes for SFT")
     synthetic_rl_rows: int = identity(1000, doc="rows that `builtin:synthetic` makes for RL")
+    split_seed: int = identity(
+        0, doc="seed of the split; not the run seed, so that all seeds of an arm share prompts"
+    )
     synthetic_seed: int = identity(0, doc="seed of the generated facts (not of the split)")
     resources: Resources = section(Resources, doc="resources of the data job")
 

@@ -44,7 +44,6 @@ _TOKENIZER = (
 #: Which identity fields a kind depends on (dotted prefixes). Inputs add the rest by fingerprint.
 STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     "data": (
-        "seed",
         "data",
         *_TOKENIZER,
         "sft.pack_length",
