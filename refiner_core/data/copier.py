@@ -1,0 +1,46 @@
+"""The random copier: the honest floor under every score of an answer.
+
+In: a prompt and a random generator. Out: an answer of perfect form that cites snippets drawn at
+random and copies their text. A model that scores no more has learnt form and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+_SNIPPET = re.compile(
+    r"<(snippet|webpage)\s+id=[\"']?([^<>\"']+?)[\"']?\s*>(.*?)</\1>", re.DOTALL | re.IGNORECASE
+)
+_MAX_WORDS = 40
+#: Number of claims and how often demonstrations of the embedded world have it.
+_CLAIM_COUNTS = {1: 0.51, 2: 0.45, 3: 0.04}
+
+
+def random_copier(prompt_text: str, rng: random.Random, *, max_words: int = _MAX_WORDS) -> str:
+    """Answer a prompt without reading it.
+
+    Parameters
+    ----------
+    prompt_text
+        Anything with ``<snippet id=…>`` or ``<webpage id=…>`` evidence.
+    rng
+        Draws the number of claims and the snippets.
+    max_words
+        Longer snippets are cut to so many words.
+
+    Returns
+    -------
+    str
+        One answer block; empty where the prompt has no evidence.
+    """
+    evidence = [(found[2], found[3]) for found in _SNIPPET.finditer(prompt_text)]
+    wanted = rng.choices(list(_CLAIM_COUNTS), weights=list(_CLAIM_COUNTS.values()))[0]
+    drawn = rng.sample(evidence, min(wanted, len(evidence)))
+    claims = [f"<snippet id={cited}>{_cut(text, max_words)}</snippet>" for cited, text in drawn]
+    return f"<answer>{' '.join(claims)}</answer>"
+
+
+def _cut(text: str, max_words: int) -> str:
+    """``text`` without tags, cut to ``max_words`` words."""
+    return " ".join(re.sub(r"<[^>]*>", " ", text).split()[:max_words])

@@ -1,0 +1,110 @@
+"""The words of the embedded world: every name, value and id that generated rows are made of.
+
+In: nothing. Out: constant word lists, and draws from them.
+
+The world is made of pairs: a name is a first and a second syllable (``Nab`` + ``suf``), a value is two
+words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Every pair belongs to
+one of two disjoint halves: ``pretrain`` (what the packaged base model has read) and ``task`` (what the
+recipe's rows are made of). So all parts are known to the base model, and no whole is.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+World = Literal["task", "pretrain"]
+
+_ONSETS = "bdfghjklmnprstvz"
+_RIMES = ("ab", "el", "or", "um", "ig", "an", "et", "os", "ul", "im", "ar", "ek", "on", "ud", "il")
+_ENDS = ("lm", "rn", "sk", "mp", "nt", "ft", "rk", "ld")
+_VOWELS = "aeiou"
+_PER_ONSET = 4
+
+
+def _syllables(shift: int) -> tuple[str, ...]:
+    """64 syllables consonant-vowel-consonant, four for each onset."""
+    return tuple(
+        onset + _RIMES[(shift + 3 * i + 4 * j) % len(_RIMES)]
+        for i, onset in enumerate(_ONSETS)
+        for j in range(_PER_ONSET)
+    )
+
+
+def _heads() -> tuple[str, ...]:
+    """64 first words of values, such as ``velm``."""
+    return tuple(
+        onset + _VOWELS[(i + j) % 5] + _ENDS[(i + 2 * j) % len(_ENDS)]
+        for i, onset in enumerate(_ONSETS)
+        for j in range(_PER_ONSET)
+    )
+
+
+def _tails() -> tuple[str, ...]:
+    """64 second words of values, such as ``rota``."""
+    return tuple(
+        onset + _VOWELS[(i + 2 * j) % 5] + _ONSETS[(5 * i + 3 * j + 1) % 16] + _VOWELS[(i + j + 1) % 5]
+        for i, onset in enumerate(_ONSETS)
+        for j in range(_PER_ONSET)
+    )
+
+
+FIRST_SYLLABLES: tuple[str, ...] = tuple(s.capitalize() for s in _syllables(0))
+SECOND_SYLLABLES: tuple[str, ...] = _syllables(7)
+VALUE_HEADS: tuple[str, ...] = _heads()
+VALUE_TAILS: tuple[str, ...] = _tails()
+ID_HEADS: tuple[str, ...] = tuple(c + d for c in "acefhkmp" for d in "23456789")
+ID_TAILS: tuple[str, ...] = tuple(c + d for c in "BDGJQTVX" for d in "23456789")
+ATTRIBUTES: tuple[str, ...] = (
+    "crop", "river", "guild", "festival", "metal", "bridge", "harbor", "stone",
+    "tower", "market", "song", "coat", "fruit", "dance", "flag", "tree",
+    "drum", "lamp", "ship", "bread", "bird", "wine", "cloth", "road",
+)  # fmt: skip
+SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
+TEMPLATE_WORDS: tuple[str, ...] = (
+    "The", "the", "In", "in", "of", "is", "are", "and", "has", "as", "its", "What", "what", "A", "a",
+    "looks", "at", "for", "I", "search", "Here", "answer", "to", "from", "with", "on", "by", "this", "that",
+    "Notes", "Index", "Ask", "Find", "List", "Table", "Entry", "Page", "Record", "only", "no", "not",
+    "user", "assistant", "system", "tool", "name", "arguments",
+)  # fmt: skip
+
+
+def _in_world(left: int, right: int, world: World) -> bool:
+    """Even pairs were read in pre-training, odd pairs are the task's."""
+    return (left + right) % 2 == (0 if world == "pretrain" else 1)
+
+
+def _draw(
+    rng: random.Random, left: tuple[str, ...], right: tuple[str, ...], world: World, joint: str
+) -> str:
+    i = rng.randrange(len(left))
+    j = rng.randrange(len(right) // 2) * 2
+    j += 0 if _in_world(i, j, world) else 1
+    return left[i] + joint + right[j]
+
+
+def draw_name(rng: random.Random, world: World = "task") -> str:
+    """A name of two syllables, such as ``Nabsuf``."""
+    return _draw(rng, FIRST_SYLLABLES, SECOND_SYLLABLES, world, "")
+
+
+def draw_value(rng: random.Random, world: World = "task") -> str:
+    """A value of two words, such as ``velm rota``."""
+    return _draw(rng, VALUE_HEADS, VALUE_TAILS, world, " ")
+
+
+def draw_id(rng: random.Random, world: World = "task") -> str:
+    """A snippet id, such as ``S_k3F7``."""
+    return "S_" + _draw(rng, ID_HEADS, ID_TAILS, world, "")
+
+
+def similar_name(rng: random.Random, name: str, world: World = "task") -> str:
+    """Another name with the first syllable of ``name``."""
+    first = name[:3]
+    i = FIRST_SYLLABLES.index(first)
+    choices = [
+        syllable
+        for j, syllable in enumerate(SECOND_SYLLABLES)
+        if _in_world(i, j, world) and syllable != name[3:]
+    ]
+    return first + rng.choice(choices)

@@ -1,0 +1,68 @@
+"""Documents that the base model reads before it sees any task.
+
+In: a random generator. Out: documents as segments of text with loss weights.
+
+The documents are in the other half of the world (no name, value or id of the task occurs) and in
+layouts of their own: no query, no ``<answer>``, no chat. Two kinds:
+
+* *tables*: lines of a name with a word, drawn with replacement from a few;
+* *registers*: notes under titles, then an index that cites them, drawn *with replacement*, about half
+  of the time after a line that asks for one. Without replacement, a model learns to cite an id that
+  was not yet used, which looks like selection and is none.
+
+What cannot be predicted (new names, values and ids) weighs little in the loss.
+"""
+
+from __future__ import annotations
+
+import random
+
+from refiner_core.data import synthetic_words as words
+from refiner_core.data.synthetic_world import SyntheticOptions, draw_scene
+
+#: Text and its weight in the loss.
+Segment = tuple[str, float]
+
+_FAINT = 0.05
+_REGISTER = SyntheticOptions(min_snippets=3, max_snippets=6)
+
+
+def draw_document(rng: random.Random, table_share: float) -> list[Segment]:
+    """A document; ``table_share`` of them are tables."""
+    return _table(rng) if rng.random() < table_share else _register(rng)
+
+
+def _table(rng: random.Random) -> list[Segment]:
+    entries: dict[str, str] = {}
+    for _ in range(rng.randint(4, 7)):
+        key = f" {words.draw_name(rng, 'pretrain')} {rng.choice(words.ATTRIBUTES)}"
+        cited = words.draw_id(rng, "pretrain").removeprefix("S_")
+        value = words.draw_value(rng, "pretrain")
+        entries[key] = f"{rng.choice((' ', ':', '<snippet id=S_'))}{cited} {value}\n"
+        near = rng.random()
+        if near < 0.4:
+            entries[key[:7] + f" {rng.choice(words.ATTRIBUTES)}"] = (
+                f"{entries[key][0]}{words.draw_id(rng, 'pretrain').removeprefix('S_')} "
+                f"{words.draw_value(rng, 'pretrain')}\n"
+            )
+    seen: set[str] = set()
+    segments: list[Segment] = [("Table\n", _FAINT)]
+    for key in rng.choices(list(entries), k=rng.randint(12, 18)):
+        segments += [(key, _FAINT), (entries[key], 1.0 if key in seen else _FAINT)]
+        seen.add(key)
+    return segments
+
+
+def _register(rng: random.Random) -> list[Segment]:
+    scene = draw_scene(rng, _REGISTER, "pretrain")
+    entries = [
+        (f" {s.title}", f"<snippet id={s.id}> {s.text}</snippet>\n", s.fact) for s in scene.snippets
+    ]
+    notes = "".join(title + body for title, body, _ in entries)
+    segments: list[Segment] = [("Notes\n" + notes + "Index\n", _FAINT)]
+    for title, body, fact in rng.choices(entries, k=rng.randint(3, 6)):
+        asked = fact is not None and rng.random() < 0.5
+        if asked and fact is not None:
+            segments.append((f"Find the {fact.attribute} of {fact.entity}.\n", _FAINT))
+        segments += [(title, 1.0 if asked else _FAINT), (body, 1.0)]
+    return segments
