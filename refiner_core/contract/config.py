@@ -17,7 +17,6 @@ from typing import Literal
 from refiner_core.contract.marks import execution, identity, section
 
 
-
 @dataclass(frozen=True)
 class Resources:
     """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
@@ -127,12 +126,16 @@ class GrpoConfig:
     num_training_steps: int = identity(1000, doc="optimiser steps of the whole run")
     num_unique_prompts_rollout: int = identity(32, doc="prompts per step")
     num_samples_per_prompt_rollout: int = identity(8, doc="samples per prompt: the group size")
-    temperature: float = identity(1.0, doc="sampling temperature; logits are divided by it in the loss too")
+    temperature: float = identity(
+        1.0, doc="sampling temperature; logits are divided by it in the loss too"
+    )
     top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
     response_length: int = identity(1024, doc="largest number of sampled tokens")
     max_token_length: int = identity(8192, doc="prompt and response together (tokens)")
     pack_length: int = identity(8192, doc="tokens in one pack")
-    stop_strings: tuple[str, ...] = identity((), doc="sampling ends after one of these; they stay in the text")
+    stop_strings: tuple[str, ...] = identity(
+        (), doc="sampling ends after one of these; they stay in the text"
+    )
     learning_rate: float = identity(5e-6, doc="peak learning rate of AdamW")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
         "constant", doc="schedule after the warm-up"
@@ -144,11 +147,14 @@ class GrpoConfig:
     num_mini_batches: int = identity(1, doc="optimiser steps per batch of rollouts")
     num_epochs: int = identity(1, doc="passes over one batch of rollouts")
     beta: float = identity(0.001, doc="KL coefficient; 0 keeps no reference model in memory")
-    kl_estimator: Literal["kl1", "kl2", "kl3", "kl4"] = identity("kl3", doc="per-token KL estimator")
+    kl_estimator: Literal["kl1", "kl2", "kl3", "kl4"] = identity(
+        "kl3", doc="per-token KL estimator"
+    )
     clip_lower: float = identity(0.2, doc="ratio is clipped below at 1 - clip_lower")
     clip_higher: float = identity(0.2, doc="ratio is clipped above at 1 + clip_higher")
     loss_aggregation: Literal["token", "sequence", "constant"] = identity(
-        "token", doc="mean over all tokens of the step, per sample then mean, or a constant denominator"
+        "token",
+        doc="mean over all tokens of the step, per sample then mean, or a constant denominator",
     )
     advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
         "standard", doc="group mean and population std; mean only; mean and sample std"
@@ -188,7 +194,9 @@ class RewardConfig:
     gate_judge_score_with_format_bonus: bool = identity(
         False, doc="multiply the judge term by the format bonus"
     )
-    non_stop_penalty: bool = identity(False, doc="replace the score of a completion that did not stop")
+    non_stop_penalty: bool = identity(
+        False, doc="replace the score of a completion that did not stop"
+    )
     non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
     rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
         "instance", doc="which rubrics a rollout is judged by"
@@ -215,7 +223,8 @@ class JudgeConfig:
     """Who scores rubrics and citations."""
 
     kind: Literal["lexical", "openai"] = identity(
-        "lexical", doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server"
+        "lexical",
+        doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
     )
     model: str = identity("lexical-1", doc="name of the judge model")
     revision: str | None = identity(None, doc="revision of the judge model")
@@ -226,12 +235,15 @@ class JudgeConfig:
         0.2, doc="stop (resumable) when more than this share of a step's rollouts is unscored"
     )
     base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
-    api_key_env: str = execution("REFINER_JUDGE_API_KEY", doc="environment variable that holds the key")
+    api_key_env: str = execution(
+        "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
+    )
     concurrency: int = execution(256, doc="requests in flight")
     timeout_s: float = execution(120.0, doc="deadline of one judgement, seconds")
     max_retries: int = execution(5, doc="tries after a retryable failure")
     serve_command: str | None = execution(
-        None, doc="command that serves the judge, e.g. `vllm serve ...`; none uses base_url as it is"
+        None,
+        doc="command that serves the judge, e.g. `vllm serve ...`; none uses base_url as it is",
     )
     resources: Resources = section(Resources, doc="resources of the judge's server")
 

@@ -42,7 +42,9 @@ def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, 
     wanted = tuple(prefixes)
     values: dict[str, Any] = {}
     for path, info in walk(type(config)):
-        if info.mark != "identity" or not any(path == p or path.startswith(p + ".") for p in wanted):
+        if info.mark != "identity" or not any(
+            path == p or path.startswith(p + ".") for p in wanted
+        ):
             continue
         value = get_field(config, path)
         if value == info.legacy_value:

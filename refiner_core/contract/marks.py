@@ -118,5 +118,7 @@ def walk(kind: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
             default = f.default_factory()
         yield (
             path,
-            FieldInfo(f.name, meta["mark"], meta["doc"], meta["legacy_value"], hints[f.name], default),
+            FieldInfo(
+                f.name, meta["mark"], meta["doc"], meta["legacy_value"], hints[f.name], default
+            ),
         )

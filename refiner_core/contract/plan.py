@@ -53,7 +53,14 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     "sft": ("seed", "model", "sft"),
     "grpo": ("seed", "model", "grpo", "reward", "judge"),
     "publish": ("publish",),
-    "evaluate": ("model", "evaluate", "reward", "judge", "grpo.response_length", "grpo.stop_strings"),
+    "evaluate": (
+        "model",
+        "evaluate",
+        "reward",
+        "judge",
+        "grpo.response_length",
+        "grpo.stop_strings",
+    ),
     "card": ("publish.license",),
 }
 #: ``evaluate.models`` says which evaluations exist, not what one of them is.
@@ -138,9 +145,7 @@ class _Builder:
         self.config, self.sources = config, sources
         self.stages: dict[str, PlannedStage] = {}
 
-    def add(
-        self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = ""
-    ) -> str:
+    def add(self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = "") -> str:
         values = identity_values(self.config, STAGE_FIELDS[kind])
         values = {k: v for k, v in values.items() if k not in _NOT_IN_EVALUATION}
         wanted = {k: self.sources[k] for k in _SOURCES[kind] if k in self.sources}

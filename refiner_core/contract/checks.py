@@ -1,0 +1,221 @@
+"""Checks across fields, made when a plan is made: impossible sizes are refused with the numbers.
+
+Each check is one row of :data:`CHECKS`: a condition that must hold, what to say when it does not,
+and which field mends it. Nothing here looks at the world; what the machine lacks is found at run
+time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.marks import walk
+
+
+class Check(NamedTuple):
+    """``holds(config)`` or else a refusal made of ``what``, ``expected``, ``fix``."""
+
+    holds: Callable[[RecipeConfig], bool]
+    what: Callable[[RecipeConfig], str]
+    expected: str
+    fix: str
+
+
+_AT_LEAST_ONE = (
+    "data.max_prompt_token_length",
+    "data.synthetic_sft_rows",
+    "data.synthetic_rl_rows",
+    "sft.pack_length",
+    "sft.per_device_train_batch_size",
+    "sft.gradient_accumulation_steps",
+    "sft.eval_freq",
+    "sft.save_freq",
+    "sft.keep",
+    "grpo.num_training_steps",
+    "grpo.num_unique_prompts_rollout",
+    "grpo.response_length",
+    "grpo.max_token_length",
+    "grpo.pack_length",
+    "grpo.per_device_train_batch_size",
+    "grpo.num_mini_batches",
+    "grpo.num_epochs",
+    "grpo.generation_batch_size",
+    "grpo.save_freq",
+    "grpo.keep",
+    "evaluate.num_samples",
+    "evaluate.batch_size",
+    "evaluate.bootstrap_samples",
+    "judge.max_tokens",
+    "judge.concurrency",
+    "model.cpu_threads",
+    "dispatch.max_attempts",
+    "dispatch.max_parallel",
+)
+_NOT_NEGATIVE = (
+    "sft.learning_rate",
+    "sft.muon_learning_rate",
+    "sft.num_train_epochs",
+    "sft.weight_decay",
+    "sft.warmup_ratio",
+    "grpo.learning_rate",
+    "grpo.weight_decay",
+    "grpo.warmup_ratio",
+    "grpo.temperature",
+    "grpo.beta",
+    "grpo.clip_lower",
+    "grpo.clip_higher",
+    "grpo.truncated_importance_sampling_ratio_cap",
+    "evaluate.temperature",
+    "judge.temperature",
+    "dispatch.poll_s",
+    "dispatch.grace_s",
+)
+_SHARES = (
+    "data.validation_fraction",
+    "reward.paper_citation_weight",
+    "judge.max_failed_share",
+    "grpo.top_p",
+    "evaluate.top_p",
+)
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        lambda c: 0.0 < c.data.held_out_fraction < 1.0,
+        lambda c: f"`data.held_out_fraction` is {c.data.held_out_fraction}.",
+        "a share of questions strictly between 0 and 1",
+        "set e.g. data.held_out_fraction=0.1",
+    ),
+    Check(
+        lambda c: "grpo" not in c.stages or c.grpo.num_samples_per_prompt_rollout >= 2,
+        lambda c: (
+            "`grpo.num_samples_per_prompt_rollout` is "
+            f"{c.grpo.num_samples_per_prompt_rollout}: a group of one has no advantage."
+        ),
+        "at least 2 samples per prompt",
+        "set grpo.num_samples_per_prompt_rollout=8",
+    ),
+    Check(
+        lambda c: "grpo" not in c.stages or c.grpo.temperature > 0,
+        lambda c: "`grpo.temperature` is 0: all samples of a group would be the same.",
+        "a temperature above 0",
+        "set grpo.temperature=1.0",
+    ),
+    Check(
+        lambda c: (
+            "grpo" not in c.stages
+            or c.grpo.pack_length >= c.data.max_prompt_token_length + c.grpo.response_length
+        ),
+        lambda c: (
+            f"A pack of {c.grpo.pack_length} tokens (grpo.pack_length) cannot hold a prompt of "
+            f"{c.data.max_prompt_token_length} (data.max_prompt_token_length) and a response of "
+            f"{c.grpo.response_length} (grpo.response_length)."
+        ),
+        "grpo.pack_length >= data.max_prompt_token_length + grpo.response_length",
+        "raise grpo.pack_length, or lower one of the other two",
+    ),
+    Check(
+        lambda c: (
+            "grpo" not in c.stages
+            or c.grpo.max_token_length >= c.data.max_prompt_token_length + c.grpo.response_length
+        ),
+        lambda c: (
+            f"grpo.max_token_length {c.grpo.max_token_length} is below "
+            f"{c.data.max_prompt_token_length} + {c.grpo.response_length} "
+            "(data.max_prompt_token_length + grpo.response_length)."
+        ),
+        "room for the longest prompt with the longest response",
+        "raise grpo.max_token_length, or lower one of the other two",
+    ),
+    Check(
+        lambda c: (
+            (c.grpo.num_unique_prompts_rollout * c.grpo.num_samples_per_prompt_rollout)
+            % c.grpo.num_mini_batches
+            == 0
+        ),
+        lambda c: (
+            f"A batch of {c.grpo.num_unique_prompts_rollout} x "
+            f"{c.grpo.num_samples_per_prompt_rollout} rollouts cannot be split into "
+            f"{c.grpo.num_mini_batches} equal mini-batches."
+        ),
+        "a divisor of the number of rollouts",
+        "change grpo.num_mini_batches",
+    ),
+    Check(
+        lambda c: (
+            not (c.reward.instance_rubrics_only and c.reward.rubric_source in ("static", "none"))
+        ),
+        lambda c: (
+            "`reward.instance_rubrics_only` is true but `reward.rubric_source` is "
+            f"{c.reward.rubric_source}: no rubric would be left."
+        ),
+        "rubric_source `instance` or `instance+static`",
+        "change one of the two",
+    ),
+    Check(
+        lambda c: (
+            not {"grpo", "evaluate"} & set(c.stages)
+            or c.judge.kind != "openai"
+            or bool(c.judge.base_url or c.judge.serve_command)
+        ),
+        lambda c: "`judge.kind` is openai, but neither an address nor a serve command is given.",
+        "judge.base_url (a running server) or judge.serve_command",
+        "set judge.base_url=http://127.0.0.1:8000/v1",
+    ),
+    Check(
+        lambda c: not (c.data.sft_path is None and "sft" in c.stages),
+        lambda c: "The recipe has an `sft` stage, but `data.sft_path` is empty.",
+        "demonstrations to train on",
+        "set data.sft_path=FILE, or drop `sft` from `stages`",
+    ),
+    Check(
+        lambda c: not (c.data.rl_path is None and {"grpo", "evaluate"} & set(c.stages)),
+        lambda c: "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
+        "prompts with rubrics",
+        "set data.rl_path=FILE",
+    ),
+    Check(
+        lambda c: (
+            {"{recipe}", "{seed}", "{step}"}
+            >= {"{" + part.split("}")[0] + "}" for part in c.publish.repo_id.split("{")[1:]}
+        ),
+        lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
+        "only the placeholders {recipe}, {seed} and {step}",
+        "correct publish.repo_id",
+    ),
+)
+
+
+def check_config(config: RecipeConfig) -> RecipeConfig:
+    """``config`` itself, or the first refusal.
+
+    Raises:
+        ConfigurationError: a value or a combination of values is impossible.
+    """
+    for path, _ in walk(RecipeConfig):
+        value = get_field(config, path)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _number(path, value, "a finite number")
+    for path in _AT_LEAST_ONE:
+        if get_field(config, path) < 1:
+            raise _number(path, get_field(config, path), "at least 1")
+    for path in _NOT_NEGATIVE:
+        if get_field(config, path) < 0:
+            raise _number(path, get_field(config, path), "zero or more")
+    for path in _SHARES:
+        if not 0.0 <= get_field(config, path) <= 1.0:
+            raise _number(path, get_field(config, path), "a share between 0 and 1")
+    for check in CHECKS:
+        if not check.holds(config):
+            raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
+    return config
+
+
+def _number(path: str, value: Any, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{path}` is {value}.", expected=expected, fix=f"set {path}=… to such a value"
+    )

@@ -1,0 +1,249 @@
+"""From text to configuration: YAML recipes, includes, ``key=value`` overrides, typed at the end.
+
+    recipe file ─┐ include: [other.yaml]          (later wins, lists replace)
+    overrides  ──┴─> OmegaConf (interpolation) ──> RecipeConfig (frozen, every field checked)
+
+OmegaConf stays at this edge. Everything it yields is checked against the dataclasses here, so that
+a misspelt key or a wrong type is refused with the name of the right one, whatever file it is in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.marks import is_section, walk
+
+#: Package folders that hold shipped recipes.
+RECIPE_PACKAGE = "flows.recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names and files of the recipes that come with refiner."""
+    folder = Path(str(resources.files(RECIPE_PACKAGE)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+
+
+def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
+    """The configuration of a shipped recipe (by name) or a YAML file, with overrides applied.
+
+    Args:
+        recipe: a shipped name such as ``tiny``, or the path of a YAML file.
+        overrides: ``key=value`` strings; values are read as YAML.
+
+    Raises:
+        ConfigurationError: unknown recipe, key or value; the message says what would fit.
+    """
+    path = find_recipe(recipe)
+    return parse_config(_merge(path, overrides), name=path.stem, origin=str(recipe))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe given by shipped name or path."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if looks_like_path:
+        raise ConfigurationError(
+            f"There is no recipe file {recipe}.",
+            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="check the path (it is taken from the current folder)",
+        )
+    raise ConfigurationError(
+        f"There is no recipe {recipe!r}.{suggest(recipe, shipped)}",
+        expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
+        fix="name one of these",
+    )
+
+
+def suggest(word: str, known: typing.Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
+    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {hits[0]!r}?" if hits else ""
+
+
+# ---------------------------------------------------------------- reading and merging
+
+
+def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    merged = OmegaConf.merge(*_with_includes(path, ()))
+    try:
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(_checked(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigurationError(
+            f"Recipe {path.name} with overrides {list(overrides)} cannot be resolved: "
+            f"{str(error).splitlines()[0]}",
+            expected="`key=value` overrides and interpolations that name existing keys",
+            fix="correct the key named above (write `\\${` for a literal `${`)",
+        ) from error
+    return typing.cast(dict[str, Any], values)
+
+
+def _checked(overrides: Sequence[str]) -> list[str]:
+    for text in overrides:
+        key, sep, _ = text.partition("=")
+        if not sep or not key.strip():
+            raise ConfigurationError(
+                f"Override {text!r} is not of the form key=value.",
+                expected="e.g. grpo.beta=0.01",
+                fix="write the field, an equals sign and the value, without spaces around it",
+            )
+    return list(overrides)
+
+
+def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
+    """The files to merge for ``path``, includes first, as OmegaConf nodes."""
+    from omegaconf import DictConfig, OmegaConf
+
+    path = path.resolve()
+    if path in seen:
+        raise ConfigurationError(
+            f"Recipe {path.name} includes itself by way of {seen[-1].name}.",
+            expected="includes without a circle",
+            fix="remove one of the `include:` entries",
+        )
+    try:
+        node = OmegaConf.load(path)
+    except Exception as error:  # yaml raises its own family; OSError for unreadable files
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {' '.join(str(error).split())}.",
+            expected="a YAML file",
+            fix="correct the line named above",
+        ) from error
+    if not isinstance(node, DictConfig):
+        raise ConfigurationError(
+            f"Recipe {path} holds {type(node).__name__}, not a mapping of fields.",
+            expected="`key: value` lines such as `seed: 42`",
+            fix="see a shipped recipe for the form",
+        )
+    includes = node.pop("include", None) or []
+    files: list[Any] = []
+    for name in [includes] if isinstance(includes, str) else includes:
+        nested = path.parent / str(name)
+        files += _with_includes(
+            nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
+        )
+    return [*files, node]
+
+
+# ---------------------------------------------------------------- typing
+
+
+def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "") -> RecipeConfig:
+    """A mapping as it stands in YAML or in a record, checked and typed.
+
+    Raises:
+        ConfigurationError: names the dotted field, what it is, what was expected.
+    """
+    values = dict(values)
+    values.setdefault("recipe", name or "unnamed")
+    return typing.cast(RecipeConfig, _section(RecipeConfig, values, "", origin))
+
+
+def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeConfig:
+    """A copy with fields at dotted paths replaced and checked; cheap, for thousands of trials."""
+    known = dict(walk(RecipeConfig))
+    for path, value in changes.items():
+        if path not in known:
+            raise _unknown_key(path, known, "")
+        config = _replace(config, path.split("."), _typed(known[path].type, value, path))
+    return config
+
+
+def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
+    head, *rest = parts
+    return dataclasses.replace(
+        node, **{head: _replace(getattr(node, head), rest, value) if rest else value}
+    )
+
+
+def _unknown_key(path: str, known: typing.Iterable[str], origin: str) -> ConfigurationError:
+    known = list(known)
+    leaf = path.rsplit(".", 1)[-1]
+    near = suggest(path, known)
+    if not near:
+        same = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+        near = f" Did you mean {same[0]!r}?" if same else suggest(leaf, known)
+    where = f" in {origin}" if origin else ""
+    return ConfigurationError(
+        f"There is no field {path!r}{where}.{near}",
+        expected="a field of the configuration",
+        fix="correct the key; `refiner plan RECIPE --json` lists every field with its value",
+    )
+
+
+def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(
+            f"Section `{prefix[:-1]}` is {values!r}.",
+            expected="a mapping of fields",
+            fix=f"write e.g. `{prefix}FIELD=VALUE`",
+        )
+    hints = typing.get_type_hints(kind)
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if key not in hints:
+            raise _unknown_key(path, _paths(), origin)
+        if is_section(hints[key]):
+            built[key] = _section(hints[key], value or {}, f"{path}.", origin)
+        else:
+            built[key] = _typed(hints[key], value, path)
+    return kind(**built)
+
+
+def _paths() -> list[str]:
+    return [path for path, _ in walk(RecipeConfig)]
+
+
+def _typed(kind: Any, value: Any, path: str) -> Any:
+    """``value`` as ``kind``; ints pass as floats, lists as tuples, nothing else is converted."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _typed(next(a for a in args if a is not type(None)), value, path)
+    if origin is Literal:
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        near = suggest(str(value), [str(a) for a in args])
+        raise _wrong(path, value, "one of " + ", ".join(map(str, args)), near)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _wrong(path, value, "a list, e.g. [a, b]")
+        return tuple(_typed(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise _wrong(path, value, _NAMES.get(kind, str(kind)))
+    return value
+
+
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+
+
+def _wrong(path: str, value: Any, expected: str, note: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"`{path}` is {value!r}.{note}", expected=expected, fix=f"set {path}=… to such a value"
+    )
