@@ -5,8 +5,9 @@ One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus what s
 training are those of the reference trainer (open-instruct's GRPO), so that a seed card's flags read
 the same here. Values at class level are the defaults of a full-size run; recipes set the rest.
 
-Text comes in through :mod:`refiner_core.contract.loading`, which turns YAML and overrides into these
-classes and refuses what does not fit. Cross-field checks live in :mod:`refiner_core.contract.checks`.
+Text comes in through :mod:`refiner_core.contract.loading`, which turns YAML and overrides into
+these classes and refuses what does not fit. Cross-field checks live in
+:mod:`refiner_core.contract.checks`.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class GrpoConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How judgements and citations become one number (the refiner_reward_* flags of the reference)."""
+    """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
 
     verification_reward: float = identity(10.0, doc="scale of the [0, 1] score")
     apply_paper_citation_reward: bool = identity(True, doc="include the citation term")

@@ -1,7 +1,7 @@
 """Fingerprints: what a stage *is*, as a hash.
 
-A stage's fingerprint covers its kind, the stage version, the identity fields that it depends on, the
-digests of outside sources (data files, model weights, rubric sets, judge prompts) and the
+A stage's fingerprint covers its kind, the stage version, the identity fields that it depends on,
+the digests of outside sources (data files, model weights, rubric sets, judge prompts) and the
 fingerprints of its inputs. Execution fields never enter; a field at its ``legacy_value`` is left
 out, so that fields added later keep old fingerprints valid.
 """

@@ -106,8 +106,8 @@ def walk(kind: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
         meta = f.metadata.get(_KEY)
         if meta is None:
             raise TypeError(
-                f"{kind.__name__}.{f.name} has no mark: declare it with identity(...) if it changes "
-                "what is computed, with execution(...) if it only changes where or how"
+                f"{kind.__name__}.{f.name} has no mark: declare it with identity(...) if it "
+                "changes what is computed, with execution(...) if it only changes where or how"
             )
         path = f"{prefix}{f.name}"
         if is_section(hints[f.name]):

@@ -181,7 +181,7 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
         inputs = {"data": "data"}
         if newest := next(reversed(models.values())):
             inputs["policy"] = newest
-        models[kind] = builder.add(kind, kind, inputs, model=kind)  # type: ignore[arg-type]
+        models[kind] = builder.add(kind, kind, inputs, model=kind)
     final = next(reversed(models))
     if "publish" in config.stages:
         builder.add("publish", "publish", {"weights": models[final], "data": "data"}, model=final)

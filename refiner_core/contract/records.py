@@ -1,4 +1,4 @@
-"""Record types: what the workspace remembers of a stage. Values only; `infra` reads and writes them.
+"""Record types: what the workspace remembers of a stage. Values; `infra` reads and writes them.
 
 A record is a spec (what the stage is), its attempts (each try, with its job and its outcome) and,
 once it is done, a result (outputs, report, provenance). Everything converts to and from plain JSON;
