@@ -1,0 +1,1 @@
+"""Sampling: prompts as token ids go in, completions with their log-probabilities come out."""

@@ -1,0 +1,362 @@
+"""Samples completions from a live transformers model: the generator that needs nothing else.
+
+In: requests (prompt ids and a seed each) and sampling parameters. Out: completions in the order of
+the requests, with the log-probabilities of the distribution that was sampled from.
+
+How a call runs:
+
+1. Requests with one prompt form rows; rows with like shapes form batches (:func:`plan_batches`).
+2. Each row's prompt goes through the model once, padded on the right: a causal model never looks
+   right, so no mask is needed, and the padding is masked while decoding.
+3. All samples of a row decode side by side over one shared cache
+   (:mod:`refiner_core.generation.shared_cache`).
+4. Samples that finish leave the batch once that makes it a quarter smaller.
+
+The same requests in the same order give the same bits with the same weights, threads and device.
+Batched otherwise, a sample sees the same random numbers and log-probabilities that differ in the
+last float digits, since sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
+from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
+from refiner_core.generation.sampling import draw, uniform_streams
+from refiner_core.generation.shared_cache import SharedPromptCache
+
+#: Samples beside each other in one row. More would share the prompt wider, but every sample also
+#: passes over the (masked) tokens of its neighbours.
+MAX_SAMPLES_PER_ROW = 16
+#: Prompt tokens in one forward pass, padding included; bounds the memory of the prefill.
+PREFILL_TOKENS = 8192
+#: Tokens per sample that a cache starts with; it doubles when they are used up.
+FIRST_CAPACITY = 64
+#: Finished samples are dropped when the batch then has at most this share of its places.
+SHRINK_TO = 0.75
+
+
+class Row(NamedTuple):
+    """One prompt and the requests (by index) that sample from it side by side."""
+
+    prompt_ids: tuple[int, ...]
+    requests: tuple[int, ...]
+
+
+def plan_batches(requests: Sequence[GenerationRequest], batch_size: int) -> list[list[Row]]:
+    """Group requests by prompt into rows, and rows into batches of at most ``batch_size`` samples.
+
+    Rows with equally many samples and prompts of similar length come together, since a batch is
+    padded to its widest row and longest prompt.
+    """
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
+    rows = []
+    for prompt_ids, members in by_prompt.items():
+        parts = -(-len(members) // min(MAX_SAMPLES_PER_ROW, batch_size))
+        rows += [Row(prompt_ids, tuple(members[part::parts])) for part in range(parts)]
+    rows.sort(key=lambda row: (len(row.requests), len(row.prompt_ids)))
+    batches: list[list[Row]] = []
+    for row in rows:
+        # Rows come in growing width, so the newest decides how wide the whole batch is.
+        if batches and (len(batches[-1]) + 1) * len(row.requests) <= batch_size:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+class TransformersGenerator:
+    """A :class:`~refiner_core.contract.types.Generator` over a Hugging Face causal language model.
+
+    Uses whatever weights the model has at the time of a call, in evaluation mode and without
+    gradients, and leaves the model in the mode in which it found it. Attention runs through SDPA
+    where the model would use a kernel that takes no mask (FlashAttention).
+
+    Parameters
+    ----------
+    model
+        Any causal model of transformers whose layers attend to all earlier tokens.
+    tokenizer
+        The model's tokenizer: its end-of-text token, and text for stop strings.
+    batch_size
+        Largest number of samples decoded together.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 256) -> None:
+        if batch_size < 1:
+            raise ConfigurationError(
+                f"A generation batch of {batch_size} samples cannot be decoded",
+                expected="a batch size of 1 or more",
+                fix="set grpo.generation_batch_size or evaluate.batch_size",
+            )
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.stop_ids = _stop_ids(model, tokenizer)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Completion]:
+        """Sample one completion per request, in order.
+
+        Raises
+        ------
+        ConfigurationError
+            If parameters make no sense, a prompt is empty, or prompt and new tokens together exceed
+            the model's window.
+        UnsupportedError
+            If the model has layers that this backend cannot decode.
+        StageFailed
+            If the model's logits are not finite.
+        """
+        if not requests:
+            return []
+        _check_params(params)
+        self._check_lengths(requests, params)
+        completions: dict[int, Completion] = {}
+        with _ready(self.model):
+            for batch in plan_batches(requests, self.batch_size):
+                seeds = [requests[index].seed for row in batch for index in row.requests]
+                decoding = _Decoding(self, batch, seeds, params)
+                completions.update(decoding.run())
+        return [completions[index] for index in range(len(requests))]
+
+    def _check_lengths(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        lengths = [len(request.prompt_ids) for request in requests]
+        if min(lengths) == 0:
+            raise ConfigurationError(
+                f"Request {lengths.index(0)} has an empty prompt", expected="at least one token"
+            )
+        config = self.model.config.get_text_config()
+        window = getattr(config, "max_position_embeddings", None)
+        longest = max(lengths) + params.max_new_tokens
+        if window is not None and longest > window:
+            raise ConfigurationError(
+                f"A prompt of {max(lengths)} tokens and up to {params.max_new_tokens} new ones "
+                f"make {longest}, and the model's window has {window}",
+                expected=f"at most {window} tokens together",
+                fix="lower data.max_prompt_token_length or grpo.response_length",
+            )
+        _check_layers(config, longest)
+
+
+def _check_params(params: SamplingParams) -> None:
+    """Refuse parameters that no distribution fits."""
+    checks = (
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (off) or more"),
+        (params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "1 or more"),
+        ("" not in params.stop_strings, "stop_strings", params.stop_strings, "no empty string"),
+    )
+    for holds, name, value, expected in checks:
+        if not holds:
+            raise ConfigurationError(
+                f"Sampling with {name} = {value!r} is not possible",
+                expected=expected,
+                fix=f"change {name}",
+            )
+
+
+def _check_layers(config: Any, longest: int) -> None:
+    """Refuse layers whose cache is not simply all earlier keys and values."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None)
+    # A window that nothing outgrows is full attention.
+    if sliding is None or longest <= sliding:
+        kinds -= {"sliding_attention"}
+        sliding = None
+    others = sorted(kinds - {"full_attention"}) or (["sliding_attention"] if sliding else [])
+    if others:
+        raise UnsupportedError(
+            f"The transformers backend cannot decode layers of kind {', '.join(others)} at "
+            f"{longest} tokens",
+            expected="layers that attend to all earlier tokens",
+            fix="use grpo.generation_backend=vllm for this model",
+        )
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a text, by the generation configuration or by the tokenizer."""
+    declared = (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found: set[int] = set()
+    for value in declared:
+        found.update(
+            value if isinstance(value, list | tuple) else () if value is None else (value,)
+        )
+    return frozenset(found)
+
+
+@contextmanager
+def _ready(model: Any) -> Iterator[None]:
+    """Evaluation mode, no gradients, an attention kernel that takes masks; restored afterwards."""
+    training, attention = model.training, model.config._attn_implementation
+    model.eval()
+    if attention not in ("sdpa", "eager"):
+        model.config._attn_implementation = "sdpa"
+    try:
+        # Not inference_mode: rotary embeddings may keep a tensor that training then needs.
+        with torch.no_grad():
+            yield
+    finally:
+        model.config._attn_implementation = attention
+        model.train(training)
+
+
+class _Decoding:
+    """One batch at work. Shape suffixes: N samples of the batch, T tokens, P rows, G per row, V.
+
+    ``grid_P_G`` names the sample at each place of the running batch (its number within the batch),
+    or -1 where there is none or it has finished.
+    """
+
+    def __init__(
+        self,
+        generator: TransformersGenerator,
+        batch: Sequence[Row],
+        seeds: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        self.model, self.tokenizer = generator.model, generator.tokenizer
+        self.stop_ids = np.array(sorted(generator.stop_ids), dtype=np.int64)
+        self.batch, self.params = batch, params
+        self.device = self.model.device
+        self.names = [index for row in batch for index in row.requests]
+        count, limit = len(seeds), params.max_new_tokens
+        self.uniforms = uniform_streams(seeds, limit if params.temperature > 0 else 1)
+        self.tokens_N_T = np.zeros((count, limit), dtype=np.int64)
+        self.logprobs_N_T = np.zeros((count, limit), dtype=np.float32)
+        self.lengths_N = np.zeros(count, dtype=np.int64)
+        self.stopped_N = np.zeros(count, dtype=bool)
+        self.grid_P_G = _grid(batch)
+
+    def run(self) -> dict[int, Completion]:
+        """Decode to the end; completions by index of the request."""
+        logits_P_V, cache = self._prefill()
+        logits_P_G_V = logits_P_V[:, None].expand(-1, self.grid_P_G.shape[1], -1)
+        for step in range(self.params.max_new_tokens):
+            self._sample(logits_P_G_V, step)
+            if step + 1 == self.params.max_new_tokens or not (self.grid_P_G >= 0).any():
+                break
+            self._shrink(cache)
+            logits_P_G_V = self._forward(cache, step)
+        return {
+            name: Completion(
+                token_ids=tuple(self.tokens_N_T[n, : self.lengths_N[n]].tolist()),
+                logprobs=tuple(self.logprobs_N_T[n, : self.lengths_N[n]].tolist()),
+                finish_reason="stop" if self.stopped_N[n] else "length",
+            )
+            for n, name in enumerate(self.names)
+        }
+
+    def _prefill(self) -> tuple[Tensor, SharedPromptCache]:
+        """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
+        lengths = torch.tensor([len(row.prompt_ids) for row in self.batch], device=self.device)
+        longest = int(lengths.max())
+        logits, layers = [], []
+        rows_at_once = max(1, PREFILL_TOKENS // longest)
+        for first in range(0, len(self.batch), rows_at_once):
+            part = self.batch[first : first + rows_at_once]
+            padded = torch.zeros((len(part), longest), dtype=torch.int64)
+            for place, row in enumerate(part):
+                padded[place, : len(row.prompt_ids)] = torch.tensor(row.prompt_ids)
+            out = self.model(
+                input_ids=padded.to(self.device),
+                use_cache=True,
+                logits_to_keep=lengths[first : first + rows_at_once, None] - 1,
+            )
+            logits.append(out.logits[:, 0])
+            layers.append([(layer.keys, layer.values) for layer in out.past_key_values.layers])
+        prompts = [
+            (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
+            for parts in zip(*layers, strict=True)
+        ]
+        capacity = min(FIRST_CAPACITY, self.params.max_new_tokens)
+        samples = self.grid_P_G.shape[1]
+        return torch.cat(logits), SharedPromptCache(prompts, lengths, samples, capacity)
+
+    def _forward(self, cache: SharedPromptCache, step: int) -> Tensor:
+        """Feed every sample's newest token; logits [P, G, V] of the next."""
+        newest = self.tokens_N_T[np.maximum(self.grid_P_G, 0), step]
+        positions = cache.prompt_lengths_P[:, None].expand(newest.shape) + step
+        layers, mask = cache.step()
+        out = self.model(
+            input_ids=torch.from_numpy(newest).to(self.device),
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=layers,
+            use_cache=True,
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def _sample(self, logits_P_G_V: Tensor, step: int) -> None:
+        """Draw a token for every live sample, store it, and retire samples that end with it."""
+        rows, columns = np.nonzero(self.grid_P_G >= 0)
+        live = self.grid_P_G[rows, columns]
+        logits = logits_P_G_V[torch.from_numpy(rows), torch.from_numpy(columns)]
+        uniforms = self.uniforms[live, min(step, self.uniforms.shape[1] - 1)]
+        drawn = draw(logits, torch.from_numpy(uniforms).to(self.device), self.params)
+        tokens = drawn.tokens_N.cpu().numpy()
+        logprobs = drawn.logprobs_N.cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise StageFailed(
+                f"The model's logits are not finite at token {step + 1} of "
+                f"{int((~np.isfinite(logprobs)).sum())} of {len(live)} samples",
+                expected="finite weights and activations",
+                fix="resume from an earlier checkpoint with a lower learning rate, or use float32",
+            )
+        self.tokens_N_T[live, step] = tokens
+        self.logprobs_N_T[live, step] = logprobs
+        self.lengths_N[live] = step + 1
+        ended = np.isin(tokens, self.stop_ids) | self._ends_with_stop_string(live, step)
+        self.stopped_N[live[ended]] = True
+        self.grid_P_G[rows[ended], columns[ended]] = -1
+
+    def _ends_with_stop_string(self, live: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
+        """Which live samples have just completed a stop string. Shape [len(live)], bool.
+
+        Only the end of each text is decoded: a token adds a byte at least, so as many tokens as the
+        longest stop string has bytes hold it, and a few more absorb what decoding does at the edge.
+        """
+        strings = self.params.stop_strings
+        if not strings:
+            return np.zeros(len(live), dtype=bool)
+        window = max(len(text.encode()) for text in strings) + 8
+        tails = self.tokens_N_T[live, max(0, step + 1 - window) : step + 1].tolist()
+        texts = self.tokenizer.batch_decode(
+            tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return np.array([any(string in text for string in strings) for text in texts])
+
+    def _shrink(self, cache: SharedPromptCache) -> None:
+        """Drop finished samples where that makes the batch clearly smaller."""
+        alive = self.grid_P_G >= 0
+        rows = np.nonzero(alive.any(axis=1))[0]
+        width = int(alive.sum(axis=1).max())
+        if len(rows) * width > SHRINK_TO * alive.size:
+            return
+        # Stable: live samples move to the front of their row, in order.
+        columns = np.argsort(~alive[rows], axis=1, kind="stable")[:, :width]
+        self.grid_P_G = np.take_along_axis(self.grid_P_G[rows], columns, axis=1)
+        cache.keep(
+            torch.from_numpy(rows).to(self.device), torch.from_numpy(columns).to(self.device)
+        )
+
+
+def _grid(batch: Sequence[Row]) -> np.ndarray[Any, Any]:
+    """Samples of the batch by row and place, [P, G] int64; -1 where a row has fewer than G."""
+    widths = [len(row.requests) for row in batch]
+    places = np.arange(max(widths))[None]
+    first = np.cumsum([0, *widths[:-1]])[:, None]
+    return np.where(places < np.array(widths)[:, None], first + places, -1)

@@ -1,0 +1,345 @@
+"""Generation: what is sampled, by which numbers, and when it ends."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
+from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
+from refiner_core.generation import transformers_backend
+from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
+from refiner_core.generation.transformers_backend import TransformersGenerator, plan_batches
+
+VOCAB = 61
+EOS = 2
+
+
+class LetterTokenizer:
+    """Token i is one letter; enough text for stop strings."""
+
+    eos_token_id = EOS
+
+    def batch_decode(self, ids: list[list[int]], **_: Any) -> list[str]:
+        return ["".join(chr(ord("A") + i) for i in row) for row in ids]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.set_num_threads(1)
+    torch.manual_seed(7)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.35,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture
+def generator(model: Any) -> TransformersGenerator:
+    return TransformersGenerator(model, LetterTokenizer())
+
+
+def prompts(*lengths: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(sum(lengths))
+    return [tuple(int(x) for x in rng.integers(3, VOCAB, n)) for n in lengths]
+
+
+def group(prompt: tuple[int, ...], samples: int, seed: int = 0) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, seed=seed + s) for s in range(samples)]
+
+
+def full_forward_logprobs(
+    model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], params: SamplingParams
+) -> np.ndarray[Any, Any]:
+    """Log-probabilities of ``tokens`` from one plain forward pass without cache or mask."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+    steps = processed_logprobs(logits[len(prompt) - 1 : -1], params)
+    return steps.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+
+
+def same_but_for_last_digits(left: list[Completion], right: list[Completion]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.finish_reason == b.finish_reason
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, max_new_tokens=80),
+        SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=30),
+        SamplingParams(temperature=1.3, top_k=10, max_new_tokens=30),
+        SamplingParams(temperature=0.0, max_new_tokens=30),
+    ],
+    ids=["plain, past the first capacity", "top-p", "top-k", "greedy"],
+)
+def test_returned_logprobs_are_those_of_a_plain_forward_pass(
+    generator: TransformersGenerator, model: Any, params: SamplingParams
+) -> None:
+    """GRPO's importance ratios start from these numbers: cache, padding and dropped rows hide in
+    none of them."""
+    requests = [r for p in prompts(5, 40, 1, 23) for r in group(p, 3, seed=100)]
+    requests.append(GenerationRequest(prompts(17)[0], seed=1))
+    completions = generator.generate(requests, params)
+    assert {c.finish_reason for c in completions} == {"stop", "length"} or params.temperature == 0
+    for request, completion in zip(requests, completions, strict=True):
+        expected = full_forward_logprobs(model, request.prompt_ids, completion.token_ids, params)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_greedy_is_what_transformers_generate_gives(
+    generator: TransformersGenerator, model: Any
+) -> None:
+    for prompt in prompts(4, 31, 90):
+        (ours,) = generator.generate(
+            [GenerationRequest(prompt, seed=0)], SamplingParams(temperature=0, max_new_tokens=25)
+        )
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=25,
+        )[0, len(prompt) :]
+        assert ours.token_ids == tuple(theirs.tolist())
+
+
+def test_the_same_call_gives_the_same_bits(generator: TransformersGenerator) -> None:
+    requests = [r for p in prompts(9, 30) for r in group(p, 4)]
+    params = SamplingParams(max_new_tokens=20)
+    torch.manual_seed(1)
+    first = generator.generate(requests, params)
+    torch.manual_seed(2)
+    assert generator.generate(requests, params) == first
+
+
+def test_a_sample_does_not_depend_on_its_company(
+    generator: TransformersGenerator, model: Any
+) -> None:
+    """Otherwise a batch size, an execution field, would change what is trained on."""
+    requests = [r for p in prompts(9, 30, 12) for r in group(p, 5, seed=len(p))]
+    params = SamplingParams(max_new_tokens=40)
+    together = generator.generate(requests, params)
+    alone = [generator.generate([request], params)[0] for request in requests]
+    same_but_for_last_digits(together, alone)
+    backwards = generator.generate(requests[::-1], params)[::-1]
+    same_but_for_last_digits(together, backwards)
+    small = TransformersGenerator(model, LetterTokenizer(), batch_size=2)
+    same_but_for_last_digits(together, small.generate(requests, params))
+
+
+def test_a_longer_limit_continues_the_same_sample(generator: TransformersGenerator) -> None:
+    requests = group(prompts(10)[0], 6)
+    short = generator.generate(requests, SamplingParams(max_new_tokens=5))
+    long = generator.generate(requests, SamplingParams(max_new_tokens=50))
+    assert [c.token_ids for c in short] == [c.token_ids[:5] for c in long]
+
+
+def test_eos_is_kept_and_ends_the_sample(generator: TransformersGenerator) -> None:
+    completions = generator.generate(group(prompts(8)[0], 40), SamplingParams(max_new_tokens=60))
+    for completion in completions:
+        assert EOS not in completion.token_ids[:-1]
+        assert (completion.token_ids[-1] == EOS) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 60
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+
+
+def test_every_eos_of_the_generation_configuration_ends_a_sample(model: Any) -> None:
+    """Qwen3 declares two; a tokenizer alone knows one."""
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [5, 6]
+    try:
+        generator = TransformersGenerator(model, LetterTokenizer())
+        completions = generator.generate(
+            group(prompts(8)[0], 60), SamplingParams(max_new_tokens=60)
+        )
+    finally:
+        model.generation_config.eos_token_id = before
+    ends = {c.token_ids[-1] for c in completions if c.finish_reason == "stop"}
+    assert ends == {EOS, 5, 6}
+
+
+def test_stop_strings_stay_in_the_text_and_may_span_tokens(
+    generator: TransformersGenerator,
+) -> None:
+    requests = group(prompts(8)[0], 30)
+    free = generator.generate(requests, SamplingParams(max_new_tokens=40))
+    text = LetterTokenizer().batch_decode([list(free[0].token_ids)])[0]
+    stop = text[2:5]
+    held = generator.generate(
+        requests, SamplingParams(max_new_tokens=40, stop_strings=("never seen", stop))
+    )
+    assert held[0].finish_reason == "stop"
+    for before, after in zip(free, held, strict=True):
+        whole = LetterTokenizer().batch_decode([list(before.token_ids)])[0]
+        cut = LetterTokenizer().batch_decode([list(after.token_ids)])[0]
+        assert cut == (whole[: whole.index(stop) + len(stop)] if stop in whole else whole)
+
+
+def test_samples_follow_the_model_s_distribution(
+    generator: TransformersGenerator, model: Any
+) -> None:
+    prompt = prompts(6)[0]
+    completions = generator.generate(
+        group(prompt, 4000, seed=10**6), SamplingParams(max_new_tokens=1)
+    )
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1).numpy()
+    seen = np.bincount([c.token_ids[0] for c in completions], minlength=VOCAB) / 4000
+    assert np.abs(seen - expected).sum() < 0.1
+
+
+def test_the_model_is_left_as_it_was_found(model: Any) -> None:
+    generator = TransformersGenerator(model, LetterTokenizer())
+    model.train()
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        generator.generate(group(prompts(5)[0], 2), SamplingParams(max_new_tokens=3))
+        assert model.training
+        assert model.config._attn_implementation == "flash_attention_2"
+        assert torch.is_grad_enabled()
+    finally:
+        model.config._attn_implementation = "sdpa"
+        model.eval()
+
+
+def test_new_weights_count_at_the_next_call(generator: TransformersGenerator, model: Any) -> None:
+    requests = [GenerationRequest(p, seed=0) for p in prompts(6, 7)]
+    params = SamplingParams(temperature=0, max_new_tokens=4)
+    before = generator.generate(requests, params)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(-1)
+        after = generator.generate(requests, params)
+        model.model.norm.weight.mul_(-1)
+    assert after != before
+    assert generator.generate(requests, params) == before
+
+
+def test_prompts_are_computed_in_pieces_with_the_same_result(
+    generator: TransformersGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [r for p in prompts(9, 30, 12, 40) for r in group(p, 2)]
+    params = SamplingParams(max_new_tokens=10)
+    whole = generator.generate(requests, params)
+    monkeypatch.setattr(transformers_backend, "PREFILL_TOKENS", 50)
+    same_but_for_last_digits(whole, generator.generate(requests, params))
+
+
+def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersGenerator) -> None:
+    with pytest.raises(ConfigurationError, match=r"200 tokens and up to 100 new ones .* 300.* 256"):
+        generator.generate(
+            [GenerationRequest(prompts(200)[0], seed=0)], SamplingParams(max_new_tokens=100)
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"stop_strings": ("",)},
+    ],
+)
+def test_parameters_without_a_meaning_are_refused_by_name(
+    generator: TransformersGenerator, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        generator.generate(group(prompts(4)[0], 1), SamplingParams(**wrong))
+
+
+def test_an_empty_prompt_and_no_requests(generator: TransformersGenerator) -> None:
+    assert generator.generate([], SamplingParams()) == []
+    with pytest.raises(ConfigurationError, match="empty prompt"):
+        generator.generate([GenerationRequest((), seed=0)], SamplingParams(max_new_tokens=2))
+
+
+def test_weights_that_are_not_a_number_stop_the_run(model: Any) -> None:
+    generator = TransformersGenerator(model, LetterTokenizer())
+    kept = model.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    try:
+        with pytest.raises(StageFailed, match="not finite"):
+            generator.generate(group(prompts(4)[0], 2), SamplingParams(max_new_tokens=2))
+    finally:
+        with torch.no_grad():
+            model.model.norm.weight.copy_(kept)
+
+
+def test_a_sliding_window_is_refused_only_where_it_would_matter(model: Any) -> None:
+    generator = TransformersGenerator(model, LetterTokenizer())
+    model.config.sliding_window = 16
+    try:
+        generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=8))
+        with pytest.raises(UnsupportedError, match="sliding_attention at 17 tokens"):
+            generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=9))
+    finally:
+        model.config.sliding_window = None
+
+
+def test_batches_hold_every_request_once_and_share_prompts() -> None:
+    sizes = [1, 3, 8, 40, 8]
+    requests = [r for p, n in zip(prompts(4, 5, 6, 7, 8), sizes, strict=True) for r in group(p, n)]
+    batches = plan_batches(requests, 16)
+    assert sorted(i for b in batches for row in b for i in row.requests) == list(range(60))
+    for batch in batches:
+        assert len(batch) * max(len(row.requests) for row in batch) <= 16
+        for row in batch:
+            assert {requests[i].prompt_ids for i in row.requests} == {row.prompt_ids}
+    assert sum(len(b) for b in batches) == 1 + 1 + 1 + 3 + 1
+
+
+def test_uniform_streams_belong_to_their_seed() -> None:
+    streams = uniform_streams([5, 2**63 - 1, 5], 8)
+    np.testing.assert_array_equal(streams[0], streams[2])
+    np.testing.assert_array_equal(streams[1, :3], uniform_streams([2**63 - 1], 3)[0])
+    assert not np.array_equal(streams[0], streams[1])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, np.nextafter(1.0, 0.0)])
+def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
+    logits = torch.full((1, 5), -torch.inf)
+    logits[0, 1], logits[0, 3] = 0.0, 0.0
+    token, logprob = draw(logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams())
+    assert int(token) in (1, 3)
+    assert float(logprob) == pytest.approx(np.log(0.5))
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    kept = processed_logprobs(logits, SamplingParams(top_p=0.7)).exp()
+    np.testing.assert_allclose(kept[0], [0.625, 0.375, 0, 0], atol=1e-6)
+    only = processed_logprobs(logits, SamplingParams(top_p=1e-9)).exp()
+    np.testing.assert_allclose(only[0], [1, 0, 0, 0], atol=1e-6)
+
+
+def test_top_k_and_temperature_are_in_the_logprobs() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    kept = processed_logprobs(logits, SamplingParams(temperature=0.5, top_k=2))
+    expected = torch.tensor([4.0, 2.0]).log_softmax(0)
+    np.testing.assert_allclose(kept[0, :2], expected, atol=1e-6)
+    assert kept[0, 2] == -torch.inf
