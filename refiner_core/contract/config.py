@@ -214,9 +214,6 @@ class RewardConfig:
         "weighted_mean",
         doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
     )
-    unjudged_total: Literal["citation"] = identity(
-        "citation", doc="total of a row without rubrics: the citation term alone"
-    )
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ out, so that fields added later keep old fingerprints valid.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.marks import walk
+from refiner_core.contract.marks import FieldInfo, walk
 
 
 def canonical_json(value: Any) -> str:
@@ -39,18 +40,23 @@ def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, 
 
     Fields at their legacy value are left out (see the module docstring).
     """
-    wanted = tuple(prefixes)
     values: dict[str, Any] = {}
-    for path, info in walk(type(config)):
-        if info.mark != "identity" or not any(
-            path == p or path.startswith(p + ".") for p in wanted
-        ):
-            continue
+    for path, info in _identity_fields(tuple(prefixes)):
         value = get_field(config, path)
         if value == info.legacy_value:
             continue
         values[path] = list(value) if isinstance(value, tuple) else value
     return values
+
+
+@functools.cache
+def _identity_fields(prefixes: tuple[str, ...]) -> tuple[tuple[str, FieldInfo], ...]:
+    """Cached: a sweep asks for the same few sets thousands of times."""
+    return tuple(
+        (path, info)
+        for path, info in walk(RecipeConfig)
+        if info.mark == "identity" and any(path == p or path.startswith(p + ".") for p in prefixes)
+    )
 
 
 def stage_fingerprint(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -195,17 +196,30 @@ def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
             expected="a mapping of fields",
             fix=f"write e.g. `{prefix}FIELD=VALUE`",
         )
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     built: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"
         if key not in hints:
-            raise _unknown_key(path, _paths(), origin)
+            raise _unknown_key(_deepest(path, value), _paths(), origin)
         if is_section(hints[key]):
             built[key] = _section(hints[key], value or {}, f"{path}.", origin)
         else:
             built[key] = _typed(hints[key], value, path)
     return kind(**built)
+
+
+def _deepest(path: str, value: Any) -> str:
+    """``grpoo.beta`` rather than ``grpoo``: what the user typed, not where it was noticed."""
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((key, value),) = value.items()
+        path = f"{path}.{key}"
+    return path
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _paths() -> list[str]:

@@ -17,6 +17,7 @@ is left out of the fingerprint, so adding an option never invalidates finished w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -91,16 +92,21 @@ def is_section(value_type: Any) -> bool:
 
 
 def fields_of(kind: type) -> list[FieldInfo]:
-    """The marked fields of one section, in order; nested sections are left out.
+    """The marked fields of one section, in order; nested sections are left out."""
+    return [info for path, info in walk(kind) if "." not in path]
+
+
+@functools.cache
+def walk(kind: type) -> tuple[tuple[str, FieldInfo], ...]:
+    """All marked fields below ``kind`` as (dotted path, info), depth first.
 
     Raises:
         TypeError: a field has no mark. Every field must say whether it is identity or execution.
     """
-    return [info for _, info in walk(kind) if "." not in _]
+    return tuple(_walk(kind, ""))
 
 
-def walk(kind: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All marked fields below ``kind`` as (dotted path, info), depth first."""
+def _walk(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
         meta = f.metadata.get(_KEY)
@@ -111,7 +117,7 @@ def walk(kind: type, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
             )
         path = f"{prefix}{f.name}"
         if is_section(hints[f.name]):
-            yield from walk(hints[f.name], f"{path}.")
+            yield from _walk(hints[f.name], f"{path}.")
             continue
         default = f.default
         if default is dataclasses.MISSING and f.default_factory is not dataclasses.MISSING:

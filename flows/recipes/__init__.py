@@ -1,0 +1,1 @@
+"""Shipped recipes (YAML). `refiner run NAME` takes the name of a file here."""

@@ -1,0 +1,84 @@
+"""Digests of what a plan depends on but does not contain: data, model weights, rubrics, prompts.
+
+Runs on a login node at plan time: reads files, needs neither network nor torch. Local content is
+hashed; what lives on a Hub is named by its pinned revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.data.sources import source_digest
+from refiner_core.judges import judge_prompts_digest
+from refiner_core.models import tiny_model_dir
+from refiner_core.rubrics import rubric_set_digest
+
+#: Files up to this size are hashed whole; of larger ones, size, head and tail.
+_WHOLE_BYTES = 64 * 2**20
+_EDGE_BYTES = 2**20
+
+
+def resolve_sources(config: RecipeConfig) -> dict[str, str]:
+    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`).
+
+    Raises:
+        DataError, ConfigurationError: a source is missing; the message names field and path.
+    """
+    sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
+    if config.data.sft_path is not None:
+        sources["data.sft"] = source_digest(config.data, "sft")
+    if config.data.rl_path is not None:
+        sources["data.rl"] = source_digest(config.data, "rl")
+    reward = config.reward
+    if "static" in reward.rubric_source and not reward.instance_rubrics_only:
+        sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
+    if config.judge.kind == "openai":
+        sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt)
+    return sources
+
+
+def model_digest(name_or_path: str, revision: str) -> str:
+    """The identity of a model: its files' content, or ``hub:NAME@REVISION``."""
+    if name_or_path == "builtin:tiny":
+        return folder_digest(tiny_model_dir())
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(
+                f"The model folder {path} has no config.json.",
+                expected="a folder that transformers can load (config.json, *.safetensors)",
+                fix="set model.name_or_path to such a folder, a Hub id, or builtin:tiny",
+            )
+        return folder_digest(path)
+    if name_or_path.startswith(("/", ".", "~", "builtin:")) or name_or_path.count("/") != 1:
+        raise ConfigurationError(
+            f"There is no model {name_or_path!r}.",
+            expected="a folder, a Hub id of the form OWNER/NAME, or builtin:tiny",
+            fix="set model.name_or_path to one of these",
+        )
+    return f"hub:{name_or_path}@{revision}"
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over names and contents of a model folder's files, in name order."""
+    total = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        if path.suffix == ".md" or path.name.startswith("."):
+            continue
+        total.update(f"{path.name}:{path.stat().st_size}:".encode())
+        total.update(_content_digest(path))
+    return total.hexdigest()
+
+
+def _content_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").digest()
+        edges = hashlib.sha256(file.read(_EDGE_BYTES))
+        file.seek(-_EDGE_BYTES, 2)
+        edges.update(file.read())
+        return edges.digest()

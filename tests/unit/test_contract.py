@@ -1,0 +1,181 @@
+"""The contract: marks, fingerprints, plan. What breaks here would rerun or wrongly skip work."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import pytest
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
+from refiner_core.contract.fingerprint import get_field, identity_values
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.marks import FieldInfo, identity, walk
+from refiner_core.contract.plan import STAGE_FIELDS, make_plan
+from refiner_core.contract.seeds import derive_seed
+
+FIELDS = dict(walk(RecipeConfig))
+IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
+EXECUTION = [p for p, info in FIELDS.items() if info.mark == "execution"]
+#: Identity fields that decide *which* stages there are, not what one of them is.
+GRAPH_FIELDS = {"evaluate.models", "stages"}
+
+
+def another(info: FieldInfo, value: Any) -> Any:
+    """A valid value of the field's type that differs from ``value``."""
+    kind = info.type
+    args = [a for a in typing.get_args(kind) if a is not type(None)]
+    if typing.get_origin(kind) is Literal:
+        return next(a for a in args if a != value)
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(args[0])
+        return value[:-1] if value else (inner[0] if inner else "x",)
+    if type(None) in typing.get_args(kind):
+        kind = args[0]
+        if typing.get_origin(kind) is Literal:
+            return next(a for a in typing.get_args(kind) if a != value)
+    base = {int: 1, float: 0.5, str: "a", bool: False}[kind]
+    if value is None:
+        return base
+    return (not value) if kind is bool else value + (base or 1)
+
+
+def fingerprints(config: RecipeConfig) -> dict[str, str]:
+    return {s.name: s.fingerprint for s in make_plan(config, {}).stages}
+
+
+def test_every_field_is_marked_and_documented() -> None:
+    assert len(FIELDS) > 100
+    for path, info in FIELDS.items():
+        assert info.doc, f"{path} has no doc"
+
+
+def test_a_field_without_a_mark_is_refused_with_what_to_do() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful:
+        rate: float = 0.1
+
+    with pytest.raises(TypeError, match=r"identity\(...\).*execution\(...\)"):
+        list(walk(Forgetful))
+
+
+@pytest.mark.parametrize("path", [p for p in EXECUTION if p != "stages"])
+def test_execution_fields_never_change_a_fingerprint(path: str) -> None:
+    config = RecipeConfig()
+    changed = replace_fields(config, {path: another(FIELDS[path], get_field(config, path))})
+    assert changed != config
+    assert fingerprints(changed) == fingerprints(config)
+
+
+@pytest.mark.parametrize("path", [p for p in IDENTITY if p not in GRAPH_FIELDS])
+def test_identity_fields_change_a_fingerprint(path: str) -> None:
+    config = RecipeConfig()
+    changed = replace_fields(config, {path: another(FIELDS[path], get_field(config, path))})
+    assert fingerprints(changed) != fingerprints(config)
+
+
+def test_a_change_reaches_exactly_the_stages_downstream() -> None:
+    config = RecipeConfig()
+    changed = replace_fields(config, {"grpo.beta": 0.5})
+    before, after = fingerprints(config), fingerprints(changed)
+    assert {n for n in before if before[n] != after[n]} == {
+        "grpo",
+        "publish",
+        "evaluate-grpo",
+        "card",
+    }
+
+
+def test_seeds_share_data_and_the_evaluation_of_the_base() -> None:
+    one, two = (fingerprints(replace_fields(RecipeConfig(), {"seed": s})) for s in (1, 2))
+    assert {n for n in one if one[n] == two[n]} == {"data", "evaluate-base"}
+
+
+def test_dropping_a_stage_changes_only_what_follows_from_it() -> None:
+    whole = fingerprints(RecipeConfig())
+    part = fingerprints(dataclasses.replace(RecipeConfig(), stages=("data", "sft", "evaluate")))
+    assert part == {n: whole[n] for n in ("data", "sft", "evaluate-base", "evaluate-sft")}
+
+
+def test_content_of_data_and_model_is_part_of_the_fingerprint() -> None:
+    config = RecipeConfig()
+    one = {s.name: s.fingerprint for s in make_plan(config, {"data.rl": "a", "model": "m"}).stages}
+    two = {s.name: s.fingerprint for s in make_plan(config, {"data.rl": "b", "model": "m"}).stages}
+    assert one["data"] != two["data"]
+    assert one["grpo"] != two["grpo"]
+
+
+def test_a_field_added_later_keeps_old_fingerprints_at_its_legacy_value() -> None:
+    legacy = [p for p, info in FIELDS.items() if info.mark == "identity" and _has_legacy(info)]
+    assert "reward.instance_rubrics_only" in legacy
+    for path in legacy:
+        values = identity_values(
+            replace_fields(RecipeConfig(), {path: FIELDS[path].legacy_value}), STAGE_FIELDS["grpo"]
+        )
+        assert path not in values
+
+
+def _has_legacy(info: FieldInfo) -> bool:
+    return repr(info.legacy_value) != "ABSENT"
+
+
+def test_legacy_value_is_declared_through_the_mark() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Section:
+        option: bool = identity(True, doc="new", legacy_value=False)
+
+    (info,) = dict(walk(Section)).values()
+    assert info.legacy_value is False
+
+
+def test_inputs_come_before_the_stages_that_read_them() -> None:
+    plan = make_plan(RecipeConfig(), {})
+    seen: set[str] = set()
+    for stage in plan.stages:
+        assert set(stage.inputs.values()) <= seen
+        seen.add(stage.name)
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ((), "at least one"),
+        (("data", "data"), "at most once"),
+        (("sft",), "`data` first"),
+        (("data", "publish"), "trains nothing"),
+    ],
+)
+def test_impossible_stage_lists_are_refused(stages: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        make_plan(dataclasses.replace(RecipeConfig(), stages=stages), {})
+
+
+def test_an_unknown_stage_is_answered_with_those_there_are() -> None:
+    plan = make_plan(RecipeConfig(), {})
+    assert [s.name for s in plan.find("evaluate")] == [
+        "evaluate-base",
+        "evaluate-sft",
+        "evaluate-grpo",
+    ]
+    with pytest.raises(ConfigurationError, match=r"one of: data, sft, grpo"):
+        plan.find("rlhf")
+
+
+def test_seeds_depend_on_what_is_sampled_only() -> None:
+    assert derive_seed(1, "rollout", 2, 3, 4) == derive_seed(1, "rollout", 2, 3, 4)
+    seeds = {derive_seed(1, "rollout", s, p, k) for s in range(9) for p in range(9) for k in "ab"}
+    assert len(seeds) == 9 * 9 * 2
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_every_error_has_a_documented_exit_code_and_reads_as_one_paragraph() -> None:
+    def subclasses(kind: type[RefinerError]) -> set[type[RefinerError]]:
+        return {kind, *(s for k in kind.__subclasses__() for s in subclasses(k))}
+
+    for kind in subclasses(RefinerError):
+        assert kind.exit_code in EXIT_CODES
+        error = kind("It broke", expected="a whole one", fix="glue it")
+        assert str(error) == "It broke. Expected a whole one. To mend it: glue it."

@@ -1,0 +1,173 @@
+"""Recipes and overrides: what a user types, and what is said when it cannot be meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import (
+    load_recipe,
+    parse_config,
+    replace_fields,
+    shipped_recipes,
+)
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.records import to_json
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads_checks_and_plans(name: str) -> None:
+    config = check_config(load_recipe(name))
+    assert config.recipe == name
+    assert config.description
+    assert make_plan(config, {}).stages
+
+
+def test_the_seed_recipe_has_every_value_of_its_card() -> None:
+    c = load_recipe("refiner-gpt54")
+    assert c.model.name_or_path == "lihaoxin2020/qwen3-4b-refiner-gpt54-ep2"
+    assert c.model.attn_implementation == "flash_attention_2"
+    assert (c.data.rl_path, c.data.rl_split) == (
+        "lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
+        "train",
+    )
+    assert c.reward.rubric_source == "instance+static"
+    assert c.reward.static_rubrics == "v3"
+    assert c.reward.verification_reward == 10.0
+    assert c.reward.non_stop_penalty is False
+    assert c.reward.gate_judge_score_with_format_bonus is False
+    assert c.reward.apply_paper_citation_reward is True
+    assert c.reward.paper_citation_weight == 0.2
+    assert c.reward.instance_rubrics_only is False
+    assert c.judge.kind == "openai"
+    assert c.judge.model == "Qwen/Qwen3.5-35B-A3B"
+    assert c.judge.serve_command is not None
+    assert c.judge.serve_command.startswith("vllm serve Qwen/Qwen3.5-35B-A3B --host 127.0.0.1")
+    g = c.grpo
+    assert (g.kl_estimator, g.beta) == ("kl3", 0.001)
+    assert (g.learning_rate, g.lr_scheduler_type) == (5e-6, "constant")
+    assert (g.per_device_train_batch_size, g.deepspeed_stage, g.offload_optimizer) == (1, 3, False)
+    assert (g.num_unique_prompts_rollout, g.num_samples_per_prompt_rollout) == (32, 8)
+    assert g.temperature == 1.0
+    assert (c.data.max_prompt_token_length, g.response_length) == (6144, 1024)
+    assert (g.max_token_length, g.pack_length) == (8192, 8192)
+    assert g.resources.gpus == 8
+    assert c.seed == 42
+
+
+def test_the_answer_only_recipe_has_every_value_of_its_card() -> None:
+    c = load_recipe("refiner-answer-only")
+    assert c.model.name_or_path == "lihaoxin2020/qwen3-4B-refiner-sft-step-3201"
+    assert c.data.refiner_mode == "answer_only"
+    assert c.reward.rubric_source == "instance"
+    assert (c.reward.verification_reward, c.reward.paper_citation_weight) == (10.0, 0.2)
+    assert (c.grpo.deepspeed_stage, c.grpo.learning_rate, c.grpo.beta) == (3, 5e-6, 0.001)
+    assert c.grpo.lr_scheduler_type == "constant"
+    assert (c.data.max_prompt_token_length, c.grpo.max_token_length) == (6144, 8192)
+
+
+def test_the_successor_differs_from_the_seed_in_the_static_rubrics_only() -> None:
+    seed, successor = load_recipe("refiner-gpt54"), load_recipe("refiner-instance-only")
+    assert successor.reward.instance_rubrics_only is True
+    same = replace_fields(
+        successor,
+        {
+            "reward.instance_rubrics_only": False,
+            "recipe": seed.recipe,
+            "description": seed.description,
+        },
+    )
+    assert same == seed
+
+
+def test_overrides_are_typed() -> None:
+    c = load_recipe("tiny", ["grpo.beta=0", "seed=7", "grpo.learning_rate=1e-5", "data.sft_path=x"])
+    assert (c.grpo.beta, c.seed, c.grpo.learning_rate, c.data.sft_path) == (0.0, 7, 1e-5, "x")
+    assert isinstance(c.grpo.beta, float)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.betta=1", r"no field 'grpo.betta'.* Did you mean 'grpo.beta'\?"),
+        ("beta=1", r"Did you mean 'grpo.beta'\?"),
+        ("grpoo.beta=1", r"Did you mean 'grpo.beta'\?"),
+        ("grpo.beta=high", r"`grpo.beta` is 'high'.*a number"),
+        ("grpo.save_freq=2.5", r"`grpo.save_freq` is 2.5.*a whole number"),
+        ("seed=true", r"`seed` is True.*a whole number"),
+        ("grpo.kl_estimator=kl5", r"one of kl1, kl2, kl3, kl4"),
+        ("publish.target=huub", r"Did you mean 'hub'\?"),
+        ("stages=data", r"a list"),
+        ("grpo=3", r"a mapping of fields"),
+        ("nonsense", r"not of the form key=value"),
+        ("=3", r"not of the form key=value"),
+        ("seed=${nowhere}", r"cannot be resolved"),
+    ],
+)
+def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_recipe("tiny", [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.num_samples_per_prompt_rollout=1", "a group of one has no advantage"),
+        ("grpo.pack_length=100", "cannot hold a prompt of 256"),
+        ("grpo.max_token_length=100", "below 256"),
+        ("grpo.temperature=0", "all samples of a group would be the same"),
+        ("grpo.num_mini_batches=7", "equal mini-batches"),
+        ("reward.paper_citation_weight=1.5", "a share between 0 and 1"),
+        ("data.held_out_fraction=1", "strictly between 0 and 1"),
+        ("grpo.beta=.nan", "a finite number"),
+        ("sft.save_freq=0", "at least 1"),
+        ("judge.kind=openai", "judge.base_url"),
+        ("data.rl_path=null", "`data.rl_path` is empty"),
+        ("publish.repo_id=a/{date}", r"only the placeholders"),
+    ],
+)
+def test_impossible_combinations_are_refused_with_the_numbers(override: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        check_config(load_recipe("tiny", [override]))
+
+
+def test_an_unknown_recipe_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
+        load_recipe("tinny")
+    with pytest.raises(ConfigurationError, match=r"no recipe file nowhere/x\.yaml"):
+        load_recipe("nowhere/x.yaml")
+
+
+def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: tiny\nseed: 5\ngrpo: {beta: 0.25}\n")
+    c = load_recipe(str(mine), ["grpo.save_freq=3"])
+    assert (c.recipe, c.seed, c.grpo.beta, c.grpo.save_freq) == ("mine", 5, 0.25, 3)
+    assert c.grpo.num_unique_prompts_rollout == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", "cannot be read"),
+        ("- 1\n", "not a mapping"),
+        ("include: self.yaml\n", "includes itself"),
+        ("include: gone.yaml\n", "no recipe file gone.yaml"),
+        ("sfft: {}\n", r"no field 'sfft'"),
+    ],
+)
+def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "self.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        load_recipe(str(path))
+
+
+def test_a_configuration_survives_its_record() -> None:
+    config = load_recipe("refiner-gpt54", ["grpo.stop_strings=['</answer>']"])
+    assert parse_config(to_json(config)) == config
+    assert isinstance(config, RecipeConfig)

@@ -1,0 +1,50 @@
+"""Records survive JSON, newer keys and missing optional ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from refiner_core.contract.records import (
+    Attempt,
+    Outcome,
+    OutputFile,
+    StageRecord,
+    StageResult,
+    StageSpec,
+    from_json,
+    to_json,
+)
+
+SPEC = StageSpec(1, "sft", "sft", "f" * 64, "sft", 1, {"seed": 1}, {}, {"data": "d" * 64})
+ATTEMPT = Attempt(1, "refiner-x", "local", "host:1:2", "2026-01-01T00:00:00Z")
+RESULT = StageResult(
+    1, 1, "attempts/0001/output", (OutputFile("a", 1, "b"),), {"x": 1}, {}, 2.5, "2026-01-01"
+)
+
+
+def test_round_trip() -> None:
+    outcome = Outcome("killed", "resume", "gone", 1)
+    record = StageRecord(SPEC, (ATTEMPT, Attempt(**{**vars(ATTEMPT), "outcome": outcome})), RESULT)
+    assert from_json(StageRecord, json.loads(json.dumps(to_json(record)))) == record
+
+
+def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
+    data = to_json(ATTEMPT)
+    assert from_json(Attempt, {**data, "mood": "good"}) == ATTEMPT
+    del data["comment"]
+    with pytest.raises(TypeError, match="comment"):
+        from_json(Attempt, data)
+
+
+@pytest.mark.parametrize(
+    ("record", "state"),
+    [
+        (StageRecord(SPEC), "absent"),
+        (StageRecord(SPEC, (ATTEMPT,)), "claimed"),
+        (StageRecord(SPEC, (ATTEMPT,), RESULT), "done"),
+    ],
+)
+def test_state(record: StageRecord, state: str) -> None:
+    assert record.state == state
