@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
+from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator, plan_batches
 
@@ -343,3 +344,49 @@ def test_top_k_and_temperature_are_in_the_logprobs() -> None:
     expected = torch.tensor([4.0, 2.0]).log_softmax(0)
     np.testing.assert_allclose(kept[0, :2], expected, atol=1e-6)
     assert kept[0, 2] == -torch.inf
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_a_saved_model_is_loaded_with_the_configured_type(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), ModelConfig(dtype="bfloat16", attn_implementation="eager"))
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config._attn_implementation == "eager"
+    assert not loaded.training
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(model: Any, tmp_path: Path) -> None:
+    """transformers fills them with random numbers and only warns."""
+    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp" not in k}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigurationError, match="lacks 3 of the model's weights"):
+        load_model(str(tmp_path), ModelConfig())
+
+
+@pytest.mark.parametrize("ref", ["/no/such/folder", "./missing", "builtin:large", "a/b/c"])
+def test_a_reference_to_nothing_says_what_is_possible(ref: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"model\.name_or_path"):
+        load_tokenizer(ref, ModelConfig())
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"model of .* cannot be loaded"):
+        load_model(str(tmp_path), ModelConfig())
+    with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded"):
+        load_tokenizer(str(tmp_path), ModelConfig())
+
+
+def test_a_tokenizer_takes_the_configured_chat_template(tmp_path: Path) -> None:
+    from refiner_core.models.tokenizer import build_tokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), ModelConfig()).chat_template
+    named = ModelConfig(chat_template="{{ messages }}", tokenizer_name_or_path=str(tmp_path))
+    assert load_tokenizer("owner/name", named).chat_template == "{{ messages }}"
+
+
+def test_importing_the_loader_does_not_import_torch() -> None:
+    code = "import sys, refiner_core.generation.load; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

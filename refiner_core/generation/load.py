@@ -1,0 +1,133 @@
+"""Models and tokenizers by reference: the shipped one, a folder, or a Hub repository.
+
+In: a reference (``builtin:tiny``, a folder, a Hub id) and the model configuration. Out: a
+tokenizer, or a causal model with the configured type and attention kernel, in evaluation mode on
+the CPU.
+
+A reference may differ from ``config.name_or_path``: a stage loads what an earlier stage trained.
+The configured revision applies to ``config.name_or_path`` alone. Folders are read without the
+network. torch and transformers are imported when something is loaded, not before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import ModelConfig
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+
+BUILTIN_PREFIX = "builtin:"
+
+
+def resolve_ref(ref: str) -> str:
+    """The folder or Hub id that a reference stands for.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is no such built-in model, or what can only be a folder is not there.
+    """
+    if ref.startswith(BUILTIN_PREFIX):
+        from refiner_core.models import tiny_model_dir
+
+        name = ref.removeprefix(BUILTIN_PREFIX)
+        if name != "tiny":
+            raise ConfigurationError(
+                f"There is no built-in model {name!r}",
+                expected="`builtin:tiny`, a folder or a Hub id",
+                fix="change model.name_or_path",
+            )
+        return str(tiny_model_dir())
+    path = Path(ref).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or ref.startswith((".", "~")) or ref.count("/") > 1:
+        raise ConfigurationError(
+            f"There is no model folder {ref}",
+            expected="`builtin:tiny`, an existing folder or a Hub id (`owner/name`)",
+            fix="change model.name_or_path",
+        )
+    return ref
+
+
+def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
+    """Arguments that tell ``from_pretrained`` where to look."""
+    resolved = resolve_ref(ref)
+    if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
+        return {"pretrained_model_name_or_path": resolved, "local_files_only": True}
+    revision = config.revision if ref == config.name_or_path else "main"
+    return {"pretrained_model_name_or_path": resolved, "revision": revision}
+
+
+def _cannot_load(what: str, ref: str, error: Exception) -> ConfigurationError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ConfigurationError(
+        f"The {what} of {ref} cannot be loaded ({reason})",
+        expected="a folder in Hugging Face layout, or a Hub repository that this machine can reach",
+        fix="check model.name_or_path and model.revision; without a network, fetch it beforehand "
+        "(`hf download`)",
+    )
+
+
+def load_tokenizer(ref: str, config: ModelConfig) -> Any:
+    """The tokenizer of ``config.tokenizer_name_or_path`` where that is set, else of ``ref``.
+
+    ``config.chat_template`` replaces the tokenizer's own.
+
+    Raises
+    ------
+    ConfigurationError
+        If it cannot be found or read.
+    """
+    from transformers import AutoTokenizer
+
+    ref = config.tokenizer_name_or_path or ref
+    source = _source(ref, config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", ref, error) from error
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
+
+
+def load_model(ref: str, config: ModelConfig) -> Any:
+    """A causal language model with the configured type and attention kernel.
+
+    Raises
+    ------
+    ConfigurationError
+        If it cannot be found or read, or lacks weights: transformers would fill them with random
+        numbers and go on.
+    UnsupportedError
+        If the attention kernel is not installed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = _source(ref, config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **source,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise UnsupportedError(
+            f"Attention kernel {config.attn_implementation} cannot be used here ({error})",
+            expected="an installed kernel",
+            fix="install the `gpu` extra, or set model.attn_implementation=sdpa",
+        ) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_load("model", ref, error) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ConfigurationError(
+            f"The checkpoint {ref} lacks {len(missing)} of the model's weights, {missing[0]} first",
+            expected="a complete checkpoint",
+            fix="fetch or export it again; it may have been cut short",
+        )
+    return model.eval()
