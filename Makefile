@@ -1,0 +1,48 @@
+# `make run` and `make test` do all their set-up themselves, in .venv. A second call is quick.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# One thread per process: several small processes share the cores, and spinning OpenMP threads
+# make each other ten times slower.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint format bench prove clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+
+setup: $(VENV)/.ready  ## make .venv with everything in it
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
+	  "refiner needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + ". Set PYTHON=python3.12, say.")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account, no network
+	$(BIN)/refiner run tiny
+
+test: setup  ## all tests that this machine can run; the rest says why it is skipped
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup  ## style, types, and the arrows between rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## let ruff tidy up
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+prove: setup  ## the long proofs: does it learn, over three seeds (about half an hour)
+	$(BIN)/python -m tests.prove.learning
+
+bench: setup  ## speeds, each paired with its rival (none in this release yet)
+	$(BIN)/python -m tests.bench
+
+clean:  ## remove what building made (not your runs)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,132 @@
+"""Entry point of `refiner`: one group, commands loaded by name when they are called.
+
+Exit codes are those of :data:`refiner_core.contract.errors.EXIT_CODES`. Results go to stdout (as
+JSON with ``--json``); progress, warnings and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Command -> (module below flows.cli, one line of help). The line stands here so that `--help`
+#: imports nothing.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("run", "Carry out a recipe: what is done is skipped, what runs is waited for."),
+    "plan": ("plan", "Show what a recipe would do; changes nothing."),
+    "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
+    "status": ("status", "Show the stages of a workspace and how each attempt went."),
+    "logs": ("status", "Print the log of a stage's newest attempt."),
+    "recipes": ("plan", "List the shipped recipes."),
+    "server": ("server", "Show or stop the local Prefect server."),
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are imported when one is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"flows.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from refiner_core.contract.errors import ConfigurationError
+            from refiner_core.contract.loading import suggest
+
+            raise ConfigurationError(
+                f"There is no command {args[0]!r}.{suggest(args[0], COMMANDS)}",
+                expected="one of: " + ", ".join(COMMANDS),
+                fix="see `refiner --help`",
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(
+    cls=_Lazy,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with: refiner plan tiny, then refiner run tiny.",
+)
+@click.version_option(package_name="refiner", message="refiner %(version)s")
+def cli() -> None:
+    """Post-training experiments from one recipe.
+
+    RECIPE is a shipped name (`refiner recipes`) or a YAML file; fields are overridden as
+    key=value, e.g. grpo.beta=0.01 workspace=/scratch/me/runs.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Tracebacks only with ``--debug``."""
+    from refiner_core.contract.errors import RefinerError
+
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
+    args = [a for a in args if a != "--debug"]
+    try:
+        code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except RefinerError as error:
+        if debug:
+            raise
+        return _say(str(error), error.exit_code)
+    except click.ClickException as error:
+        return _say(f"{error.format_message()} See `refiner --help`.", 2)
+    except (KeyboardInterrupt, click.Abort):
+        return _say("Stopped.", 6)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if debug:
+            raise
+        return _say(_os_error(error), _os_exit_code(error))
+    except Exception as error:
+        if debug:
+            raise
+        return _say(
+            f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is lost. "
+            "To mend it: run the same command with --debug and report the traceback.",
+            70,
+        )
+
+
+def _say(message: str, code: int) -> int:
+    click.echo(f"refiner: {message}", err=True)
+    return code
+
+
+def _os_exit_code(error: OSError) -> int:
+    import errno
+
+    return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 4
+
+
+def _os_error(error: OSError) -> str:
+    where = f" {error.filename}" if error.filename else ""
+    return (
+        f"The system refused: {error.strerror or error}{where}. "
+        "Expected to read and write there. To mend it: check the path, its permissions and the "
+        "room left on its disk, then run the same command again."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
