@@ -4,14 +4,15 @@ In: a kind (``sft`` or ``rl``), a number of rows, a seed and :class:`SyntheticOp
 Out: rows with ``conversations``, ``rubrics`` (a JSON string), ``metadata`` and ``truth``.
 
 Questions are about invented facts, so nothing can be answered from memory. Each prompt holds 3–5
-snippets of which one or two answer; the others are near misses (a similar name, another attribute of
-the same name, a survey that mentions the question without an answer). About 30 % of the
+snippets of which one or two answer; the others are near misses (a similar name, another attribute
+of the same name, a survey that mentions the question without an answer). About 30 % of the
 demonstrations have one flaw, named in ``metadata.flaw``, as real demonstrations do.
 
 ``truth`` is for measurement (:mod:`refiner_core.data.truth`); no reward may read it.
 
-Rubric weights: a required fact weighs four times as much as a thing that must not be said. Where the
-two weigh the same, a second claim is a risk that does not pay, and a policy learns to say less.
+Rubric weights: a required fact weighs four times as much as a thing that must not be said. Where
+the two weigh the same, a second claim is a risk that does not pay, and a policy learns to say
+less.
 
 Row ``i`` depends on the kind, the seed and ``i`` alone: asking for more rows appends rows.
 """
@@ -62,7 +63,9 @@ def generate_rows(kind: Kind, n: int, seed: int, **options: Any) -> list[dict[st
         If the kind or an option does not exist.
     """
     if kind not in ("sft", "rl"):
-        raise ConfigurationError(f"Synthetic rows of kind {kind!r} do not exist", expected="sft or rl")
+        raise ConfigurationError(
+            f"Synthetic rows of kind {kind!r} do not exist", expected="sft or rl"
+        )
     known = [field.name for field in fields(SyntheticOptions)]
     unknown = sorted(set(options) - set(known))
     if unknown:

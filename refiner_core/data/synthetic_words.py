@@ -2,10 +2,11 @@
 
 In: nothing. Out: constant word lists, and draws from them.
 
-The world is made of pairs: a name is a first and a second syllable (``Nab`` + ``suf``), a value is two
-words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Every pair belongs to
-one of two disjoint halves: ``pretrain`` (what the packaged base model has read) and ``task`` (what the
-recipe's rows are made of). So all parts are known to the base model, and no whole is.
+The world is made of pairs: a name is a first and a second syllable (``Nab`` + ``suf``), a value
+is two words (``velm rota``), a snippet id is two pieces (``S_`` + ``k3`` + ``F7``). Every pair
+belongs to one of two disjoint halves: ``pretrain`` (what the packaged base model has read) and
+``task`` (what the recipe's rows are made of). So all parts are known to the base model, and no
+whole is.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def _heads() -> tuple[str, ...]:
 def _tails() -> tuple[str, ...]:
     """64 second words of values, such as ``rota``."""
     return tuple(
-        onset + _VOWELS[(i + 2 * j) % 5] + _ONSETS[(5 * i + 3 * j + 1) % 16] + _VOWELS[(i + j + 1) % 5]
+        onset
+        + _VOWELS[(i + 2 * j) % 5]
+        + _ONSETS[(5 * i + 3 * j + 1) % 16]
+        + _VOWELS[(i + j + 1) % 5]
         for i, onset in enumerate(_ONSETS)
         for j in range(_PER_ONSET)
     )
@@ -62,10 +66,10 @@ ATTRIBUTES: tuple[str, ...] = (
 )  # fmt: skip
 SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
 TEMPLATE_WORDS: tuple[str, ...] = (
-    "The", "the", "In", "in", "of", "is", "are", "and", "has", "as", "its", "What", "what", "A", "a",
-    "looks", "at", "for", "I", "search", "Here", "answer", "to", "from", "with", "on", "by", "this", "that",
-    "Notes", "Index", "Ask", "Find", "List", "Table", "Entry", "Page", "Record", "only", "no", "not",
-    "user", "assistant", "system", "tool", "name", "arguments",
+    "The", "the", "In", "in", "of", "is", "are", "and", "has", "as", "its", "What", "what", "A",
+    "a", "looks", "at", "for", "I", "search", "Here", "answer", "to", "from", "with", "on",
+    "by", "this", "that", "Notes", "Index", "Find", "Table", "only", "no", "not", "user",
+    "assistant", "system", "tool", "name", "arguments",
 )  # fmt: skip
 
 

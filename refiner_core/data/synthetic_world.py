@@ -4,8 +4,9 @@ In: a random generator, options and the half of the world to draw from.
 Out: :class:`Scene` values; the prompt text and the demonstration text made from one.
 
 A snippet's title stands as plain text directly before its tag, and a demonstration restates that
-title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model of a million parameters
-needs this lead to find the right id; without it evidence selection is not learnt at this size.
+title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model of a million
+parameters needs this lead to find the right id; without it evidence selection is not learnt at
+this size.
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ def score_truth(answer_text: str, truth: Mapping[str, Any]) -> dict[str, float]:
     Returns
     -------
     dict
-        ``fact_recall``: share of the facts that a claim states. ``citation_precision``: share of the
-        citations (claim, id) in which the id states the fact that the claim states.
-        ``citation_recall``: share of the gold ids that are cited so. ``citation_f1``: their harmonic
-        mean. ``oracle``: mean of ``fact_recall`` and ``citation_f1``. ``claims``: number of claims.
-        All are 0 where there is not exactly one answer block.
+        ``fact_recall``: share of the facts that a claim states. ``citation_precision``: share of
+        the citations (claim, id) in which the id states the fact that the claim states.
+        ``citation_recall``: share of the gold ids that are cited so. ``citation_f1``: their
+        harmonic mean. ``oracle``: mean of ``fact_recall`` and ``citation_f1``. ``claims``: number
+        of claims. All are 0 where there is not exactly one answer block.
     """
     claims = _claims(answer_text)
     stated = [[fact for fact in truth["facts"] if _states(claim, fact)] for claim in claims]

@@ -12,11 +12,12 @@ one of them it does not come:
 1. a title that stands before a snippet's tag and is restated before a claim's tag
    (:mod:`refiner_core.data.synthetic_world`);
 2. documents that cite with replacement (:mod:`refiner_core.models.pretrain_text`);
-3. previous-token heads written into layer 0 before the first step (:mod:`refiner_core.models.wiring`).
+3. previous-token heads written into layer 0 before the first step
+   (:mod:`refiner_core.models.wiring`).
 
-So the result is a test fixture that learns the way a real model does from here on. It is no evidence
-about what small models learn by themselves. Documents share no name, value, id or layout with the
-task's rows.
+So the result is a test fixture that learns the way a real model does from here on. It is no
+evidence about what small models learn by themselves. Documents share no name, value, id or layout
+with the task's rows.
 
 Matrices are trained with Muon, embeddings and norms with AdamW; constant rate after a warm-up, then
 linearly to zero. The same seed, steps and versions give the same weights on one thread.
@@ -93,7 +94,8 @@ def make_optimizers(
     model: Qwen3ForCausalLM, options: PretrainOptions
 ) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon on the matrices of the layers and AdamW on the rest, each with its peak rate."""
-    matrices, rest = [], []
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed" not in name
         (matrices if is_matrix else rest).append(parameter)
@@ -127,7 +129,9 @@ def pretrain(options: PretrainOptions | None = None) -> Qwen3ForCausalLM:
     begin = time.monotonic()
     for step in range(options.steps):
         elapsed = time.monotonic() - begin
-        progress = max(step / options.steps, elapsed / options.budget_s if options.budget_s else 0.0)
+        progress = max(
+            step / options.steps, elapsed / options.budget_s if options.budget_s else 0.0
+        )
         if progress >= 1.0:
             break
         factor = rate_factor(progress, step, options)

@@ -6,9 +6,9 @@ The documents are in the other half of the world (no name, value or id of the ta
 layouts of their own: no query, no ``<answer>``, no chat. Two kinds:
 
 * *tables*: lines of a name with a word, drawn with replacement from a few;
-* *registers*: notes under titles, then an index that cites them, drawn *with replacement*, about half
-  of the time after a line that asks for one. Without replacement, a model learns to cite an id that
-  was not yet used, which looks like selection and is none.
+* *registers*: notes under titles, then an index that cites them, drawn *with replacement*, about
+  half of the time after a line that asks for one. Without replacement, a model learns to cite an
+  id that was not yet used, which looks like selection and is none.
 
 What cannot be predicted (new names, values and ids) weighs little in the loss.
 """
@@ -18,12 +18,14 @@ from __future__ import annotations
 import random
 
 from refiner_core.data import synthetic_words as words
-from refiner_core.data.synthetic_world import SyntheticOptions, draw_scene
+from refiner_core.data.synthetic_world import Fact, SyntheticOptions, draw_scene
 
 #: Text and its weight in the loss.
 Segment = tuple[str, float]
 
 _FAINT = 0.05
+_CITED = 4
+_EARLY_SHARE = 0.3
 _REGISTER = SyntheticOptions(min_snippets=3, max_snippets=6)
 
 
@@ -53,16 +55,37 @@ def _table(rng: random.Random) -> list[Segment]:
     return segments
 
 
+def _request(asked: tuple[Fact, ...]) -> str:
+    """A line that asks for one fact or two."""
+    first, last = asked[0], asked[-1]
+    if len(asked) == 1:
+        return f"Find the {first.attribute} of {first.entity}.\n"
+    if first.entity == last.entity:
+        return f"Find the {first.attribute} and the {last.attribute} of {first.entity}.\n"
+    return (
+        f"Find the {first.attribute} of {first.entity} and the {last.attribute} of {last.entity}.\n"
+    )
+
+
 def _register(rng: random.Random) -> list[Segment]:
     scene = draw_scene(rng, _REGISTER, "pretrain")
-    entries = [
-        (f" {s.title}", f"<snippet id={s.id}> {s.text}</snippet>\n", s.fact) for s in scene.snippets
-    ]
-    notes = "".join(title + body for title, body, _ in entries)
-    segments: list[Segment] = [("Notes\n" + notes + "Index\n", _FAINT)]
-    for title, body, fact in rng.choices(entries, k=rng.randint(3, 6)):
-        asked = fact is not None and rng.random() < 0.5
-        if asked and fact is not None:
-            segments.append((f"Find the {fact.attribute} of {fact.entity}.\n", _FAINT))
-        segments += [(title, 1.0 if asked else _FAINT), (body, 1.0)]
+    bodies = {s: f"<snippet id={s.id}> {s.text}</snippet>\n" for s in scene.snippets}
+    stating = [s for s in scene.snippets if s.fact is not None]
+    text = "Notes\n" + "".join(f" {s.title}{body}" for s, body in bodies.items()) + "Index\n"
+    early = rng.random() < _EARLY_SHARE
+    segments: list[Segment] = [(_request(scene.asked) + text if early else text, _FAINT)]
+    cited = len(scene.asked) if early else 0
+    for snippet in scene.gold if early else ():
+        segments += [(f" {snippet.title}", 1.0), (bodies[snippet], 1.0)]
+    while cited < _CITED:
+        asked = rng.random() < 0.6
+        count = rng.randint(1, 2) if asked else 1
+        drawn = rng.choices(stating if asked else scene.snippets, k=count)
+        if asked and drawn[0] is drawn[-1]:
+            drawn = drawn[:1]
+        if asked:
+            segments.append((_request(tuple(s.fact for s in drawn if s.fact)), _FAINT))
+        for snippet in drawn:
+            segments += [(f" {snippet.title}", 1.0 if asked else _FAINT), (bodies[snippet], 1.0)]
+        cited += len(drawn)
     return segments

@@ -1,8 +1,8 @@
 """Untrained Qwen3 models of any size, with the tokenizer of the embedded world.
 
 In: a shape and a seed. Out: a stock ``Qwen3ForCausalLM``, in memory or as a folder that
-``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` read. For tests, and as
-the start of :mod:`refiner_core.models.pretrain`.
+``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` read. For tests,
+and as the start of :mod:`refiner_core.models.pretrain`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def save_model(model: Qwen3ForCausalLM, directory: str | Path) -> Path:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory, save_jinja_files=False)
     return directory
 
 

@@ -3,16 +3,16 @@
 In: the word lists of :mod:`refiner_core.data.synthetic_words`.
 Out: a :class:`transformers.PreTrainedTokenizerFast` that gives back *any* text exactly.
 
-How it works: one regular expression cuts the text into pieces (tags, syllables of names, halves of
-snippet ids, words with the space before them); a piece that is in the vocabulary is one token, and
-any other piece is spelled in bytes. There are no merges, no normaliser, and nothing is cleaned up on
-the way back, so decoding is the concatenation of bytes.
+How it works: one regular expression cuts the text into pieces (tags, syllables of names, halves
+of snippet ids, words with the space before them); a piece that is in the vocabulary is one token,
+and any other piece is spelled in bytes. There are no merges, no normaliser, and nothing is cleaned
+up on the way back, so decoding is the concatenation of bytes.
 
-The chat template is ChatML with Qwen3's conventions: tools in the system turn, tool results as user
-turns in ``<tool_response>``, and an empty ``<think>`` block where thinking is off. That block costs
-four tokens a row and changes no score that we could measure; in return the tiny model takes the same
-path as a real Qwen3: with ``enable_thinking=False`` the generation prompt is a prefix of the whole
-conversation, which is what a loss mask relies on.
+The chat template is ChatML with Qwen3's conventions: tools in the system turn, tool results as
+user turns in ``<tool_response>``, and an empty ``<think>`` block where thinking is off. That block
+costs four tokens a row; in return the tiny model takes the same path as a real Qwen3: with
+``enable_thinking=False`` the generation prompt is a prefix of the whole conversation, which is what
+a loss mask relies on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}
 {%- elif content is iterable and content is not mapping -%}
-{%- for part in content -%}{%- if part.text is defined -%}{{- part.text -}}{%- endif -%}{%- endfor -%}
+{%- for part in content -%}
+{%- if part.text is defined -%}{{- part.text -}}{%- endif -%}
+{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
 {%- set marks = namespace(last_user=-1) -%}
@@ -58,8 +60,8 @@ CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{- '<|im_start|>system\\n' -}}
 {%- if messages[0].role == 'system' -%}{{- text(messages[0].content) + '\\n\\n' -}}{%- endif -%}
-{{- 'Call one of these tools per turn, as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.' -}}
-{{- '\\n<tools>' -}}
+{{- 'Call one of these tools per turn, as ' -}}
+{{- '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.\\n<tools>' -}}
 {%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}
 {{- '\\n</tools><|im_end|>\\n' -}}
 {%- elif messages[0].role == 'system' -%}
@@ -84,9 +86,13 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- elif message.role == 'tool' -%}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+{{- '<|im_start|>user' -}}
+{%- endif -%}
 {{- '\\n<tool_response>\\n' + text(message.content) + '\\n</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}

@@ -2,17 +2,15 @@
 
 In: a Qwen3 model with random weights. Out: the same model, changed in place.
 
-Finding a snippet by its title is an induction: "these tokens stood here before, what came next?" It
-needs heads that copy the previous tokens into the residual stream, and a head that matches them. The
-first kind emerges very late in models and budgets of this size, so we write it into the weights: the
-residual stream is laid out as a constant, the token, and the tokens 1, 2 and 3 places before it, and
-three heads of layer 0 fill the last three. The matching head, and all else, is left to training. All
-of it remains trainable; nothing outside the weights is changed.
+Finding a snippet by its title is an induction: "these tokens stood here before, what came next?"
+It needs heads that copy the previous tokens into the residual stream, and a head that matches
+them. The first kind emerges very late in models and budgets of this size, so we write it into the
+weights: the residual stream is laid out as a constant, the token, and the tokens 1, 2 and 3
+places before it, and three heads of layer 0 fill the last three. The matching head, and all else,
+is left to training. All of it remains trainable; nothing outside the weights is changed.
 """
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ _CONSTANT = 0.5
 _TOKEN_STD = 0.25
 _SHARPNESS = 3.5
 _FREQUENCIES = 3
+_FINAL_NORM = 0.5
 
 
 def block_width(hidden_size: int) -> int:
@@ -30,7 +29,6 @@ def block_width(hidden_size: int) -> int:
     return (hidden_size - 1) // (1 + len(_LOOK_BACK))
 
 
-@torch.no_grad()
 def wire_previous_token_heads(model: Qwen3ForCausalLM, seed: int = 0) -> None:
     """Write previous-token heads into layer 0 of ``model``.
 
@@ -47,33 +45,39 @@ def wire_previous_token_heads(model: Qwen3ForCausalLM, seed: int = 0) -> None:
     heads = config.num_attention_heads
     if heads < len(_LOOK_BACK) or heads != config.num_key_value_heads or width > head_dim:
         raise ValueError(
-            f"Cannot wire {heads} heads of {head_dim} over {config.hidden_size} dimensions. Expected "
-            f"at least {len(_LOOK_BACK)} heads, each with its own keys, of {width} or more."
+            f"Cannot wire {heads} heads of {head_dim} over {config.hidden_size} dimensions. "
+            f"Expected at least {len(_LOOK_BACK)} heads, each with its own keys, {width} wide."
         )
-    generator = torch.Generator().manual_seed(seed)
-    embedding = model.get_input_embeddings().weight
-    _write_signatures(cast(Tensor, embedding), width, generator)
-    attention = model.model.layers[0].self_attn
-    theta = float(config.rope_parameters["rope_theta"])
+    with torch.no_grad():
+        _write_signatures(model, width, torch.Generator().manual_seed(seed))
+        for head, distance in enumerate(_LOOK_BACK):
+            _write_head(model, head, distance, width)
+        attention = model.model.layers[0].self_attn
+        attention.q_norm.weight.fill_(_SHARPNESS)
+        attention.k_norm.weight.fill_(_SHARPNESS)
+        model.model.norm.weight.fill_(_FINAL_NORM)
+
+
+def _write_head(model: Qwen3ForCausalLM, head: int, distance: int, width: int) -> None:
+    """Let ``head`` of layer 0 copy the token block from ``distance`` back into its own block."""
+    config, attention = model.config, model.model.layers[0].self_attn
+    first = head * int(config.head_dim)
+    rows = slice(first, first + int(config.head_dim))
+    query, key = _aim(distance, int(config.head_dim), float(config.rope_parameters["rope_theta"]))
+    for projection, column in ((attention.q_proj, query), (attention.k_proj, key)):
+        projection.weight[rows] = 0.0
+        projection.weight[rows, 0] = column
+    attention.v_proj.weight[rows] = 0.0
+    attention.o_proj.weight[:, rows] = 0.0
     scale = _TOKEN_STD / _normalised_std(width, config.hidden_size)
-    for head, distance in enumerate(_LOOK_BACK):
-        rows = slice(head * head_dim, (head + 1) * head_dim)
-        query, key = _aim(distance, head_dim, theta)
-        for projection, column in ((attention.q_proj, query), (attention.k_proj, key)):
-            projection.weight[rows] = 0.0
-            projection.weight[rows, 0] = column
-        attention.v_proj.weight[rows] = 0.0
-        attention.o_proj.weight[:, rows] = 0.0
-        for j in range(width):
-            attention.v_proj.weight[head * head_dim + j, 1 + j] = 1.0
-            attention.o_proj.weight[1 + (1 + head) * width + j, head * head_dim + j] = scale
-    attention.q_norm.weight.fill_(_SHARPNESS)
-    attention.k_norm.weight.fill_(_SHARPNESS)
-    model.model.norm.weight.fill_(0.5)
+    for j in range(width):
+        attention.v_proj.weight[first + j, 1 + j] = 1.0
+        attention.o_proj.weight[1 + (1 + head) * width + j, first + j] = scale
 
 
-def _write_signatures(embedding: Tensor, width: int, generator: torch.Generator) -> None:
+def _write_signatures(model: Qwen3ForCausalLM, width: int, generator: torch.Generator) -> None:
     """A constant, a random signature in the token block, and almost nothing elsewhere."""
+    embedding = model.model.embed_tokens.weight
     embedding.mul_(0.1)
     embedding[:, 0] = _CONSTANT
     signatures = torch.randn(embedding.shape[0], width, generator=generator)
@@ -89,8 +93,9 @@ def _normalised_std(width: int, hidden_size: int) -> float:
 def _aim(distance: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Query and key whose rotary score peaks where the key is ``distance`` tokens back.
 
-    With key ``a`` and query ``a·exp(−i·distance·f)`` in the plane of frequency ``f`` the score of a key
-    ``m`` back is ``Σ a² cos(f·(m − distance))``; the fastest frequencies tell neighbours apart.
+    With key ``a`` and query ``a·exp(−i·distance·f)`` in the plane of frequency ``f`` the score of
+    a key ``m`` back is ``Σ a² cos(f·(m − distance))``; the fastest frequencies tell neighbours
+    apart.
     """
     half = head_dim // 2
     frequencies = theta ** (-torch.arange(_FREQUENCIES) / half)

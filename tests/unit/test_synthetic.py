@@ -1,0 +1,233 @@
+"""The embedded world: rows follow the schema, truth is true, and the random copier is a floor."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from statistics import mean
+
+import pytest
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.data import synthetic_words as words
+from refiner_core.data.copier import random_copier
+from refiner_core.data.synthetic import generate_rows
+from refiner_core.data.synthetic_world import FLAWS, draw_scene, flawed_answer
+from refiner_core.data.truth import score_truth
+
+TRUTH = {
+    "facts": [
+        {"entity": "Nabsuf", "attribute": "crop", "value": "velm rota", "ids": ["S_1", "S_2"]},
+        {"entity": "Nabsuf", "attribute": "river", "value": "dorn luma", "ids": ["S_3"]},
+    ],
+    "gold_ids": ["S_1", "S_2", "S_3"],
+}
+
+
+def _user(row: dict) -> str:
+    return row["conversations"][0]["content"]
+
+
+def _demonstration(row: dict) -> str:
+    return row["conversations"][1]["content"]
+
+
+def test_rows_are_the_same_for_the_same_seed_and_do_not_depend_on_their_number():
+    assert generate_rows("sft", 20, 3)[:5] == generate_rows("sft", 5, 3)
+    assert generate_rows("sft", 5, 3) != generate_rows("sft", 5, 4)
+
+
+def test_sft_and_rl_rows_of_one_seed_differ():
+    sft, rl = generate_rows("sft", 200, 3), generate_rows("rl", 200, 3)
+    assert not {_user(row) for row in sft} & {_user(row) for row in rl}
+
+
+def test_rows_follow_the_schema():
+    for kind, roles in (("sft", ["user", "assistant"]), ("rl", ["user"])):
+        for row in generate_rows(kind, 50, 1):
+            assert [turn["role"] for turn in row["conversations"]] == roles
+            assert set(row) == {"conversations", "rubrics", "metadata", "truth"}
+            assert row["metadata"]["refiner_mode"] == "answer_only"
+            assert {"sample_id", "tool_query"} <= set(row["metadata"])
+            assert set(json.loads(row["rubrics"])) == {"positive_rubrics", "negative_rubrics"}
+            json.dumps(row)
+
+
+def test_sample_ids_are_unique():
+    rows = generate_rows("sft", 100, 1) + generate_rows("sft", 100, 2) + generate_rows("rl", 100, 1)
+    assert len({row["metadata"]["sample_id"] for row in rows}) == 300
+
+
+def test_each_prompt_has_three_to_five_snippets_of_which_one_or_two_answer():
+    for row in generate_rows("rl", 300, 5):
+        evidence = re.findall(r"<snippet id=(S_\w{4})> (.*?)</snippet>", _user(row))
+        ids = [i for i, _ in evidence]
+        assert 3 <= len(ids) <= 5
+        assert len(set(ids)) == len(ids)
+        assert len(row["truth"]["gold_ids"]) in (1, 2)
+        texts = dict(evidence)
+        for fact in row["truth"]["facts"]:
+            assert fact["ids"] == [i for i, text in evidence if fact["value"] in text]
+            assert all(fact["entity"] in texts[i] for i in fact["ids"])
+            assert fact["attribute"] in texts[fact["ids"][0]]
+
+
+def test_titles_in_a_prompt_are_distinct_and_stand_before_the_tag():
+    for row in generate_rows("rl", 200, 6):
+        titles = re.findall(r"\n ([A-Z][a-z]{5} [a-z]+)<snippet id=", _user(row))
+        assert len(titles) == len(set(titles)) == _user(row).count("</snippet>")
+
+
+def test_rubrics_quote_what_must_and_must_not_be_said():
+    for row in generate_rows("rl", 200, 7):
+        rubrics = json.loads(row["rubrics"])
+        values = {fact["value"] for fact in row["truth"]["facts"]}
+        quoted = [re.findall(r'"([^"]+)"', r["description"]) for r in rubrics["positive_rubrics"]]
+        assert {phrase for phrases in quoted for phrase in phrases} == values
+        for rubric in rubrics["negative_rubrics"]:
+            (phrase,) = re.findall(r'"([^"]+)"', rubric["description"])
+            assert phrase in _user(row)
+            assert phrase not in values
+
+
+def test_leaving_out_a_fact_costs_more_than_saying_every_forbidden_thing():
+    for row in generate_rows("rl", 200, 8):
+        rubrics = json.loads(row["rubrics"])
+        forbidden = sum(r["weight"] for r in rubrics["negative_rubrics"])
+        assert all(r["weight"] >= 2 * forbidden for r in rubrics["positive_rubrics"])
+        assert all(r["weight"] > 0 for r in rubrics["negative_rubrics"])
+
+
+def test_about_three_demonstrations_in_ten_have_a_named_flaw():
+    rows = generate_rows("sft", 2000, 9)
+    flaws = Counter(row["metadata"]["flaw"] for row in rows)
+    assert set(flaws) == {None, *FLAWS}
+    assert 0.25 < 1 - flaws[None] / len(rows) < 0.35
+
+
+def test_a_demonstration_is_perfect_exactly_where_it_has_no_flaw():
+    for row in generate_rows("sft", 500, 10):
+        perfect = score_truth(_demonstration(row), row["truth"])["oracle"] == 1.0
+        if row["metadata"]["flaw"] is None:
+            assert perfect
+        elif row["metadata"]["flaw"] != "format_slip":
+            assert not perfect
+
+
+def test_the_share_of_flaws_is_an_option():
+    assert all(r["metadata"]["flaw"] is None for r in generate_rows("sft", 50, 1, flaw_share=0.0))
+
+
+def test_an_unknown_option_kind_or_flaw_is_an_error_that_lists_what_exists():
+    with pytest.raises(ConfigurationError, match="flaw_share"):
+        generate_rows("sft", 1, 1, flawshare=0.1)
+    with pytest.raises(ConfigurationError, match="sft or rl"):
+        generate_rows("grpo", 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="missing_fact"):
+        flawed_answer(draw_scene(random.Random(0)), "typo", random.Random(0))
+
+
+def test_the_halves_of_the_world_share_no_name_value_or_id():
+    for draw in (words.draw_name, words.draw_value, words.draw_id):
+        rng = random.Random(0)
+        task = {draw(rng, "task") for _ in range(5000)}
+        pretrain = {draw(rng, "pretrain") for _ in range(5000)}
+        assert not task & pretrain
+        assert len(task) > 1500
+
+
+def test_a_similar_name_stays_in_its_half_of_the_world():
+    rng = random.Random(1)
+    task = {words.draw_name(rng, "task") for _ in range(20000)}
+    for name in sorted(task)[:50]:
+        other = words.similar_name(rng, name, "task")
+        assert other != name
+        assert other[:3] == name[:3]
+        assert other in task
+
+
+def test_a_full_answer_scores_one():
+    text = (
+        "<answer> Nabsuf crop<snippet id=S_1, S_2> It is velm rota.</snippet>"
+        "<snippet id=S_3> The river of Nabsuf is dorn luma.</snippet></answer>"
+    )
+    scores = score_truth(text, TRUTH)
+    assert scores["fact_recall"] == scores["citation_f1"] == scores["oracle"] == 1.0
+    assert scores["claims"] == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
+        "<answer><snippet id=S_1> The crop of Nabsuf is velm rota.</snippet>",
+        "<answer><snippet id=S_1> Nabsuf crop: velm rota.</snippet></answer><answer></answer>",
+        "<answer>The crop of Nabsuf is velm rota.</answer>",
+        "<answer><snippet ids=S_1> The crop of Nabsuf is velm rota.</snippet></answer>",
+    ],
+)
+def test_without_one_answer_block_and_a_claim_all_is_zero(text: str):
+    assert set(score_truth(text, TRUTH).values()) == {0.0}
+
+
+def test_a_value_counts_at_word_boundaries_and_with_its_entity_and_attribute():
+    def recall(inside: str) -> float:
+        return score_truth(f"<answer>{inside}</answer>", TRUTH)["fact_recall"]
+
+    assert recall("<snippet id=S_1> The crop of Nabsuf is Velm Rota.</snippet>") == 0.5
+    assert recall("<snippet id=S_1> The crop of Nabsuf is velm rotas.</snippet>") == 0.0
+    assert recall("<snippet id=S_1> The crop of Nabsut is velm rota.</snippet>") == 0.0
+    assert recall("<snippet id=S_1> It is velm rota.</snippet>") == 0.0
+    assert recall(" Nabsuf crop velm rota<snippet id=S_1> It is.</snippet>") == 0.0
+
+
+def test_a_citation_is_right_only_where_its_id_states_its_claim():
+    crop = " The crop of Nabsuf is velm rota.</snippet>"
+    wrong = score_truth(f"<answer><snippet id=S_3>{crop}</answer>", TRUTH)
+    assert (wrong["fact_recall"], wrong["citation_precision"], wrong["citation_f1"]) == (0.5, 0, 0)
+    half = score_truth(f"<answer><snippet id=S_1,S_3>{crop}</answer>", TRUTH)
+    assert half["citation_precision"] == 0.5
+    assert half["citation_recall"] == pytest.approx(1 / 3)
+
+
+def test_the_random_copier_is_well_formed_and_scores_near_its_known_floor():
+    rows, rng = generate_rows("rl", 1500, 11), random.Random(0)
+    scores = []
+    for row in rows:
+        text = random_copier(_user(row), rng)
+        cited = re.findall(r"<snippet id=(\S+?)>", text)
+        assert set(cited) <= set(re.findall(r"<snippet id=(\S+?)>", _user(row)))
+        assert len(set(cited)) == len(cited) >= 1
+        scores.append(score_truth(text, row["truth"]))
+    assert 0.30 < mean(s["citation_f1"] for s in scores) < 0.42
+    assert 0.30 < mean(s["oracle"] for s in scores) < 0.43
+
+
+def test_the_random_copier_makes_as_many_claims_as_the_demonstrations():
+    rows, rng = generate_rows("sft", 2000, 12, flaw_share=0.3), random.Random(0)
+    copied = mean(random_copier(_user(row), rng).count("</snippet>") for row in rows)
+    shown = mean(_demonstration(row).count("</snippet>") for row in rows)
+    assert copied == pytest.approx(shown, abs=0.1)
+
+
+def test_the_random_copier_takes_any_prompt():
+    rng = random.Random(0)
+    assert random_copier("No evidence at all.", rng) == "<answer></answer>"
+    long = f'<webpage id="1f0c9a2b-3">{"word " * 500}<b>bold</b></webpage>'
+    answer = random_copier(long, rng)
+    assert answer.startswith("<answer><snippet id=1f0c9a2b-3>word word")
+    assert len(answer.split()) < 50
+
+
+def test_generating_and_scoring_need_no_torch():
+    code = (
+        "import sys, refiner_core.data.synthetic, refiner_core.data.truth; "
+        "import refiner_core.data.copier, refiner_core.models; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
