@@ -1,0 +1,262 @@
+"""The chat template applied to rows, and the loss mask that is exact to the token.
+
+In: a :class:`Row` and a tokenizer (any ``transformers`` one with a chat template; passed in, so
+that nothing here imports torch). Out: the prompt as the sampler will see it, and for demonstrations
+the token ids with their loss mask.
+
+How the mask is made: the conversation is rendered a second time with every assistant text replaced
+by a mark, which shows what of the rendered text is template and what is assistant. Each piece is
+tokenised on its own, so that a boundary of the mask is a boundary of tokens by construction, and
+the prompt's tokens are a true prefix of the demonstration's: what the sampler is conditioned on is
+what was trained on. Loss is on the text of every assistant turn and on its end-of-turn token; not
+on system, user and tool turns, the template's own text, or an empty think block.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.data.rows import Message, Row
+
+_ANSWER_ONLY = "answer_only"
+_TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a ``transformers`` tokenizer."""
+
+    all_special_tokens: list[str]
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
+        """``{"input_ids": [...]}`` of one text."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, **options: Any
+    ) -> Any:
+        """The rendered conversation, as text with ``tokenize=False``."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> Any:
+        """Text of the ids, special tokens included."""
+        ...
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered conversation and whether its tokens carry loss."""
+
+    text: str
+    loss: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a conversation, its loss mask, and how many of the ids are the prompt."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    prompt_length: int
+
+
+def _options(row: Row) -> dict[str, Any]:
+    """Thinking is off where the mode asks for nothing but the answer."""
+    return {"enable_thinking": False} if row.refiner_mode == _ANSWER_ONLY else {}
+
+
+def control_token(row: Row, tokenizer: ChatTokenizer) -> str | None:
+    """A special token of the tokenizer that stands in the row's own text, if any.
+
+    Web pages do contain ``<|im_end|>``; rendered, it would end the user's turn and let evidence
+    speak in another role's name.
+    """
+    texts = [message["content"] for message in row.messages] + [row.answer or ""]
+    for token in tokenizer.all_special_tokens:
+        if any(token in text for text in texts):
+            return token
+    return None
+
+
+def render_prompt(row: Row, tokenizer: ChatTokenizer) -> str:
+    """The prompt up to the point where the assistant begins to write."""
+    return _render(tokenizer, list(row.messages), add_generation_prompt=True, **_options(row))
+
+
+def encode_text(text: str, tokenizer: ChatTokenizer) -> list[int]:
+    """Token ids of rendered text; the template has placed every special token."""
+    ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return ids
+
+
+def _render(tokenizer: ChatTokenizer, messages: list[Message], **options: Any) -> str:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise jinja2 and ValueError alike, with their own words
+        raise ConfigurationError(
+            f"The chat template cannot render a row: {type(error).__name__}: {error}",
+            expected="a tokenizer with a chat template for the row's roles",
+            fix="set model.chat_template, or model.tokenizer_name_or_path to a chat model",
+        ) from error
+    return str(text)
+
+
+def pieces_of(row: Row, tokenizer: ChatTokenizer) -> list[Piece]:
+    """Cut a rendered demonstration into pieces with and without loss; joined they are the text.
+
+    Raises
+    ------
+    ConfigurationError
+        If the template gives no way to tell the assistant's text from its own, ends turns without
+        a special token, or renders prompts for sampling differently from prompts in training.
+    """
+    answer: Message = {"role": "assistant", "content": row.answer or ""}
+    messages = [*row.messages, answer]
+    options = {**_options(row), "add_generation_prompt": False}
+    full, prompt = _render(tokenizer, messages, **options), render_prompt(row, tokenizer)
+    if not full.startswith(prompt):
+        raise ConfigurationError(
+            "The chat template renders a prompt for sampling that is no prefix of the same "
+            f"conversation in training: the prompt ends {prompt[-60:]!r}",
+            expected="the generation prompt as a prefix of the assistant's turn",
+            fix=_TEMPLATE_FIX,
+        )
+    spans = _loss_spans(full, len(prompt), messages, tokenizer, options)
+    pieces, cursor = [], 0
+    for start, end in spans:
+        pieces += [Piece(full[cursor:start], loss=False), Piece(full[start:end], loss=True)]
+        cursor = end
+    return [piece for piece in (*pieces, Piece(full[cursor:], loss=False)) if piece.text]
+
+
+def _loss_spans(
+    full: str,
+    prompt_length: int,
+    messages: list[Message],
+    tokenizer: ChatTokenizer,
+    options: dict[str, Any],
+) -> list[tuple[int, int]]:
+    """Where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
+    between = _template_text(messages, tokenizer, options)
+    turns = [m["content"] for m in messages if m["role"] == "assistant"]
+    spans: list[tuple[int, int]] = []
+    cursor = len(between[0])
+    for number, content in enumerate(turns[:-1], start=1):
+        after = between[number]
+        end_of_turn = _end_of_turn(after, tokenizer)
+        # What stands before the last turn may change with it (thoughts); the rest may not.
+        known = after[:end_of_turn] if number == len(turns) - 1 else after
+        text = _as_rendered(full, cursor, content, known)
+        spans.append((cursor, cursor + len(text) + end_of_turn))
+        cursor += len(text) + len(after)
+    # The last turn begins where the sampler begins, whatever the template puts there.
+    tail = between[-1]
+    last = (prompt_length, len(full) - len(tail) + _end_of_turn(tail, tokenizer))
+    earlier = spans[-1][1] if spans else 0
+    if not full.endswith(tail) or not earlier <= prompt_length <= len(full) - len(tail):
+        raise _unclear()
+    return [*spans, last]
+
+
+def _unclear() -> ConfigurationError:
+    return ConfigurationError(
+        "The chat template does not let the assistant's text be told from its own, so a loss mask "
+        "would be a guess",
+        expected="assistant turns rendered in order, each once",
+        fix=_TEMPLATE_FIX,
+    )
+
+
+def _template_text(
+    messages: list[Message], tokenizer: ChatTokenizer, options: dict[str, Any]
+) -> list[str]:
+    """The rendered text before, between and after the assistant turns' contents."""
+    joined = "".join(message["content"] for message in messages)
+    mark = "REFINER-TURN"
+    while mark in joined:
+        mark += "-X"
+    marks: list[str] = []
+    marked: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            marks.append(f"{mark}-{len(marks)}-END")
+            message = {"role": "assistant", "content": marks[-1]}
+        marked.append(message)
+    between: list[str] = []
+    rest = _render(tokenizer, marked, **options)
+    for one in marks:
+        before, found, rest = rest.partition(one)
+        if not found:
+            raise _unclear()
+        between.append(before)
+    return [*between, rest]
+
+
+def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
+    """How an earlier assistant turn stands in the rendered text (templates trim, drop thoughts)."""
+    thoughtless = content.rpartition("</think>")[2]
+    trimmed = [
+        form
+        for text in (content, thoughtless)
+        for form in (text, text.strip(), text.strip("\n"), text.lstrip("\n"))
+    ]
+    for text in trimmed:
+        if full.startswith(text + after, cursor):
+            return text
+    raise _unclear()
+
+
+def _end_of_turn(after: str, tokenizer: ChatTokenizer) -> int:
+    """How much of the text after an assistant turn is its end: up to the first special token."""
+    ends = [
+        after.find(token) + len(token) for token in tokenizer.all_special_tokens if token in after
+    ]
+    if not ends:
+        raise ConfigurationError(
+            "The chat template ends the assistant's turn without a special token, so the model "
+            f"would never learn to stop; after the answer it puts {after[:60]!r}",
+            expected="an end-of-turn token such as <|im_end|>",
+            fix=_TEMPLATE_FIX,
+        )
+    return min(ends)
+
+
+def encode_demonstration(row: Row, tokenizer: ChatTokenizer) -> Encoded:
+    """Token ids and loss mask of a demonstration.
+
+    The last turn's ids are those up to its end-of-turn token: what a template puts after it (a line
+    break in ChatML) is never sampled and is left out.
+
+    Raises
+    ------
+    ConfigurationError
+        If the template or tokenizer does not allow an exact mask (see :func:`pieces_of`).
+    """
+    pieces = pieces_of(row, tokenizer)
+    while not pieces[-1].loss:
+        pieces.pop()
+    ids: list[int] = []
+    mask: list[bool] = []
+    prompt_length = 0
+    for piece in pieces:
+        prompt_length = len(ids)
+        piece_ids = encode_text(piece.text, tokenizer)
+        ids += piece_ids
+        mask += [piece.loss] * len(piece_ids)
+    text = "".join(piece.text for piece in pieces)
+    if ids != encode_text(text, tokenizer):  # tokens would merge across a boundary of the mask
+        decoded = str(tokenizer.decode(ids))
+        if decoded not in (text, unicodedata.normalize("NFC", text)):
+            raise ConfigurationError(
+                "The tokenizer changes text that is tokenised in pieces, so the loss mask cannot "
+                "be exact to the token",
+                expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
+                fix="set model.tokenizer_name_or_path to such a tokenizer",
+            )
+    return Encoded(tuple(ids), tuple(mask), prompt_length)
+
+
+def encode_prompt(row: Row, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """Token ids of the prompt up to the assistant's turn."""
+    return tuple(encode_text(render_prompt(row, tokenizer), tokenizer))

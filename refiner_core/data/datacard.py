@@ -1,0 +1,136 @@
+"""The data stage's report and its data card: pure functions of counts and files.
+
+In: tallies, lengths, the split, and the files written. Out: the report as JSON-ready values, and a
+README that says the same in words. Nothing of time or machine enters either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.data.sources import SYNTHETIC, Which, source_digest
+
+if TYPE_CHECKING:
+    from refiner_core.data.prepare import Tally
+
+REPORT_VERSION = 1
+_TITLES: dict[str, str] = {"sft": "Demonstrations (SFT)", "rl": "Prompts (RL and evaluation)"}
+
+
+def percentiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Nearest-rank percentiles; empty where there is nothing to describe."""
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    ranks = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    middle = {
+        name: ordered[max(math.ceil(share * len(ordered)) - 1, 0)] for name, share in ranks.items()
+    }
+    return {"min": ordered[0], **middle, "max": ordered[-1]}
+
+
+def make_report(
+    config: RecipeConfig,
+    *,
+    tokenizer: Any,
+    tallies: Sequence[Tally],
+    split: Mapping[str, int],
+    answer_lengths: Sequence[int],
+    files: Mapping[str, tuple[Path, int]],
+) -> dict[str, Any]:
+    """The report of a data stage; ``files`` maps names to (path, rows)."""
+    report: dict[str, Any] = {"version": REPORT_VERSION, "split": dict(split)}
+    report["split"]["split_seed"] = config.data.split_seed
+    for tally in tallies:
+        digest = source_digest(config.data, tally.which)
+        report[tally.which] = {
+            "source": _source_name(config, tally.which, digest),
+            "digest": digest,
+            "read": tally.read,
+            "kept": tally.kept,
+            "dropped": dict(sorted(tally.dropped.items())),
+            "modes": dict(sorted(tally.modes.items())),
+            "prompt_tokens": percentiles(tally.prompt_lengths),
+        }
+    report["sft"]["loss_tokens"] = percentiles(answer_lengths)
+    report["files"] = {
+        name: {"rows": rows, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for name, (path, rows) in files.items()
+    }
+    template = str(getattr(tokenizer, "chat_template", "") or "")
+    report["tokenizer"] = {
+        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+        "vocabulary": len(tokenizer),
+    }
+    report["limits"] = {
+        "data.max_prompt_token_length": config.data.max_prompt_token_length,
+        "sft.pack_length": config.sft.pack_length,
+        "grpo.response_length": config.grpo.response_length,
+        "grpo.max_token_length": config.grpo.max_token_length,
+    }
+    return report
+
+
+def _source_name(config: RecipeConfig, which: Which, digest: str) -> str:
+    """A source as it may be shown to others: a Hub id, or a file name without its folders."""
+    path: str | None = getattr(config.data, f"{which}_path")
+    if path is None:
+        return "none"
+    revision: str | None = getattr(config.data, f"{which}_revision")
+    if digest.startswith("hub:"):
+        return f"{path}@{revision}"
+    return SYNTHETIC if path == SYNTHETIC else Path(path).name
+
+
+def data_card(report: Mapping[str, Any]) -> str:
+    """README.md of the prepared data."""
+    lines = ["# Prepared data", "", "Made by refiner's data stage; `report.json` has the same."]
+    for which in ("sft", "rl"):
+        lines += ["", f"## {_TITLES[which]}", "", *_section(report[which])]
+    split = report["split"]
+    lines += [
+        "",
+        "## Split",
+        "",
+        f"By question, seed {split['split_seed']}: {split['held_out_questions']} of "
+        f"{split['questions']} questions are held out, with all their rows. No held-out question "
+        "is among the demonstrations.",
+        "",
+        "## Files",
+        "",
+        "| file | rows | SHA-256 |",
+        "|---|---:|---|",
+    ]
+    lines += [
+        f"| `{name}` | {file['rows']} | `{file['sha256']}` |"
+        for name, file in report["files"].items()
+    ]
+    limits = ", ".join(f"`{name}` = {value}" for name, value in report["limits"].items())
+    lines += ["", f"Limits: {limits}. Longer rows are dropped, never cut."]
+    return "\n".join(lines) + "\n"
+
+
+def _section(kind: Mapping[str, Any]) -> list[str]:
+    if not kind["read"]:
+        return ["No source."]
+    lines = [
+        f"Source `{kind['source']}` (`{kind['digest']}`): {kind['read']} rows read, "
+        f"{kind['kept']} kept."
+    ]
+    if kind["dropped"]:
+        lines += ["", "| dropped because | rows |", "|---|---:|"]
+        lines += [f"| {reason} | {count} |" for reason, count in kind["dropped"].items()]
+    labels = {
+        "prompt_tokens": "Tokens of the prompts measured, before any was dropped for its length",
+        "loss_tokens": "Tokens with loss of the demonstrations kept",
+    }
+    for name, label in labels.items():
+        if kind.get(name):
+            values = ", ".join(f"{key} {value}" for key, value in kind[name].items())
+            lines += ["", f"{label}: {values}."]
+    return lines

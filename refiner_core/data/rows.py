@@ -1,0 +1,210 @@
+"""What a raw row must be: validation of both row forms, normalised to one.
+
+In: :class:`RawRow` values from :mod:`refiner_core.data.sources`.
+Out: :class:`Row` values, or a :class:`DataError` that names file, line, and what was expected.
+
+====================== ==================================================================
+form                   columns
+====================== ==================================================================
+conversations          ``conversations`` [{role, content}], ``rubrics`` (JSON text or
+                       object), ``metadata`` {sample_id, tool_query, refiner_mode, …}
+messages               ``messages`` [{role, content}], ``ground_truth`` (JSON text or object
+                       {query, rubrics: [{title, description, weight}]}), ``dataset``
+====================== ==================================================================
+
+The question is what the ``<query>`` tag of the prompt holds; where there is none, the ground
+truth's ``query``, then ``metadata.tool_query``, then the whole prompt. ``truth`` (what a generator
+knows) passes through untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from refiner_core.answers import parse_evidence
+from refiner_core.contract.errors import DataError
+from refiner_core.data.sources import RawRow, Which
+from refiner_core.rubrics import normalise_rubrics
+
+DEFAULT_MODE = "answer_only"
+_ROLES = ("system", "user", "assistant", "tool")
+_FORMS = "columns conversations + rubrics + metadata, or messages + ground_truth + dataset"
+_QUERY = re.compile(r"<query>(.*?)</query>", re.DOTALL)
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One valid row.
+
+    ``messages`` is the prompt (for SFT, everything before the last assistant turn) and ``answer``
+    that turn's text; it is None for RL rows. ``rubrics`` is canonical JSON text.
+    """
+
+    origin: str
+    sample_id: str
+    question: str
+    messages: tuple[Message, ...]
+    answer: str | None
+    rubrics: str
+    refiner_mode: str
+    truth: Mapping[str, Any] | None
+
+    @property
+    def prompt_text(self) -> str:
+        """What the model is shown: the user's and the tools' messages as they stand in the row."""
+        shown = [m["content"] for m in self.messages if m["role"] in ("user", "tool")]
+        return "\n\n".join(shown)
+
+    @property
+    def has_tool_output(self) -> bool:
+        """Whether the prompt holds at least one piece of evidence with an id to cite."""
+        return bool(parse_evidence(self.prompt_text))
+
+    @property
+    def content_key(self) -> str:
+        """Equal for rows that ask the same and teach or judge the same, whatever their ids."""
+        parts = [list(map(dict, self.messages)), self.answer, self.rubrics, self.refiner_mode]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def question_key(self) -> str:
+        """Equal for the same question up to case and spacing; the unit of the split."""
+        return " ".join(self.question.casefold().split())
+
+
+def parse_row(raw: RawRow, which: Which) -> Row:
+    """Validate one raw row.
+
+    Raises
+    ------
+    DataError
+        If the row has neither form, or a part of it cannot be used.
+    """
+    row = raw.row
+    if row.get("conversations") is not None:
+        turns, metadata = row["conversations"], _object(raw, "metadata", row.get("metadata"))
+        rubrics, query = row.get("rubrics"), None
+        if which == "rl" and rubrics is None:
+            raise _error(
+                raw, "has no `rubrics`", '{"positive_rubrics": […], "negative_rubrics": […]}'
+            )
+    elif row.get("messages") is not None:
+        turns, metadata = row["messages"], _object(raw, "metadata", row.get("metadata"))
+        rubrics, query = _ground_truth(raw, which)
+    else:
+        columns = ", ".join(sorted(row)) or "no columns"
+        raise _error(raw, f"has neither form of a row (it has {columns})", _FORMS)
+    messages, answer = _split_turns(raw, _messages(raw, turns), which)
+    sample_id = metadata.get("sample_id") or row.get("sample_id") or row.get("id")
+    prompt = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
+    tagged = _QUERY.search(prompt)
+    question = tagged.group(1) if tagged else query or metadata.get("tool_query") or prompt
+    return Row(
+        origin=raw.origin,
+        sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
+        question=str(question).strip(),
+        messages=tuple(messages),
+        answer=answer,
+        rubrics=_rubrics(raw, rubrics),
+        refiner_mode=str(metadata.get("refiner_mode") or DEFAULT_MODE),
+        truth=_object(raw, "truth", row["truth"]) if row.get("truth") is not None else None,
+    )
+
+
+def _error(raw: RawRow, what: str, expected: str = "") -> DataError:
+    return DataError(f"{raw.origin} {what}", expected=expected)
+
+
+def _object(raw: RawRow, name: str, value: Any) -> Mapping[str, Any]:
+    """A JSON object that may be given as text (as Parquet files do)."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _error(
+                raw, f"has a `{name}` that is not JSON: {error}", "a JSON object"
+            ) from error
+    if not isinstance(value, Mapping):
+        raise _error(raw, f"has a `{name}` that is a {type(value).__name__}", "a JSON object")
+    return value
+
+
+def _messages(raw: RawRow, turns: Any) -> list[Message]:
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise _error(raw, "has no turns", "a non-empty list of {role, content}")
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, Mapping):
+            raise _error(raw, f"turn {number} is a {type(turn).__name__}", "{role, content}")
+        role, content = turn.get("role"), turn.get("content")
+        if role not in _ROLES:
+            raise _error(raw, f"turn {number} has the role {role!r}", f"one of {', '.join(_ROLES)}")
+        if not isinstance(content, str) or not content.strip():
+            raise _error(raw, f"turn {number} ({role}) has no text", "`content` as non-empty text")
+        if turn.get("tool_calls"):
+            raise _error(
+                raw,
+                f"turn {number} has structured tool_calls",
+                "calls as text in `content`: <tool_call>{…}</tool_call>",
+            )
+        messages.append({"role": role, "content": content})
+    if not any(message["role"] == "user" for message in messages):
+        raise _error(raw, "has no user turn", "at least one turn with the role user")
+    return messages
+
+
+def _split_turns(
+    raw: RawRow, messages: list[Message], which: Which
+) -> tuple[list[Message], str | None]:
+    """Prompt and answer; an RL row's closing assistant turn, if it has one, is left out."""
+    closes = messages[-1]["role"] == "assistant"
+    if which == "sft" and not closes:
+        raise DataError(
+            f"{raw.origin} ends with the role {messages[-1]['role']!r}: it demonstrates nothing",
+            expected="a last turn with the role assistant",
+            fix="name prompts without answers with data.rl_path= instead",
+        )
+    prompt = messages[:-1] if closes else messages
+    if not any(message["role"] == "user" for message in prompt):
+        raise _error(raw, "has no user turn before the answer", "the prompt before the answer")
+    return prompt, messages[-1]["content"] if which == "sft" else None
+
+
+def _ground_truth(raw: RawRow, which: Which) -> tuple[Any, Any]:
+    """Rubrics and query of the messages form."""
+    value = raw.row.get("ground_truth")
+    if isinstance(value, list) and len(value) == 1:  # the reference trainer wraps it in a list
+        value = value[0]
+    if value is None:
+        if which == "sft":
+            return None, None
+        raise _error(raw, "has no `ground_truth`", '{"query": …, "rubrics": […]}')
+    truth = _object(raw, "ground_truth", value)
+    if "rubrics" not in truth:
+        raise _error(raw, "has a `ground_truth` without `rubrics`", '{"query": …, "rubrics": […]}')
+    return truth["rubrics"], truth.get("query")
+
+
+def _rubrics(raw: RawRow, value: Any) -> str:
+    """Canonical JSON text of a row's rubrics; empty lists where the row has none."""
+    try:
+        canonical = normalise_rubrics(value)
+    except DataError as error:
+        raise DataError(
+            f"{raw.origin}: {error.what}", expected=error.expected, fix=error.fix
+        ) from error
+    return json.dumps(canonical, ensure_ascii=False)
+
+
+def _derived_id(messages: Sequence[Message], answer: str | None) -> str:
+    text = json.dumps([list(messages), answer], sort_keys=True)
+    return f"row-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

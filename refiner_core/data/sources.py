@@ -1,0 +1,328 @@
+"""Where raw rows come from, and what identifies their content.
+
+In: ``DataConfig`` (a path, Hub id or ``builtin:synthetic`` per kind of row).
+Out: :func:`read_rows` gives the rows with their place in the source; :func:`source_digest` gives a
+content hash for the plan, without network, torch or parsing.
+
+============================== =================================== =========================
+a source is                    recognised by                       its digest
+============================== =================================== =========================
+JSON Lines                     file ending .jsonl, .ndjson, .json  SHA-256 of the file
+Parquet                        file ending .parquet                SHA-256 of the file
+`datasets` folder              folder made by ``save_to_disk``     SHA-256 of its Arrow files
+Hub data set                   ``owner/name`` that is no file      id, pinned revision, split
+the embedded world             ``builtin:synthetic``               sizes, seed, sample of rows
+============================== =================================== =========================
+
+A digest never contains a path: a data set that was moved is still the same data set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from refiner_core.contract.config import DataConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.data.synthetic import generate_rows
+
+Which = Literal["sft", "rl"]
+SourceKind = Literal["none", "synthetic", "jsonl", "parquet", "folder", "hub"]
+
+SYNTHETIC = "builtin:synthetic"
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_FORMS = (
+    "a .jsonl or .parquet file, a folder made by `datasets` save_to_disk, a Hub id owner/name with "
+    f"a pinned revision, or {SYNTHETIC}"
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+#: Names that move as soon as somebody pushes; a digest of them would promise too much.
+_MOVING_REVISIONS = frozenset({"main", "master", "HEAD"})
+#: Generated rows that enter the digest, so that a changed generator is noticed without a version.
+_SAMPLED_ROWS = 3
+
+
+class RawRow(NamedTuple):
+    """A row as it stands in its source; ``origin`` is ``file:line`` for messages."""
+
+    origin: str
+    line: int
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One recognised source. ``path`` is as the user wrote it; ``size`` counts generated rows."""
+
+    which: Which
+    kind: SourceKind
+    path: str = ""
+    split: str = "train"
+    revision: str = ""
+    size: int = 0
+    seed: int = 0
+
+
+def resolve_source(config: DataConfig, which: Which) -> Source:
+    """Decide what ``data.{which}_path`` means.
+
+    Raises
+    ------
+    DataError
+        If a local file or folder does not exist or is of no known form.
+    ConfigurationError
+        If a Hub id has no pinned revision, or a builtin does not exist.
+    """
+    path: str | None = getattr(config, f"{which}_path")
+    split: str = getattr(config, f"{which}_split")
+    revision: str | None = getattr(config, f"{which}_revision")
+    if path is None:
+        return Source(which, "none")
+    if path.startswith("builtin:"):
+        if path != SYNTHETIC:
+            raise ConfigurationError(
+                f"data.{which}_path={path} does not exist",
+                expected=SYNTHETIC,
+                fix=f"set data.{which}_path={SYNTHETIC}",
+            )
+        size: int = getattr(config, f"synthetic_{which}_rows")
+        return Source(which, "synthetic", path, split, size=size, seed=config.synthetic_seed)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return Source(which, "folder", path, split)
+    suffix = local.suffix.lower()
+    if local.is_file():
+        if suffix in _JSON_SUFFIXES:
+            return Source(which, "jsonl", path, split)
+        if suffix == ".parquet":
+            return Source(which, "parquet", path, split)
+        raise DataError(
+            f"data.{which}_path={path} has the unknown ending {suffix or '(none)'!r}",
+            expected=_FORMS,
+            fix=f"convert or rename it, and set data.{which}_path=FILE",
+        )
+    looks_local = suffix in (*_JSON_SUFFIXES, ".parquet", ".csv", ".arrow", ".gz", ".zst")
+    if _HUB_ID.fullmatch(path) and not looks_local and not local.parent.is_dir():
+        return _hub_source(which, path, split, revision)
+    raise _missing(which, path, local)
+
+
+def _hub_source(which: Which, path: str, split: str, revision: str | None) -> Source:
+    if not revision or revision in _MOVING_REVISIONS:
+        found = f"the moving revision {revision!r}" if revision else "no revision"
+        raise ConfigurationError(
+            f"data.{which}_path={path} is no local file or folder; taken as a Hub data set it has "
+            f"{found}",
+            expected="a commit hash or tag, so that a later run reads the same rows",
+            fix=f"set data.{which}_revision=COMMIT (or correct data.{which}_path= to a local file)",
+        )
+    return Source(which, "hub", path, split, revision)
+
+
+def _missing(which: Which, path: str, local: Path) -> DataError:
+    parent = local.parent
+    if not parent.is_dir():
+        what = f"{path} does not exist, nor does its folder {parent}"
+        near: list[str] = []
+    else:
+        what = f"{path} does not exist"
+        names = sorted(entry.name for entry in parent.iterdir())
+        near = difflib.get_close_matches(local.name, names, n=3, cutoff=0.5)
+    hint = f" (nearby: {', '.join(str(parent / name) for name in near)})" if near else ""
+    return DataError(
+        what + hint, expected=_FORMS, fix=f"set data.{which}_path= to the right file or folder"
+    )
+
+
+# ---------------------------------------------------------------- identity
+
+
+def source_digest(config: DataConfig, which: Which) -> str:
+    """What identifies the rows of ``which``, by content; cheap, offline and torch-free.
+
+    Raises
+    ------
+    DataError
+        If the source does not exist or is of no known form.
+    ConfigurationError
+        If a Hub id has no pinned revision.
+    """
+    source = resolve_source(config, which)
+    if source.kind == "none":
+        return "none"
+    if source.kind == "hub":
+        return f"hub:{source.path}@{source.revision}/{source.split}"
+    if source.kind == "synthetic":
+        sample = generate_rows(which, min(source.size, _SAMPLED_ROWS), source.seed)
+        text = json.dumps(sample, sort_keys=True).encode()
+        short = hashlib.sha256(text).hexdigest()[:16]
+        return f"synthetic:{which}:{source.size}:{source.seed}:{short}"
+    hasher = hashlib.sha256()
+    for file in _content_files(source):
+        with file.open("rb") as stream:
+            hasher.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _content_files(source: Source) -> list[Path]:
+    """The files whose bytes are the rows, in the order of the rows."""
+    local = Path(source.path).expanduser()
+    if source.kind != "folder":
+        return [local]
+    folder = _split_folder(source, local)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    files = [folder / entry["filename"] for entry in state["_data_files"]]
+    for file in files:
+        if not file.is_file():
+            raise DataError(
+                f"{file} does not exist",
+                expected=f"all files that {folder / 'state.json'} lists",
+                fix="copy the folder again, completely",
+            )
+    return files
+
+
+def _split_folder(source: Source, local: Path) -> Path:
+    """The folder of one split of a saved `datasets` folder (itself, where it has no splits)."""
+    field = f"data.{source.which}_split"
+    listing = local / "dataset_dict.json"
+    if listing.is_file():
+        splits = json.loads(listing.read_text(encoding="utf-8"))["splits"]
+        if source.split not in splits:
+            raise DataError(
+                f"{source.path} has no split {source.split!r}",
+                expected=f"one of {', '.join(splits)}",
+                fix=f"set {field}={splits[0]}",
+            )
+        return local / str(source.split)
+    if not (local / "state.json").is_file():
+        raise DataError(
+            f"{source.path} is a folder, but not one that `datasets` has saved",
+            expected="dataset_dict.json or state.json in it (Dataset.save_to_disk)",
+            fix=f"set data.{source.which}_path= to a file in it, or save it with save_to_disk",
+        )
+    saved = json.loads((local / "state.json").read_text(encoding="utf-8")).get("_split")
+    if saved is not None and saved != source.split:
+        raise DataError(
+            f"{source.path} holds the split {saved!r} only",
+            expected=f"the split {source.split!r}",
+            fix=f"set {field}={saved}",
+        )
+    return local
+
+
+# ---------------------------------------------------------------- rows
+
+
+def read_rows(source: Source) -> Iterator[RawRow]:
+    """The rows of a source, in order, each with its place.
+
+    Raises
+    ------
+    DataError
+        If a line cannot be read (``file:line`` and the reason), or the source holds no rows.
+    """
+    readers = {
+        "none": lambda _: iter(()),
+        "synthetic": _read_synthetic,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "folder": _read_folder,
+        "hub": _read_hub,
+    }
+    empty = source.kind not in ("none", "synthetic")
+    for raw in readers[source.kind](source):
+        empty = False
+        yield raw
+    if empty:
+        raise DataError(
+            f"{source.path} holds no rows",
+            expected="at least one row",
+            fix=f"set data.{source.which}_path= to a file with rows",
+        )
+
+
+def _read_synthetic(source: Source) -> Iterator[RawRow]:
+    rows = generate_rows(source.which, source.size, source.seed)
+    for line, row in enumerate(rows, start=1):
+        yield RawRow(f"{SYNTHETIC} ({source.which}):{line}", line, row)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read_jsonl(source: Source) -> Iterator[RawRow]:
+    with Path(source.path).expanduser().open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            origin = f"{source.path}:{line}"
+            try:
+                text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
+                row = json.loads(text, parse_constant=_refuse_constant) if text else None
+                if "\\ud" in text.lower():  # an escaped half of a character cannot be written out
+                    json.dumps(row, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+                cut = "" if data.endswith(b"\n") else " (the last line; is the file cut off?)"
+                raise DataError(
+                    f"{origin} is not JSON{cut}: {error}",
+                    expected="one JSON object per line, UTF-8",
+                    fix=f"correct line {line} of the file that data.{source.which}_path names",
+                ) from error
+            if not text:
+                continue
+            if not isinstance(row, dict):
+                raise DataError(
+                    f"{origin} is a JSON {type(row).__name__}, not an object",
+                    expected="one JSON object per line, not one array around all rows",
+                )
+            yield RawRow(origin, line, row)
+
+
+def _read_parquet(source: Source) -> Iterator[RawRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(Path(source.path).expanduser()) as file:
+            line = 0
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    line += 1
+                    yield RawRow(f"{source.path}:{line}", line, row)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{source.path} is not a complete Parquet file: {error}",
+            fix=f"write it again, or set data.{source.which}_path= to another file",
+        ) from error
+
+
+def _read_folder(source: Source) -> Iterator[RawRow]:
+    from datasets import load_from_disk
+
+    _content_files(source)  # refuses what is incomplete with our own words
+    folder = _split_folder(source, Path(source.path).expanduser())
+    for line, row in enumerate(load_from_disk(str(folder)), start=1):
+        yield RawRow(f"{source.path}[{source.split}]:{line}", line, dict(row))
+
+
+def _read_hub(source: Source) -> Iterator[RawRow]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(source.path, split=source.split, revision=source.revision)
+    except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
+        raise DataError(
+            f"Hub data set {source.path}@{source.revision} could not be read: "
+            f"{type(error).__name__}: {error}",
+            expected=f"a data set with a split {source.split!r}, reachable or in the local cache",
+            fix=f"check data.{source.which}_path, data.{source.which}_split and "
+            f"data.{source.which}_revision; log in if it is private",
+        ) from error
+    for line, row in enumerate(rows, start=1):
+        yield RawRow(f"{source.path}@{source.revision}:{line}", line, dict(row))
