@@ -1,0 +1,156 @@
+"""The rubrics of a row, in whichever of two forms they come.
+
+In: ``{"positive_rubrics": […], "negative_rubrics": […]}`` or the RL form ``{"query", "rubrics":
+[{title, description, weight}]}`` in which a negative weight marks a negative rubric; as objects or
+as JSON text. Out: the first form with positive weights (:func:`normalise_rubrics`), or
+:class:`Rubric` values (:func:`parse_rubrics`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from refiner_core.contract.errors import DataError
+
+Polarity = Literal["positive", "negative"]
+
+_KEYS: dict[str, Polarity] = {"positive_rubrics": "positive", "negative_rubrics": "negative"}
+_FORMS = (
+    '{"positive_rubrics": [{"title", "description", "weight"}], "negative_rubrics": […]} '
+    'or {"rubrics": [{"title", "description", "weight"}]}, a negative weight marking a negative one'
+)
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """One criterion. ``weight`` is a size (>= 0); what it counts for or against is ``polarity``.
+
+    The description of a positive rubric says what a good answer does, that of a negative one what a
+    bad answer does. ``source`` is ``instance``, or the name of a static set.
+    """
+
+    title: str
+    description: str
+    polarity: Polarity = "positive"
+    weight: float = 1.0
+    source: str = "instance"
+
+    @property
+    def signed_weight(self) -> float:
+        """The weight, below 0 for a negative rubric."""
+        return -self.weight if self.polarity == "negative" else self.weight
+
+
+class RubricEntry(TypedDict):
+    """One rubric in normal form."""
+
+    title: str
+    description: str
+    weight: float
+
+
+def normalise_rubrics(obj: Any) -> dict[str, list[RubricEntry]]:
+    """Bring a row's rubrics to ``{"positive_rubrics": […], "negative_rubrics": […]}``.
+
+    Entries have ``title``, ``description`` and ``weight`` (1 where none is given; not below 0 in
+    both lists); other keys are dropped. A negative weight makes a rubric negative in whichever list
+    it stands; the entries of ``negative_rubrics`` are negative whatever their sign. Applying the
+    function to its own result changes nothing.
+
+    Parameters
+    ----------
+    obj
+        Either form, as an object or as JSON text; the RL form's list alone; None, an empty text or
+        an empty object for no rubrics.
+
+    Raises
+    ------
+    DataError
+        Naming what does not fit. The caller adds file and line.
+    """
+    result: dict[str, list[RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
+    for key, position, entry in _entries(_decode(obj)):
+        normal, negative = _entry(entry, f"{key}[{position}]")
+        listed_negative = _KEYS.get(key) == "negative"
+        where = "negative_rubrics" if negative or listed_negative else "positive_rubrics"
+        result[where].append(normal)
+    return result
+
+
+def parse_rubrics(obj: Any, source: str = "instance") -> tuple[Rubric, ...]:
+    """The rubrics of a row as values, positive ones first. Input and errors as above."""
+    normal = normalise_rubrics(obj)
+    return tuple(
+        Rubric(entry["title"], entry["description"], polarity, entry["weight"], source)
+        for key, polarity in _KEYS.items()
+        for entry in normal[key]
+    )
+
+
+def _decode(obj: Any) -> Any:
+    if not isinstance(obj, str):
+        return obj
+    if not obj.strip():
+        return None
+    try:
+        return json.loads(obj)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"The rubrics are not JSON: {error}",
+            expected=_FORMS,
+            fix="write them with a JSON library (`json.dumps`)",
+        ) from None
+
+
+def _entries(obj: Any) -> list[tuple[str, int, Any]]:
+    """(list's key, position, entry) of every rubric."""
+    if obj is None or obj == {}:
+        return []
+    if isinstance(obj, Mapping):
+        known = [key for key in ("positive_rubrics", "negative_rubrics", "rubrics") if key in obj]
+        if not known:
+            raise DataError(f"The rubrics have the keys {sorted(map(str, obj))}", expected=_FORMS)
+        if "rubrics" in known and len(known) > 1:
+            raise DataError(f"The rubrics mix two forms ({', '.join(known)})", expected=_FORMS)
+        lists = {key: obj[key] for key in known}
+    else:
+        lists = {"rubrics": obj}
+    entries = []
+    for key, value in lists.items():
+        if value is None:
+            continue
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise DataError(
+                f"`{key}` is of type {type(value).__name__}", expected=f"a list; {_FORMS}"
+            )
+        entries += [(key, position, entry) for position, entry in enumerate(value)]
+    return entries
+
+
+def _entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
+    """The normal form of one entry, and whether its weight is below 0."""
+    if not isinstance(entry, Mapping):
+        raise DataError(f"`{where}` is {entry!r:.60}", expected="an object with a description")
+    description = _text(entry, "description", where)
+    if not description:
+        raise DataError(f"`{where}` has no `description`", expected="the criterion as text")
+    weight = entry.get("weight")
+    weight = 1.0 if weight is None else weight
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise DataError(f"`{where}.weight` is {weight!r:.60}", expected="a finite number")
+    title = _text(entry, "title", where) or description[:60]
+    normal = RubricEntry(title=title, description=description, weight=abs(float(weight)))
+    return normal, weight < 0
+
+
+def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise DataError(f"`{where}.{key}` is of type {type(value).__name__}", expected="text")
+    return value.strip()
