@@ -1,0 +1,333 @@
+"""Intervals for numbers and for differences of numbers.
+
+In: per-sample rows (mappings with ``sample_id`` and metrics; None where a sample does not count).
+Out: an estimate or a paired difference with an interval.
+
+Which interval, and why:
+
+- A share of independent yes/no samples (greedy: one sample per prompt) has a Wilson interval.
+- Everything else has a bootstrap over *prompts*: samples of one prompt resemble each other, and
+  treating them as independent would make intervals too narrow. A prompt is one resampled unit, the
+  statistic is sum over samples / number of samples.
+- A difference is paired: per prompt, arm minus baseline, then a t interval over prompts. Pairing
+  removes the spread of prompt difficulty, which is most of the spread there is.
+- With several seeds both seeds and prompts are samples from something larger. The variance of the
+  mean of a crossed two-way layout without replication is (MS_seed + MS_prompt - MS_error) / (S P),
+  and its degrees of freedom are Satterthwaite's (Satterthwaite 1946, "An approximate distribution
+  of estimates of variance components", Biometrics Bulletin 2:110-114).
+
+Pure functions; SciPy is imported on first use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from refiner_core.contract.errors import ConfigurationError
+
+CONFIDENCE = 0.95
+Row = Mapping[str, Any]
+Floats = npt.NDArray[np.float64]
+
+
+class Estimate(NamedTuple):
+    """``value`` = ``numerator`` / ``denominator`` (sum and number of samples that count).
+
+    ``n`` is the number of independent units behind the interval: prompts. ``low`` and ``high`` are
+    None where one prompt leaves nothing to estimate a spread from.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    numerator: float
+    denominator: int
+    interval: str
+
+
+class Difference(NamedTuple):
+    """First minus second. ``n`` prompts entered, ``excluded`` did not (no value on some side).
+
+    ``p_value`` is two-sided, of no difference. ``low``, ``high`` and ``p_value`` are None where
+    nothing can be estimated (fewer than two prompts).
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+    seeds: int
+    excluded: int
+    p_value: float | None
+    interval: str
+
+
+# ---------------------------------------------------------------- one number
+
+
+def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Wilson 1927), by SciPy."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def cluster_bootstrap(
+    sums: Floats, counts: Floats, *, resamples: int, seed: int, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Interval of sum(sums) / sum(counts) over resampled prompts.
+
+    BCa (Efron 1987, "Better bootstrap confidence intervals") by SciPy; percentiles where the
+    acceleration is undefined.
+
+    Parameters
+    ----------
+    sums, counts
+        Per prompt, sum of the metric and number of samples; both of shape [prompts], at least two.
+    resamples, seed
+        How often, and from which random stream, prompts are drawn.
+    """
+    from scipy.stats import bootstrap
+
+    def ratio(a: Any, b: Any, axis: int = -1) -> Any:
+        return a.sum(axis=axis) / b.sum(axis=axis)
+
+    for method in ("BCa", "percentile"):
+        with np.errstate(invalid="ignore", divide="ignore"):
+            result = bootstrap(
+                (sums, counts),
+                ratio,
+                paired=True,
+                vectorized=True,
+                n_resamples=resamples,
+                batch=max(1, 4_000_000 // len(sums)),
+                confidence_level=confidence,
+                method=method,
+                rng=np.random.default_rng(seed),
+            )
+        low, high = float(result.confidence_interval.low), float(result.confidence_interval.high)
+        if math.isfinite(low) and math.isfinite(high):
+            break
+    return low, high
+
+
+def estimate(
+    rows: Sequence[Row], metric: str, *, resamples: int = 2000, seed: int = 0
+) -> Estimate | None:
+    """Mean of a metric over the samples that have it, with its interval.
+
+    Returns
+    -------
+    Estimate or None
+        None where no sample has the metric: what was not measured is not a number.
+    """
+    groups = _by_prompt(rows, metric)
+    values = np.concatenate([np.zeros(0), *groups.values()])
+    if not len(values):
+        return None
+    numerator, denominator, n = float(values.sum()), len(values), len(groups)
+    mean = numerator / denominator
+    binary = bool(np.isin(values, (0.0, 1.0)).all())
+    low: float | None = None
+    high: float | None = None
+    if binary and denominator == n:
+        name, (low, high) = "wilson", wilson(int(numerator), denominator)
+    elif binary and mean in (0.0, 1.0):
+        # Resampling equal values says nothing. As if each prompt were one sample: never too narrow.
+        name, (low, high) = "wilson over prompts", wilson(int(mean) * n, n)
+    elif n == 1:
+        name = "none"
+    elif np.ptp(values) == 0:
+        name, (low, high) = "constant", (mean, mean)
+    else:
+        sums = np.array([group.sum() for group in groups.values()])
+        counts = np.array([float(len(group)) for group in groups.values()])
+        name = "bootstrap over prompts"
+        low, high = cluster_bootstrap(sums, counts, resamples=resamples, seed=_stream(seed, metric))
+    return Estimate(mean, low, high, n, numerator, denominator, name)
+
+
+def _by_prompt(rows: Sequence[Row], metric: str) -> dict[str, Floats]:
+    """Values of a metric by prompt; prompts without any are left out."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        value = row.get(metric)
+        if value is not None:
+            found.setdefault(str(row["sample_id"]), []).append(float(value))
+    return {prompt: np.array(values) for prompt, values in found.items()}
+
+
+def _stream(seed: int, metric: str) -> int:
+    """A random stream per metric that does not depend on which others are computed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{metric}".encode()).digest()[:8], "big")
+
+
+# ---------------------------------------------------------------- differences
+
+
+def paired_difference(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> Difference:
+    """Mean over prompts of (a - b), each a mean over that prompt's samples, with a t interval.
+
+    Raises
+    ------
+    ConfigurationError
+        If the two sides were not measured on the same prompts.
+    """
+    return paired_difference_over_seeds([a_rows], [b_rows], metric)
+
+
+def paired_difference_over_seeds(
+    a_rows: Sequence[Sequence[Row]], b_rows: Sequence[Sequence[Row]], metric: str
+) -> Difference:
+    """Mean over seeds and prompts of (a - b), paired on both, with an interval over both.
+
+    Parameters
+    ----------
+    a_rows, b_rows
+        Rows per seed; position s on both sides is the same seed.
+    metric
+        Which number. A prompt that lacks it in any seed on either side is excluded and counted.
+
+    Raises
+    ------
+    ConfigurationError
+        If the sides have different numbers of seeds, or any two sets of prompts differ.
+    """
+    if len(a_rows) != len(b_rows) or not a_rows:
+        raise ConfigurationError(
+            f"{len(a_rows)} seeds cannot be paired with {len(b_rows)}",
+            expected="the same seeds on both sides",
+            fix="run the missing seeds, or leave them out on both sides",
+        )
+    prompts = _same_prompts([*a_rows, *b_rows])
+    differences = np.array(
+        [_means(a, metric, prompts) - _means(b, metric, prompts)
+         for a, b in zip(a_rows, b_rows, strict=True)]
+    )  # fmt: skip
+    complete = ~np.isnan(differences).any(axis=0)
+    return two_way_mean(differences[:, complete], excluded=int((~complete).sum()))
+
+
+def _same_prompts(sides: Sequence[Sequence[Row]]) -> list[str]:
+    """The prompts that all sides have; refuses where one has others."""
+    sets = [{str(row["sample_id"]) for row in side} for side in sides]
+    for other in sets[1:]:
+        if other != sets[0]:
+            odd = sorted(other ^ sets[0])
+            raise ConfigurationError(
+                f"The two sides were measured on different prompts: {len(sets[0])} against "
+                f"{len(other)}, {len(odd)} on one side only (such as {odd[0]!r})",
+                expected="the same held-out prompts on both sides",
+                fix="evaluate both on one data set with the same evaluate.max_prompts",
+            )
+    return sorted(sets[0])
+
+
+def _means(rows: Sequence[Row], metric: str, prompts: Sequence[str]) -> Floats:
+    """Per prompt, the mean over its samples that count; NaN where there is none."""
+    groups = _by_prompt(rows, metric)
+    return np.array([groups[p].mean() if p in groups else np.nan for p in prompts])
+
+
+def two_way_mean(
+    values: Floats, *, excluded: int = 0, confidence: float = CONFIDENCE
+) -> Difference:
+    """Mean of a crossed layout [seeds, prompts] and its t interval.
+
+    With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
+    the recipe. See the module's docstring for the formula. A negative variance component counts as
+    zero, which leaves the larger mean square alone.
+    """
+    seeds, prompts = values.shape
+    if prompts == 0:
+        return Difference(math.nan, None, None, 0, seeds, excluded, None, "none")
+    mean = float(values.mean())
+    if prompts == 1:
+        return Difference(mean, None, None, 1, seeds, excluded, None, "none")
+    if seeds == 1:
+        variance, freedom = float(values.var(ddof=1)) / prompts, float(prompts - 1)
+        name = "t over prompts"
+    else:
+        variance, freedom = _two_way_variance(values)
+        name = "t over seeds and prompts (Satterthwaite)"
+    if variance == 0:
+        p_value = 1.0 if mean == 0 else 0.0
+        return Difference(mean, mean, mean, prompts, seeds, excluded, p_value, name)
+    from scipy.stats import t
+
+    error = math.sqrt(variance)
+    half = float(t.ppf((1 + confidence) / 2, freedom)) * error
+    p_value = float(2 * t.sf(abs(mean) / error, freedom))
+    return Difference(mean, mean - half, mean + half, prompts, seeds, excluded, p_value, name)
+
+
+def _two_way_variance(values: Floats) -> tuple[float, float]:
+    """Variance of the mean of a [seeds, prompts] layout, and its degrees of freedom."""
+    seeds, prompts = values.shape
+    mean = values.mean()
+    by_seed, by_prompt = values.mean(axis=1), values.mean(axis=0)
+    ms_seed = prompts * float(((by_seed - mean) ** 2).sum()) / (seeds - 1)
+    ms_prompt = seeds * float(((by_prompt - mean) ** 2).sum()) / (prompts - 1)
+    df_error = (seeds - 1) * (prompts - 1)
+    rest = values - by_seed[:, None] - by_prompt[None] + mean
+    ms_error = float((rest**2).sum()) / df_error
+    # (mean square, weight, degrees of freedom) of what remains after clamping components at zero.
+    parts = [(ms_seed, seeds - 1), (ms_prompt, prompts - 1)]
+    above = [(square, df) for square, df in parts if square > ms_error]
+    if len(above) == 2:
+        total = ms_seed + ms_prompt - ms_error
+        spread = sum(s**2 / df for s, df in above) + ms_error**2 / df_error
+    else:
+        total, df = above[0] if above else (ms_error, df_error)
+        spread = total**2 / df
+    if total == 0:
+        return 0.0, 1.0
+    return total / (seeds * prompts), total**2 / spread
+
+
+# ---------------------------------------------------------------- many comparisons
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values that hold for all comparisons together (Holm 1979), in the given order."""
+    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
+    adjusted, running = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted
+
+
+def mcnemar_exact(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> float:
+    """Two-sided exact p-value for a yes/no metric, one checkpoint against one, one sample a prompt.
+
+    Pooling several seeds into it has false positives far above its level: use
+    :func:`paired_difference_over_seeds` there.
+
+    Raises
+    ------
+    ConfigurationError
+        If prompts differ, have several samples, or the metric is not yes/no.
+    """
+    from scipy.stats import binomtest
+
+    prompts = _same_prompts([a_rows, b_rows])
+    for rows in (a_rows, b_rows):
+        groups = _by_prompt(rows, metric).values()
+        if len(rows) != len(prompts) or any(float(g[0]) not in (0.0, 1.0) for g in groups):
+            raise ConfigurationError(
+                f"McNemar's test does not fit {metric}",
+                expected="a yes/no metric with one sample per prompt",
+                fix="use the paired difference instead",
+            )
+    change = _means(a_rows, metric, prompts) - _means(b_rows, metric, prompts)
+    up, down = int((change > 0).sum()), int((change < 0).sum())
+    return float(binomtest(up, up + down).pvalue) if up + down else 1.0
