@@ -1,0 +1,109 @@
+"""What happens between two steps: save, stop, go on. Shared by SFT and GRPO.
+
+In: a :class:`StageIO`, model, updater and the stage's progress dictionary. Out: checkpoints, or
+:class:`Interrupted` once the step that is under way is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from refiner_core.contract.errors import Interrupted, StageFailed, WorkspaceError
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.training.checkpoint import load_state, save_state
+
+#: Points of a curve that a report keeps; metrics keep all.
+CURVE_POINTS = 100
+
+
+@dataclass
+class Boundary:
+    """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start."""
+
+    io: StageIO
+    model: Any
+    updater: Any
+    stage: str
+    total_steps: int
+    save_freq: int
+    saved_step: int = field(default=0, init=False)
+
+    def restore(self, data_hash: str) -> dict[str, Any] | None:
+        """The progress of the newest checkpoint, its state loaded; None without one.
+
+        Raises
+        ------
+        WorkspaceError
+            If the checkpoint was made by another stage or on other data.
+        """
+        checkpoint = self.io.latest_checkpoint()
+        if checkpoint is None:
+            return None
+        progress = load_state(checkpoint.path, self.model, self.updater)
+        for key, expected in (("stage", self.stage), ("data_hash", data_hash)):
+            if progress.get(key) != expected:
+                raise WorkspaceError(
+                    f"{checkpoint.path} does not belong to this stage: its {key} is "
+                    f"{progress.get(key)}",
+                    expected=f"{key} {expected}",
+                    fix="remove the checkpoint to start the stage again",
+                )
+        self.saved_step = checkpoint.step
+        return progress
+
+    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Checkpoint after ``step``, unless that is done already or nothing has happened yet."""
+        if step <= self.saved_step:
+            return
+        with self.io.new_checkpoint(step) as folder:
+            save_state(folder, self.model, self.updater, {"stage": self.stage, **progress})
+        self.saved_step = step
+
+    def after(self, step: int, progress: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        """Report progress; save where it is due; stop where somebody asks for it.
+
+        Raises
+        ------
+        Interrupted
+            If a stop was asked for and steps are left; the checkpoint is complete by then.
+        """
+        self.io.progress(Progress(step, self.total_steps, "train", values))
+        finished = step >= self.total_steps
+        stop = not finished and self.io.should_stop()
+        if stop or finished or step % max(1, self.save_freq) == 0:
+            self.save(step, progress)
+        if stop:
+            raise Interrupted(
+                f"{self.stage} stopped on request after step {step} of {self.total_steps}",
+                fix="run the same command again to go on from there",
+            )
+
+
+def require_finite(stage: str, step: int, **values: float) -> None:
+    """Fail on NaN or infinity, before it reaches the weights or right after the norm showed it.
+
+    Raises
+    ------
+    StageFailed
+        Names the step and the value.
+    """
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise StageFailed(
+                f"{stage} step {step}: the {name.replace('_', ' ')} is {value}; "
+                "the weights were not updated with it",
+                expected="a finite number",
+                fix="lower the learning rate or max_grad_norm, or look at the step's data",
+            )
+
+
+def curve(values: Sequence[float]) -> list[list[float]]:
+    """At most about a hundred ``[step, value]`` points of a curve; the last one always."""
+    stride = max(1, math.ceil(len(values) / CURVE_POINTS))
+    points = list(range(0, len(values), stride))
+    if values and points[-1] != len(values) - 1:
+        points.append(len(values) - 1)
+    return [[i + 1, values[i]] for i in points]

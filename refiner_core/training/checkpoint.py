@@ -1,0 +1,172 @@
+"""Training state to a folder and back, exactly.
+
+In: model, updater and a JSON-ready progress dictionary. Out: three files in a folder that somebody
+else (``StageIO``) made and will make visible:
+
+* ``model.safetensors``: parameters and persistent buffers, tied ones once;
+* ``state.pt``: optimisers, master weights, and the random states of Python, NumPy, torch and CUDA;
+* ``progress.json``: step, position in the data, running numbers. Floats survive JSON exactly.
+
+A disk or quota that is full while writing becomes :class:`NoSpaceError`, whatever the writing
+library made of it (torch raises a RuntimeError without errno, safetensors an error of its own).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from refiner_core.contract.errors import NoSpaceError, WorkspaceError
+
+FORMAT_VERSION = 1
+WEIGHTS, STATE, PROGRESS = "model.safetensors", "state.pt", "progress.json"
+
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXTS = ("no space left", "disk quota exceeded", "os error 28", "os error 122")
+_PROBE_BYTES = 1 << 16
+
+
+def save_state(folder: Path, model: Any, updater: Any, progress: dict[str, Any]) -> None:
+    """Write a complete state into ``folder``, and to the disk (fsync).
+
+    Raises
+    ------
+    NoSpaceError
+        If it did not fit.
+    """
+    with full_disk_is_no_space(folder):
+        tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
+        safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with (folder / STATE).open("wb") as file:
+            torch.save({"updater": updater.state_dict(), "rng": rng_state()}, file)
+        text = json.dumps({"format": FORMAT_VERSION, **progress}, allow_nan=False)
+        (folder / PROGRESS).write_text(text, encoding="utf-8")
+        for name in (WEIGHTS, STATE, PROGRESS):
+            with (folder / name).open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def load_state(folder: Path, model: Any, updater: Any) -> dict[str, Any]:
+    """Put a saved state back into ``model`` and ``updater``; returns the progress dictionary.
+
+    Raises
+    ------
+    WorkspaceError
+        If the folder is of another format or another model.
+    """
+    progress: dict[str, Any] = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+    if progress.pop("format", None) != FORMAT_VERSION:
+        raise WorkspaceError(
+            f"{folder} is a checkpoint of another format",
+            expected=f"format {FORMAT_VERSION}",
+            fix="remove the checkpoint, or use the version of refiner that wrote it",
+        )
+    tensors = _tensors(model)
+    saved = safetensors.torch.load_file(folder / WEIGHTS)
+    different = tensors.keys() ^ saved.keys()
+    different |= {n for n in tensors.keys() & saved.keys() if tensors[n].shape != saved[n].shape}
+    if different:
+        raise WorkspaceError(
+            f"{folder} holds the weights of another model ({sorted(different)[0]} differs)",
+            expected="a checkpoint of this stage",
+            fix="remove the checkpoint to start the stage again",
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    updater.load_state_dict(state["updater"])
+    set_rng_state(state["rng"])
+    return progress
+
+
+def rng_state() -> dict[str, Any]:
+    """Every random state of the process, in types that torch loads without pickle's dangers."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put the random states back. CUDA's are left alone where the devices are others."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def full_disk_is_no_space(folder: Path) -> Iterator[None]:
+    """Turn whatever a full disk or quota raises in the block into :class:`NoSpaceError`.
+
+    Decided by errno along the chain of exceptions, by text, and last by a small probe write.
+    """
+    try:
+        yield
+    except NoSpaceError:
+        raise
+    except Exception as error:
+        if _is_full(error) or (not isinstance(error, OSError) and _probe_is_full(folder)):
+            raise NoSpaceError(
+                f"There was no room to write in {folder} ({error})",
+                expected="room for weights and optimiser state",
+                fix="free some space or quota, then run the same command again",
+            ) from error
+        raise
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
+            return True
+        if any(text in str(error).lower() for text in _FULL_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _probe_is_full(folder: Path) -> bool:
+    probe = folder / ".probe"
+    try:
+        with probe.open("wb") as file:
+            file.write(os.urandom(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in _FULL_ERRNOS
+    finally:
+        _unlink_quietly(probe)
+    return False
+
+
+def _unlink_quietly(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return  # a full quota can refuse even this; the folder is thrown away as a whole
+
+
+def _tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters (a tied one under its first name) and persistent buffers."""
+    named = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True).keys()
+    named.update((name, b) for name, b in model.named_buffers() if name in persistent)
+    return {name: tensor.detach() for name, tensor in named.items()}

@@ -1,0 +1,223 @@
+"""A model comes in, runs in plain torch in one process, and goes out.
+
+In: a folder or Hub name and the ``model`` section. Out: a live model and tokenizer, and at the end
+an exported folder that ``from_pretrained`` takes.
+
+Loading checks what training relies on, on the model itself: that packed sequences do not see each
+other, and that output head times last hidden state is all there is to a logit. A model that does
+otherwise (linear attention, soft-capped logits) is refused instead of trained wrongly.
+
+Not here yet, and refused by :func:`refuse_unsupported`: DeepSpeed, more than one GPU or node,
+off-loading, and rollouts by vLLM.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.training.checkpoint import full_disk_is_no_space
+from refiner_core.training.logprobs import hidden_states
+from refiner_core.training.packing import Sample, build_pack, collate, to_device
+
+_LEAK_TOLERANCE = 1e-3
+_HEAD_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to train, its tokenizer, and how it wants its packs."""
+
+    model: Any
+    tokenizer: Any
+    share_prompts: bool
+    one_row: bool
+
+    @property
+    def device(self) -> Any:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def pad_id(self) -> int:
+        """What padding is made of; any token would do, since nothing sees it."""
+        return int(self.tokenizer.pad_token_id or 0)
+
+
+def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
+    """Refuse what this version does not do, for one training stage or both.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the field: ``*.deepspeed_stage``, ``*.resources.gpus`` or ``nodes`` above 1,
+        ``grpo.generation_backend=vllm``, ``grpo.offload_optimizer``. All of these are later work.
+    """
+    for name, section in (("sft", config.sft), ("grpo", config.grpo)):
+        if stage not in (None, name):
+            continue
+        if section.deepspeed_stage is not None:
+            raise _unsupported(f"{name}.deepspeed_stage={section.deepspeed_stage}", "null")
+        for count in ("gpus", "nodes"):
+            if getattr(section.resources, count) > 1:
+                value = getattr(section.resources, count)
+                raise _unsupported(f"{name}.resources.{count}={value}", "1")
+    if stage in (None, "grpo"):
+        if config.grpo.generation_backend != "transformers":
+            backend = config.grpo.generation_backend
+            raise _unsupported(f"grpo.generation_backend={backend}", "transformers")
+        if config.grpo.offload_optimizer:
+            raise _unsupported("grpo.offload_optimizer=true", "false")
+
+
+def set_threads(config: ModelConfig) -> None:
+    """Use as many threads as the configuration says: sums depend on it."""
+    torch.set_num_threads(config.cpu_threads)
+
+
+def device_for(resources: Resources) -> Any:
+    """The GPU where one is asked for, else the CPU."""
+    if resources.gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "resources.gpus=1, but torch sees no CUDA device",
+            expected="a visible GPU and a CUDA build of torch",
+            fix="set resources.gpus=0, or run where there is a GPU",
+        )
+    return torch.device("cuda", 0)
+
+
+def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
+    """Load a model and its tokenizer for training, and check that it can be packed.
+
+    ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only.
+    """
+    model = load_model(model_ref, config, device)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers recomputes in train mode only; there is no dropout left
+    loaded = Loaded(
+        model=model,
+        tokenizer=load_tokenizer(model_ref, config),
+        share_prompts=_can_share_prompts(model),
+        one_row=config.attn_implementation == "flash_attention_2",
+    )
+    check_model(loaded)
+    return loaded
+
+
+def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
+    """The bare model in evaluation mode, dropout off, on ``device``."""
+    model = AutoModelForCausalLM.from_pretrained(
+        model_ref,
+        revision=_revision(model_ref, config),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=config.attn_implementation,
+    )
+    disable_dropout(model)
+    return model.to(device).eval()
+
+
+def load_tokenizer(model_ref: str, config: ModelConfig) -> Any:
+    """The model's tokenizer, or the one that the configuration names, with its chat template."""
+    ref = config.tokenizer_name_or_path or model_ref
+    tokenizer = AutoTokenizer.from_pretrained(ref, revision=_revision(ref, config))
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
+
+
+def disable_dropout(model: Any) -> None:
+    """Set every dropout to 0: log-probabilities must be those of the model that samples."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def check_model(loaded: Loaded) -> None:
+    """Refuse a model whose packed sequences see each other, or whose head is not the whole logit.
+
+    Two packs differ only in their first sequence; with isolated blocks the second one's hidden
+    states cannot differ.
+
+    Raises
+    ------
+    UnsupportedError
+        If either does not hold.
+    """
+    model, device = loaded.model, loaded.device
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    second = Sample((), tuple(i % vocabulary for i in range(3, 9)), (True,) * 6)
+    hidden = []
+    with torch.no_grad():
+        for token in (1, 2):
+            first = Sample((), (token % vocabulary,) * 5, (False,) * 5)
+            batch = to_device(collate([build_pack([[first], [second]])]), device)
+            hidden.append(hidden_states(model, batch).float())
+        alone = torch.tensor([second.response_ids], device=device)
+        logits = model(input_ids=alone, use_cache=False).logits[0, :-1].float()
+        by_hand = model.get_output_embeddings()(
+            model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
+        ).float()
+    if (hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm():
+        raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
+    if (logits - by_hand).norm() > _HEAD_TOLERANCE * logits.norm():
+        raise _cannot_train(
+            model, "logits are more than head x hidden state", "a plain output head"
+        )
+
+
+def export(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write model and tokenizer as ``from_pretrained`` takes them (safetensors; tied weights once).
+
+    A folder from an earlier try is replaced.
+    """
+    part = folder.with_name(f".{folder.name}.part")
+    for leftover in (part, folder):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    part.mkdir(parents=True)
+    with full_disk_is_no_space(part):
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+    part.rename(folder)
+
+
+def _can_share_prompts(model: Any) -> bool:
+    """A hand-made mask reaches every layer alike, so all layers must attend to everything."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    full = all(kind == "full_attention" for kind in kinds)
+    windowed = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    return full and not windowed and config._attn_implementation in ("sdpa", "eager")
+
+
+def _revision(ref: str, config: ModelConfig) -> str:
+    return config.revision if ref == config.name_or_path and not Path(ref).exists() else "main"
+
+
+def _unsupported(setting: str, value: str) -> UnsupportedError:
+    field = setting.partition("=")[0]
+    return UnsupportedError(
+        f"{setting} is not supported by this version",
+        expected=f"{field}={value}",
+        fix=f"set {field}={value}",
+    )
+
+
+def _cannot_train(model: Any, what: str, expected: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} cannot be trained here: {what}",
+        expected=expected,
+        fix="use another model.attn_implementation or another model",
+    )

@@ -1,0 +1,299 @@
+"""Group-relative policy optimisation: prompts to rollouts to rewards to weights, step after step.
+
+In: ``data_dir/rl_train.parquet``, a model folder, a judge. Out: ``output_dir/model``, metrics and
+rollouts per step, checkpoints, and a JSON-ready report.
+
+One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> rewards -> advantages
+-> packs -> one or more optimiser steps -> metrics and rollouts stored -> checkpoint where due. A
+step whose groups all lack spread changes no weight, but it counts and is logged.
+
+Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone.
+Measured times go under ``time/`` and ``tokens_per_second``; nothing else depends on a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import JudgeOutage
+from refiner_core.contract.types import Generator, Judge, Progress, StageIO
+from refiner_core.data.prepared import load_prompts
+from refiner_core.training import engine
+from refiner_core.training.boundary import Boundary, curve
+from refiner_core.training.grpo_update import GrpoUpdate
+from refiner_core.training.optim import Updater, schedule_factor
+from refiner_core.training.order import order_hash, prompt_batch
+from refiner_core.training.rollout import (
+    RewardFunction,
+    RolloutBatch,
+    check_lengths,
+    form_groups,
+    rollout_metrics,
+    rollout_rows,
+    sample_rollouts,
+    score_rollouts,
+)
+
+TRAIN_FILE = "rl_train.parquet"
+#: Metrics whose course the report keeps.
+CURVES = ("scores", "objective/kl3_avg", "val/sequence_lengths", "val/stop_rate")
+#: Counts whose sums the report keeps.
+COUNTS = (
+    "groups/kept",
+    "groups/dropped_zero_std",
+    "groups/dropped_too_few_scored",
+    "samples/unscored",
+    "samples/malformed",
+    "samples/truncated_masked",
+    "optimizer_steps",
+)
+
+
+def train_grpo(
+    config: RecipeConfig,
+    *,
+    data_dir: Path,
+    model_ref: str,
+    output_dir: Path,
+    io: StageIO,
+    judge: Judge,
+    generator: Generator | None = None,
+    rewards: RewardFunction | None = None,
+) -> dict[str, Any]:
+    """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
+
+    Parameters
+    ----------
+    config
+        The whole recipe; ``grpo``, ``reward``, ``judge``, ``model`` and ``seed`` are used.
+    data_dir
+        Holds ``rl_train.parquet``.
+    model_ref
+        Folder or Hub id of the weights to start from; they are also the KL reference.
+    output_dir
+        Gets ``model/``, an exported folder.
+    io
+        Metrics, rollouts, checkpoints, progress and stop requests.
+    judge
+        Scores rubrics and citations.
+    generator, rewards
+        Seams: by default transformers over the live model, and
+        :func:`refiner_core.rewards.compute_rewards`.
+
+    Returns
+    -------
+    dict
+        ``steps``, ``episodes``, ``tokens`` (sampled), ``counts`` and ``curves``.
+
+    Raises
+    ------
+    Interrupted
+        A stop was asked for; the state is saved.
+    JudgeOutage
+        Too many rollouts of a step could not be scored; the state before the step is saved.
+    StageFailed
+        A loss or gradient is not finite.
+    UnsupportedError
+        See :func:`refiner_core.training.engine.refuse_unsupported`.
+    """
+    engine.refuse_unsupported(config)
+    run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards)
+    run.train()
+    engine.export(run.loaded.model, run.loaded.tokenizer, output_dir / "model")
+    return run.report()
+
+
+class _GrpoRun:
+    """The state of one training run; everything that changes is in ``progress`` or the model."""
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        data_dir: Path,
+        model_ref: str,
+        io: StageIO,
+        judge: Judge,
+        generator: Generator | None,
+        rewards: RewardFunction | None,
+    ) -> None:
+        grpo = config.grpo
+        engine.set_threads(config.model)
+        self.config, self.grpo, self.io, self.judge = config, grpo, io, judge
+        self.rewards = rewards or _default_rewards()
+        self.prompts = load_prompts(data_dir / TRAIN_FILE)
+        prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
+        check_lengths(self.prompts, grpo)
+        device = engine.device_for(grpo.resources)
+        self.loaded = engine.load(model_ref, config.model, device)
+        self.generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
+        self.updater = Updater(
+            self.loaded.model,
+            learning_rate=grpo.learning_rate,
+            weight_decay=grpo.weight_decay,
+            max_grad_norm=grpo.max_grad_norm,
+        )
+        reference = engine.load_model(model_ref, config.model, device) if grpo.beta else None
+        self.update = GrpoUpdate(self.loaded, reference, self.updater, grpo, config.seed)
+        self.boundary = Boundary(
+            io, self.loaded.model, self.updater, "grpo", grpo.num_training_steps, grpo.save_freq
+        )
+        data_hash = order_hash([row.sample_id for row in self.prompts])
+        self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
+            "data_hash": data_hash,
+            "step": 0,
+            "epoch": 0,
+            "cursor": 0,
+            "episode": 0,
+            "tokens": 0,
+            "counts": dict.fromkeys(COUNTS, 0),
+            "curves": {name: [] for name in CURVES},
+        }
+
+    def train(self) -> None:
+        """Every step that is left."""
+        for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
+            clock = _Clock()
+            try:
+                batch = self._rollouts(step, clock)
+            except JudgeOutage:
+                self.boundary.save(step - 1, self.progress)
+                raise
+            metrics = rollout_metrics(batch)
+            metrics.update(self._train_on(batch, step, clock))
+            self._count(step, batch, metrics)
+            metrics.update(clock.metrics(_tokens(batch)))
+            self.io.save_rollouts(step, rollout_rows(step, batch))
+            self.io.log_metrics(step, metrics)
+            shown = {name: metrics[name] for name in ("scores",) if name in metrics}
+            self.boundary.after(step, self.progress, shown)
+
+    def report(self) -> dict[str, Any]:
+        """What came out, from the progress alone: the same whether or not it was interrupted."""
+        curves = {name: curve(values) for name, values in self.progress["curves"].items() if values}
+        return {
+            "steps": self.progress["step"],
+            "episodes": self.progress["episode"],
+            "tokens": self.progress["tokens"],
+            "epoch": self.progress["epoch"],
+            "prompts": len(self.prompts),
+            "counts": self.progress["counts"],
+            "curves": curves,
+        }
+
+    def _rollouts(self, step: int, clock: _Clock) -> RolloutBatch:
+        grpo = self.grpo
+        chosen = prompt_batch(
+            self.config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, step - 1
+        )
+        self._tell(step, "generate")
+        with clock.time("generate"):
+            samples = sample_rollouts(
+                [(index, self.prompts[index]) for index in chosen.indices],
+                grpo=grpo,
+                seed=self.config.seed,
+                step=step,
+                generator=self.generator,
+                decode=self._decode,
+            )
+        self._tell(step, "judge")
+        with clock.time("judge"):
+            results = score_rollouts(
+                samples,
+                reward=self.config.reward,
+                judge=self.judge,
+                rewards=self.rewards,
+                max_failed_share=self.config.judge.max_failed_share,
+            )
+        return form_groups(
+            samples,
+            results,
+            size=grpo.num_samples_per_prompt_rollout,
+            normalization=grpo.advantage_normalization_type,
+        )
+
+    def _train_on(self, batch: RolloutBatch, step: int, clock: _Clock) -> dict[str, float]:
+        grpo = self.grpo
+        samples = batch.train_samples(mask_truncated=grpo.mask_truncated_completions)
+        candidates = batch.train_samples(mask_truncated=False)
+        factor = schedule_factor(
+            step - 1, grpo.num_training_steps, grpo.lr_scheduler_type, grpo.warmup_ratio
+        )
+        metrics: dict[str, float] = {
+            "learning_rate": grpo.learning_rate * factor,
+            "samples/trained": len(samples),
+            "samples/truncated_masked": len(candidates) - len(samples),
+            "optimizer_steps": 0,
+        }
+        if samples:
+            self._tell(step, "update")
+            with clock.time("update"):
+                metrics.update(self.update.run(samples, step=step, factor=factor))
+        return metrics
+
+    def _count(self, step: int, batch: RolloutBatch, metrics: dict[str, float]) -> None:
+        """Move the progress on by one step, and add position to the metrics."""
+        chosen = prompt_batch(
+            self.config.seed, len(self.prompts), self.grpo.num_unique_prompts_rollout, step - 1
+        )
+        progress = self.progress
+        progress["step"] = step
+        progress["epoch"] = chosen.epoch
+        progress["cursor"] = chosen.cursor + len(chosen.indices)
+        progress["episode"] += len(batch.samples)
+        progress["tokens"] += sum(len(s.completion.token_ids) for s in batch.samples)
+        for name in COUNTS:
+            progress["counts"][name] += metrics[name]
+        for name in CURVES:
+            if name in metrics:
+                progress["curves"][name].append(metrics[name])
+        metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
+
+    def _decode(self, token_ids: Any) -> str:
+        text: str = self.loaded.tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _tell(self, step: int, phase: str) -> None:
+        self.io.progress(Progress(step - 1, self.grpo.num_training_steps, phase))
+
+
+class _Clock:
+    """Wall-clock seconds of the parts of one step."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._parts[part] = time.perf_counter() - started
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        total = time.perf_counter() - self._started
+        parts = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
+        return {**parts, "time/step_s": total, "tokens_per_second": tokens / total}
+
+
+def _tokens(batch: RolloutBatch) -> int:
+    """Prompt and response tokens of a step, prompts counted once per sample."""
+    return sum(len(s.prompt.prompt_ids) + len(s.completion.token_ids) for s in batch.samples)
+
+
+def _default_generator(loaded: engine.Loaded, batch_size: int) -> Generator:
+    from refiner_core.generation.transformers_backend import TransformersGenerator
+
+    return TransformersGenerator(loaded.model, loaded.tokenizer, batch_size=batch_size)
+
+
+def _default_rewards() -> RewardFunction:
+    from refiner_core.rewards import compute_rewards
+
+    return compute_rewards

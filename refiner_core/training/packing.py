@@ -1,0 +1,293 @@
+"""Packs: several sequences in one row, isolated from each other.
+
+In: :class:`Sample` values (prompt, response, which response tokens carry loss).
+Out: :class:`Pack` values, and :class:`Batch` tensors that a causal language model takes.
+
+A pack is made of *units*: one prompt and the responses to it. Plainly, a unit has one response, its
+positions restart at 0, and attention is block-diagonal. With ``share_prompts`` a unit holds the
+prompt once and all responses that fit; each response sees the prompt and itself, at the positions
+it would have alone. The numbers are those of each sample alone; the prompt is computed once instead
+of once per sample, which makes a GRPO step several times cheaper.
+
+Two ways to tell the model about it:
+
+* No shared prompt: ``attention_mask`` is None and the model finds the blocks from the restarting
+  positions. transformers does so only with ``use_cache=False`` and *no* attention mask (with either
+  default it leaks silently), and FlashAttention only in one row, so batches for it are one row.
+* A shared prompt: an explicit 4-D mask (sdpa and eager only).
+
+Padding, which only batches of several packs have, is a unit of its own: it sees nothing of others,
+nothing sees it, and it carries no loss.
+
+Nothing is ever dropped or cut: a sample longer than a pack is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from refiner_core.contract.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on.
+
+    ``start`` is where the response's first token stands in the caller's flat per-token buffers
+    (advantages, weights, old log-probabilities). ``loss_mask`` has one value per response token;
+    tool output inside a response is False. The first token of a sample without a prompt has nothing
+    that predicts it and never carries loss.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.response_ids) != len(self.loss_mask):
+            raise ValueError(
+                f"{len(self.response_ids)} response tokens, but a loss mask of "
+                f"{len(self.loss_mask)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sample alone."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One row of L tokens with T targets. All lists are plain integers, ready for tensors.
+
+    ``unit_L`` numbers the units, ``branch_L`` is 0 on a prompt and 1, 2, ... on its responses.
+    Target t is token ``target_T[t]``, predicted at position ``source_T[t]``; ``flat_T`` is its
+    place in the caller's flat buffers.
+    """
+
+    input_ids_L: list[int]
+    position_ids_L: list[int]
+    unit_L: list[int]
+    branch_L: list[int]
+    loss_mask_L: list[bool]
+    source_T: list[int]
+    target_T: list[int]
+    flat_T: list[int]
+
+    def __len__(self) -> int:
+        return len(self.input_ids_L)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a prompt is followed by more than one response."""
+        return max(self.branch_L, default=0) > 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B packs as tensors: N = B*L positions, T targets.
+
+    ``attention_mask`` is None (positions tell the blocks apart) or boolean (B, 1, L, L), True where
+    a query may look. ``source_T`` indexes the flattened positions.
+    """
+
+    input_ids_BL: torch.Tensor
+    position_ids_BL: torch.Tensor
+    attention_mask: torch.Tensor | None
+    source_T: torch.Tensor
+    target_T: torch.Tensor
+    flat_T: torch.Tensor
+    tokens: int
+
+
+def first_fit(
+    lengths: Sequence[int],
+    capacity: int,
+    *,
+    decreasing: bool = False,
+    max_open: int | None = None,
+) -> list[list[int]]:
+    """Indices of ``lengths`` in bins of at most ``capacity``; every index exactly once.
+
+    ``decreasing`` takes the longest first (ties by index), which wastes least. Without it the given
+    order is kept as far as possible, which is what a shuffled epoch wants; ``max_open`` then bounds
+    how many bins stay open (the oldest is closed), and with it the time: O(n * max_open).
+
+    Raises
+    ------
+    ConfigurationError
+        If something is longer than ``capacity``.
+    """
+    order = range(len(lengths))
+    chosen = sorted(order, key=lambda i: (-lengths[i], i)) if decreasing else order
+    bins: list[list[int]] = []
+    open_bins: list[list[int]] = []  # [index of the bin, room left]
+    for i in chosen:
+        if lengths[i] > capacity:
+            raise ConfigurationError(
+                f"A sequence of {lengths[i]} tokens does not fit in a pack of {capacity}",
+                expected="packs as long as the longest sequence",
+                fix="raise pack_length, or lower data.max_prompt_token_length",
+            )
+        slot = next((s for s in open_bins if s[1] >= lengths[i]), None)
+        if slot is None:
+            slot = [len(bins), capacity]
+            bins.append([])
+            open_bins.append(slot)
+            if max_open is not None and len(open_bins) > max_open:
+                open_bins.pop(0)
+        bins[slot[0]].append(i)
+        slot[1] -= lengths[i]
+    return bins
+
+
+def pack_samples(
+    samples: Sequence[Sample], pack_length: int, *, share_prompts: bool = False
+) -> list[Pack]:
+    """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order)."""
+    units = list(_units(samples, pack_length, share_prompts))
+    lengths = [_unit_length(unit) for unit in units]
+    bins = first_fit(lengths, pack_length, decreasing=True)
+    return [build_pack([units[i] for i in indices]) for indices in bins]
+
+
+def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
+    """One pack of the given units; the samples of a unit share their prompt."""
+    pack = Pack([], [], [], [], [], [], [], [])
+    for number, unit in enumerate(units):
+        prompt = unit[0].prompt_ids
+        _append(pack, prompt, range(len(prompt)), number, 0)
+        last_of_prompt = len(pack) - 1 if prompt else None
+        for branch, sample in enumerate(unit, start=1):
+            _append_response(pack, sample, number, branch, last_of_prompt)
+    return pack
+
+
+def collate(packs: Sequence[Pack], *, pad_id: int = 0, one_row: bool = False) -> Batch:
+    """Tensors of several packs: one row each, padded on the right, or all in ``one_row``.
+
+    FlashAttention tells blocks apart in one row only, so batches for it must be ``one_row``.
+    """
+    rows = [_joined(packs)] if one_row else list(packs)
+    width = max(len(row) for row in rows)
+    padded = [_padded(row, width, pad_id) for row in rows]
+    source = [i * width + s for i, row in enumerate(rows) for s in row.source_T]
+    mask = None
+    if any(row.shared for row in rows):
+        mask = block_mask(
+            torch.tensor([row.unit_L for row in padded]),
+            torch.tensor([row.branch_L for row in padded]),
+        )
+    return Batch(
+        input_ids_BL=torch.tensor([row.input_ids_L for row in padded]),
+        position_ids_BL=torch.tensor([row.position_ids_L for row in padded]),
+        attention_mask=mask,
+        source_T=torch.tensor(source, dtype=torch.long),
+        target_T=torch.tensor([t for row in rows for t in row.target_T], dtype=torch.long),
+        flat_T=torch.tensor([f for row in rows for f in row.flat_T], dtype=torch.long),
+        tokens=sum(len(row) for row in rows),
+    )
+
+
+def block_mask(unit_BL: torch.Tensor, branch_BL: torch.Tensor) -> torch.Tensor:
+    """Boolean (B, 1, L, L): a query sees what precedes it in its unit's prompt and own branch."""
+    same_unit = unit_BL[:, :, None] == unit_BL[:, None, :]
+    visible = (branch_BL[:, None, :] == 0) | (branch_BL[:, :, None] == branch_BL[:, None, :])
+    length = unit_BL.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=unit_BL.device).tril()
+    return (same_unit & visible & causal)[:, None]
+
+
+def to_device(batch: Batch, device: Any) -> Batch:
+    """The same batch on another device."""
+    move = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(batch).items()
+    }
+    return Batch(**move)
+
+
+def _units(
+    samples: Sequence[Sample], pack_length: int, share_prompts: bool
+) -> Iterator[list[Sample]]:
+    if not share_prompts:
+        yield from ([sample] for sample in samples)
+        return
+    for prompt, group in groupby(samples, key=lambda sample: sample.prompt_ids):
+        unit: list[Sample] = []
+        room = pack_length - len(prompt)
+        for sample in group:
+            # Without a prompt there is nothing to share, and a first token nobody predicts.
+            if unit and (not prompt or len(sample.response_ids) > room):
+                yield unit
+                unit, room = [], pack_length - len(prompt)
+            unit.append(sample)
+            room -= len(sample.response_ids)
+        yield unit
+
+
+def _unit_length(unit: Sequence[Sample]) -> int:
+    return len(unit[0].prompt_ids) + sum(len(sample.response_ids) for sample in unit)
+
+
+def _append(pack: Pack, ids: Sequence[int], positions: range, unit: int, branch: int) -> None:
+    pack.input_ids_L.extend(ids)
+    pack.position_ids_L.extend(positions)
+    pack.unit_L.extend([unit] * len(ids))
+    pack.branch_L.extend([branch] * len(ids))
+    pack.loss_mask_L.extend([False] * len(ids))
+
+
+def _append_response(
+    pack: Pack, sample: Sample, unit: int, branch: int, last_of_prompt: int | None
+) -> None:
+    first = len(pack)
+    begin = len(sample.prompt_ids)
+    _append(pack, sample.response_ids, range(begin, sample.length), unit, branch)
+    for offset, (token, counts) in enumerate(
+        zip(sample.response_ids, sample.loss_mask, strict=True)
+    ):
+        source = first + offset - 1 if offset else last_of_prompt
+        if not counts or source is None:
+            continue
+        pack.loss_mask_L[first + offset] = True
+        pack.source_T.append(source)
+        pack.target_T.append(token)
+        pack.flat_T.append(sample.start + offset)
+
+
+def _padded(row: Pack, width: int, pad_id: int) -> Pack:
+    missing = width - len(row)
+    if not missing:
+        return row
+    return Pack(
+        input_ids_L=row.input_ids_L + [pad_id] * missing,
+        position_ids_L=row.position_ids_L + list(range(missing)),
+        unit_L=row.unit_L + [-1] * missing,
+        branch_L=row.branch_L + [0] * missing,
+        loss_mask_L=row.loss_mask_L + [False] * missing,
+        source_T=row.source_T,
+        target_T=row.target_T,
+        flat_T=row.flat_T,
+    )
+
+
+def _joined(packs: Sequence[Pack]) -> Pack:
+    joined = Pack([], [], [], [], [], [], [], [])
+    for pack in packs:
+        shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)
+        joined.input_ids_L.extend(pack.input_ids_L)
+        joined.position_ids_L.extend(pack.position_ids_L)
+        joined.unit_L.extend(unit + unit_shift for unit in pack.unit_L)
+        joined.branch_L.extend(pack.branch_L)
+        joined.loss_mask_L.extend(pack.loss_mask_L)
+        joined.source_T.extend(source + shift for source in pack.source_T)
+        joined.target_T.extend(pack.target_T)
+        joined.flat_T.extend(pack.flat_T)
+    return joined

@@ -1,0 +1,282 @@
+"""Rollouts of one step: prompts to completions to rewards to advantages to stored rows.
+
+In: the step's prompts, a :class:`Generator`, a reward function and a :class:`Judge`.
+Out: a :class:`RolloutBatch`, the samples that may be trained on, metrics, and rows for Parquet.
+
+Everything here is a function of (seed, step, weights): a step that is repeated after a crash
+samples the same tokens. A sample that the judge could not score is not a zero; it takes no part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from refiner_core.contract.config import GrpoConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, JudgeOutage
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    Judge,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+)
+from refiner_core.rewards import RewardInput
+from refiner_core.training.advantages import GroupAdvantages, Normalization, group_advantages
+
+RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion: of which prompt, which sample of it, and its text without special tokens."""
+
+    prompt_index: int
+    sample_index: int
+    prompt: PromptRow
+    completion: Completion
+    text: str
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended by itself instead of at the length limit."""
+        return self.completion.finish_reason == "stop"
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A step's rollouts in order of (prompt, sample); ``groups`` has one entry per prompt."""
+
+    samples: tuple[Sampled, ...]
+    results: tuple[RewardResult, ...]
+    groups: tuple[GroupAdvantages, ...]
+
+    @property
+    def advantages(self) -> list[float | None]:
+        """One per sample; 0 in a group without spread, None where the sample takes no part."""
+        return [value for group in self.groups for value in group.values]
+
+    def train_samples(self, *, mask_truncated: bool) -> list[TrainSample]:
+        """What carries loss: kept groups, scored samples, truncated ones only if not masked.
+
+        Masking comes after the group statistics: a truncated sample is still what its group is
+        compared with.
+        """
+        size = len(self.samples) // len(self.groups)
+        kept = []
+        for i, (sample, advantage) in enumerate(zip(self.samples, self.advantages, strict=True)):
+            if self.groups[i // size].dropped or advantage is None:
+                continue
+            if mask_truncated and not sample.stopped:
+                continue
+            completion = sample.completion
+            if completion.token_ids:
+                kept.append(
+                    TrainSample(
+                        sample.prompt.prompt_ids,
+                        completion.token_ids,
+                        completion.logprobs,
+                        advantage,
+                    )
+                )
+        return kept
+
+
+def sample_rollouts(
+    prompts: Sequence[tuple[int, PromptRow]],
+    *,
+    grpo: GrpoConfig,
+    seed: int,
+    step: int,
+    generator: Generator,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Sampled]:
+    """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order.
+
+    A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room that is
+    left.
+    """
+    keys = [
+        (index, sample_index, prompt)
+        for index, prompt in prompts
+        for sample_index in range(grpo.num_samples_per_prompt_rollout)
+    ]
+    by_limit: dict[int, list[int]] = defaultdict(list)
+    for i, (_, _, prompt) in enumerate(keys):
+        by_limit[response_limit(prompt, grpo)].append(i)
+    completions: dict[int, Completion] = {}
+    for limit in sorted(by_limit):
+        members = by_limit[limit]
+        requests = [
+            GenerationRequest(
+                keys[i][2].prompt_ids, derive_seed(seed, "rollout", step, keys[i][0], keys[i][1])
+            )
+            for i in members
+        ]
+        params = SamplingParams(
+            temperature=grpo.temperature,
+            top_p=grpo.top_p,
+            max_new_tokens=limit,
+            stop_strings=grpo.stop_strings,
+        )
+        completions.update(zip(members, generator.generate(requests, params), strict=True))
+    return [
+        Sampled(index, sample_index, prompt, completions[i], decode(completions[i].token_ids))
+        for i, (index, sample_index, prompt) in enumerate(keys)
+    ]
+
+
+def response_limit(prompt: PromptRow, grpo: GrpoConfig) -> int:
+    """How many tokens may be sampled for this prompt."""
+    return min(grpo.response_length, grpo.max_token_length - len(prompt.prompt_ids))
+
+
+def check_lengths(prompts: Iterable[PromptRow], grpo: GrpoConfig) -> None:
+    """Refuse, before anything is sampled, prompts that leave no room or would not fit a pack.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the field to change.
+    """
+    longest = max(prompts, key=lambda row: len(row.prompt_ids))
+    limit, length = response_limit(longest, grpo), len(longest.prompt_ids)
+    if limit < 1:
+        raise ConfigurationError(
+            f"Prompt {longest.sample_id} has {length} tokens, which leaves no room in "
+            f"grpo.max_token_length={grpo.max_token_length}",
+            expected="room for at least one sampled token",
+            fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
+        )
+    if length + limit > grpo.pack_length:
+        raise ConfigurationError(
+            f"Prompt {longest.sample_id} ({length} tokens) and {limit} sampled tokens do not fit "
+            f"in grpo.pack_length={grpo.pack_length}",
+            expected="packs as long as the longest prompt with its response",
+            fix=f"set grpo.pack_length={length + limit} or more",
+        )
+
+
+def score_rollouts(
+    samples: Sequence[Sampled],
+    *,
+    reward: RewardConfig,
+    judge: Judge,
+    rewards: RewardFunction,
+    max_failed_share: float,
+) -> list[RewardResult]:
+    """One reward per sample.
+
+    Raises
+    ------
+    JudgeOutage
+        If more than ``max_failed_share`` of the samples could not be scored.
+    """
+    items = [RewardInput(sample.prompt, sample.text, sample.stopped) for sample in samples]
+    results = rewards(items, reward, judge)
+    unscored = sum(1 for result in results if result.total is None)
+    if unscored > max_failed_share * len(samples):
+        raise JudgeOutage(
+            f"The judge failed on {unscored} of {len(samples)} rollouts of a step",
+            expected=f"at most a share of {max_failed_share} (judge.max_failed_share)",
+            fix="see that the judge answers, then run the same command again",
+        )
+    return results
+
+
+def form_groups(
+    samples: Sequence[Sampled],
+    results: Sequence[RewardResult],
+    *,
+    size: int,
+    normalization: Normalization,
+) -> RolloutBatch:
+    """Advantages within each prompt's ``size`` samples."""
+    totals = [result.total for result in results]
+    groups = [
+        group_advantages(totals[i : i + size], normalization) for i in range(0, len(totals), size)
+    ]
+    return RolloutBatch(tuple(samples), tuple(results), tuple(groups))
+
+
+def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
+    """One row per rollout, with all that a reward can be recomputed from."""
+    rows: list[dict[str, Any]] = []
+    columns = sorted({name for result in batch.results for name in result.components})
+    for sample, result, advantage in zip(
+        batch.samples, batch.results, batch.advantages, strict=True
+    ):
+        rows.append(
+            {
+                "step": step,
+                "prompt_index": sample.prompt_index,
+                "sample_index": sample.sample_index,
+                "sample_id": sample.prompt.sample_id,
+                "response_ids": list(sample.completion.token_ids),
+                "response_text": sample.text,
+                "finish_reason": sample.completion.finish_reason,
+                "logprobs": list(sample.completion.logprobs),
+                "status": result.status,
+                "reward": result.total,
+                "advantage": advantage,
+                **{f"reward/{name}": result.components.get(name) for name in columns},
+                "judgements": json.dumps(
+                    [dict(judgement) for judgement in result.judgements], ensure_ascii=False
+                ),
+            }
+        )
+    return rows
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Rewards, lengths and counts of a step. Means are over what was scored."""
+    dropped = [group.dropped for group in batch.groups]
+    lengths = [len(sample.completion.token_ids) for sample in batch.samples]
+    metrics: dict[str, float] = {
+        "val/sequence_lengths": _mean(lengths),
+        "val/stop_rate": _mean([float(sample.stopped) for sample in batch.samples]),
+        "groups/kept": dropped.count(None),
+        "groups/dropped_zero_std": dropped.count("zero_std"),
+        "groups/dropped_too_few_scored": dropped.count("too_few_scored"),
+        "samples/unscored": sum(1 for r in batch.results if r.status == "unscored"),
+        "samples/malformed": sum(1 for r in batch.results if r.status == "malformed"),
+    }
+    scores = [result.total for result in batch.results if result.total is not None]
+    if scores:
+        metrics["scores"] = _mean(scores)
+    metrics.update(_component_means(batch.results))
+    return metrics
+
+
+def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
+    values: Mapping[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.total is not None:
+            for name, value in result.components.items():
+                values[name].append(float(value))
+    return {metric_name(name): _mean(values[name]) for name in sorted(values)}
+
+
+def metric_name(component: str) -> str:
+    """``objective/<component>_reward``, as the reference names them."""
+    return f"objective/{component.removesuffix('_reward')}_reward"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,187 @@
+"""A model of a few thousand parameters, data for it, and fakes for what GRPO talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
+from refiner_core.contract.types import (
+    Completion,
+    DemonstrationRow,
+    GenerationRequest,
+    Judgement,
+    JudgeRequest,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+)
+from refiner_core.data.prepared import write_demonstrations, write_prompts
+
+VOCABULARY = 48
+EOS = 1
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """Two layers, hidden 32, head_dim 32; weights large enough that sequences differ clearly."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    model: Qwen3ForCausalLM = Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
+    return model.eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is the word ``w<i>``; 0 pads and 1 ends."""
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w2"
+    )
+
+
+def save_tiny_model(folder: Path, **changes: Any) -> Path:
+    """A folder that ``from_pretrained`` takes."""
+    tiny_model(**changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def demonstrations(n: int, seed: int = 0) -> list[DemonstrationRow]:
+    """Rows of 8 to 20 tokens whose second half counts up, which can be learnt."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        prompt = rng.integers(3, VOCABULARY, int(rng.integers(4, 10))).tolist()
+        answer = [3 + (prompt[-1] - 3 + k) % (VOCABULARY - 3) for k in range(1, len(prompt))]
+        mask = (False,) * len(prompt) + (True,) * (len(answer) + 1)
+        rows.append(DemonstrationRow(f"row-{i}", (*prompt, *answer, EOS), mask))
+    return rows
+
+
+def prompts(n: int, seed: int = 0) -> list[PromptRow]:
+    """Prompts of 4 to 9 tokens."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        ids = tuple(rng.integers(3, VOCABULARY, int(rng.integers(4, 10))).tolist())
+        rows.append(PromptRow(f"prompt-{i}", f"question {i}", "text", ids, rubrics="{}"))
+    return rows
+
+
+def save_data(folder: Path) -> Path:
+    """Prepared files of both training stages."""
+    write_demonstrations(folder / "sft_train.parquet", demonstrations(30))
+    write_demonstrations(folder / "sft_val.parquet", demonstrations(5, seed=1))
+    write_prompts(folder / "rl_train.parquet", prompts(7))
+    return folder
+
+
+def recipe(**sections: dict[str, Any]) -> RecipeConfig:
+    """A recipe for the tiny model: six SFT steps, five GRPO steps."""
+    sft = SftConfig(
+        learning_rate=0.01,
+        muon_learning_rate=0.02,
+        optimizer="muon",
+        num_train_epochs=2.0,
+        pack_length=48,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        warmup_ratio=0.2,
+        eval_freq=2,
+        save_freq=2,
+    )
+    grpo = GrpoConfig(
+        num_training_steps=5,
+        num_unique_prompts_rollout=3,
+        num_samples_per_prompt_rollout=4,
+        response_length=6,
+        max_token_length=64,
+        pack_length=64,
+        learning_rate=0.01,
+        lr_scheduler_type="linear",
+        beta=0.05,
+        save_freq=2,
+    )
+    return RecipeConfig(
+        seed=7,
+        model=replace(ModelConfig(), **sections.get("model", {})),
+        sft=replace(sft, **sections.get("sft", {})),
+        grpo=replace(grpo, **sections.get("grpo", {})),
+    )
+
+
+class LiveSampler:
+    """A generator over a live model: one token at a time, without a cache, seeded per request.
+
+    ``fail_at_call``: the call of this number (from 1) raises half-way.
+    """
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.calls = 0
+        self.fail_at_call: int | None = None
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Completion]:
+        self.calls += 1
+        completions = []
+        for i, request in enumerate(requests):
+            if self.calls == self.fail_at_call and i == len(requests) // 2:
+                raise RuntimeError("the node went away while generating")
+            completions.append(self._one(request, params))
+        return completions
+
+    @torch.no_grad()
+    def _one(self, request: GenerationRequest, params: SamplingParams) -> Completion:
+        rng = torch.Generator().manual_seed(request.seed)
+        ids, logprobs = list(request.prompt_ids), []
+        for _ in range(params.max_new_tokens):
+            logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            logp = torch.log_softmax(logits.float() / params.temperature, -1)
+            token = int(torch.multinomial(logp.exp(), 1, generator=rng))
+            ids.append(token)
+            logprobs.append(float(logp[token]))
+            if token == EOS:
+                break
+        response = tuple(ids[len(request.prompt_ids) :])
+        return Completion(response, tuple(logprobs), "stop" if response[-1] == EOS else "length")
+
+
+class NoJudge:
+    """A judge that nobody asks."""
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        return [Judgement("scored", 1.0) for _ in requests]
+
+
+def count_low_words(items: Sequence[Any], reward: Any, judge: Any) -> list[RewardResult]:
+    """Reward: the share of tokens with a low number."""
+    results = []
+    for item in items:
+        numbers = [int(word[1:]) for word in item.text.split()]
+        share = sum(n < 24 for n in numbers) / max(1, len(numbers))
+        results.append(RewardResult("scored", share, {"low": share}, ({"kind": "count"},)))
+    return results

@@ -1,0 +1,89 @@
+"""Formulas of the loss, held against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from refiner_core.training.losses import (
+    importance_weights,
+    kl_estimates,
+    masked_mean,
+    policy_terms,
+    token_weights,
+)
+
+
+def estimates(d: float, ratio: float = 1.0) -> dict[str, float]:
+    one = torch.ones(1)
+    values = kl_estimates(torch.tensor([d]), torch.zeros(1), ratio * one)
+    return {name: float(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("d", "kl2", "kl3"), [(-1.0, 0.5, 0.718282), (0.5, 0.125, 0.106531)])
+def test_kl_vectors(d, kl2, kl3):
+    values = estimates(d, ratio=3.0)
+    assert values == pytest.approx({"kl1": d, "kl2": kl2, "kl3": kl3, "kl4": 3 * d}, abs=1e-6)
+
+
+def test_kl_of_absurd_logprobs_stays_finite():
+    assert all(math.isfinite(value) for value in estimates(-1e6).values())
+    assert estimates(-1e6)["kl1"] == -40
+
+
+def test_kl3_is_the_unbiased_estimate_and_never_negative():
+    logits = torch.tensor([0.3, -1.0, 0.7])
+    policy, reference = torch.log_softmax(logits, 0), torch.log_softmax(-logits, 0)
+    values = kl_estimates(policy, reference, torch.ones(3))
+    exact = (policy.exp() * (policy - reference)).sum()
+    # E_policy of expm1(-d) is 0, so kl1 and kl3 have the same mean.
+    torch.testing.assert_close((policy.exp() * values["kl3"]).sum(), exact)
+    assert (values["kl3"] >= 0).all()
+
+
+def test_the_clip_is_asymmetric_and_one_sided():
+    log_ratio = torch.tensor([math.log(1.5), math.log(0.5), math.log(1.5), math.log(0.5)])
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    terms = policy_terms(log_ratio, torch.zeros(4), advantage, clip_lower=0.2, clip_higher=0.28)
+    assert terms.loss_T.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8])
+    assert terms.clipped_T.tolist() == [True, False, False, True]
+
+
+def test_an_unmoved_policy_has_ratio_one_and_a_gradient():
+    logprob = torch.tensor([-1.0, -2.0], requires_grad=True)
+    terms = policy_terms(
+        logprob, logprob.detach(), torch.tensor([2.0, -1.0]), clip_lower=0.2, clip_higher=0.2
+    )
+    terms.loss_T.sum().backward()
+    assert terms.ratio_T.tolist() == [1.0, 1.0]
+    assert logprob.grad.tolist() == [-2.0, 1.0]
+
+
+def test_importance_weights_are_capped_above_only():
+    old = torch.tensor([0.0, 0.0, 0.0])
+    sampler = torch.tensor([-2.0, 0.0, 2.0])
+    weights = importance_weights(old, sampler, 2.0)
+    assert weights.tolist() == pytest.approx([2.0, 1.0, math.exp(-2)])
+    assert importance_weights(old, sampler, 0.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_aggregation_weights():
+    assert token_weights([3, 1], "token") == [0.25, 0.25]
+    assert token_weights([4, 0, 1], "sequence") == [0.125, 0.0, 0.5]
+    assert token_weights([3, 1], "constant", constant=10.0) == [0.1, 0.1]
+
+
+def test_masked_mean_vectors():
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert float(masked_mean(values, mask, per_sequence=True)) == 2.75
+    assert float(masked_mean(values, mask)) == pytest.approx(7 / 3)
+    assert float(masked_mean(values, torch.zeros(2, 3))) == 0
+    assert float(masked_mean(values, torch.zeros(2, 3), per_sequence=True)) == 0
+
+
+def test_what_is_masked_may_be_nan():
+    values = torch.tensor([[1.0, math.nan]])
+    assert float(masked_mean(values, torch.tensor([[1, 0]]))) == 1.0
