@@ -1,0 +1,195 @@
+"""The embedded judge: word overlap, deterministic, without model or network.
+
+In: judge requests. Out: judgements, always scored. It is a stand-in that makes the whole loop run
+and be tested anywhere, not a measure of quality: it knows words, not meaning, and negation, numbers
+in other units, synonyms and paraphrase all escape it.
+
+================== ==============================================================================
+kind               score
+================== ==============================================================================
+rubric             With double-quoted phrases in the description: the share of them that the answer
+                   contains (any case, whole words, blanks as one). Otherwise the share of the
+                   description's content words that it contains: 1 from 60 %, 0.5 from 30 %, else 0.
+citation_recall    By the share of the claim's content words that the evidence contains: 1 from
+                   80 %, 0.5 above 50 %, else 0.
+citation_precision By the same share in one snippet: 1 above 50 %, else 0.
+citation_needed    0 for at most three words (titles, connectives); else 1 from four content words
+                   or with a finite verb of :data:`FINITE_VERBS`; else 0.
+================== ==============================================================================
+
+Content words are words without :data:`STOPWORDS`, lightly stemmed. A text without content words has
+share 0: nothing supports a claim that says nothing. Of an answer counts what stands inside
+``<answer>`` (all of it where the request carries the inside alone), and nothing that is in a tag.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+from refiner_core.answers import strip_tags
+from refiner_core.contract.types import Judgement, JudgeRequest
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Words that carry no content: function words and discourse markers.
+STOPWORDS = _words(
+    """a about above after again against all also although am among an and any are as at be because
+    been before being below between both but by can could did do does doing down during each either
+    e.g few for from further furthermore had has have having he hence her here hers him his how
+    however i if in indeed instead into is it its itself just likewise may me meanwhile might more
+    moreover most much must my namely neither nevertheless no nonetheless nor not now of off on once
+    only or other otherwise our out over own per rather same she should similarly since so some
+    still such than that the their them then there thereby therefore these they this those though
+    through thus to too under until up upon us very via was we were what when where whereas whether
+    which while who whom whose why will with within without would yet you your addition additionally
+    conclusion consequently contrast example finally first instance lastly overall particular
+    particularly second specifically summary third hand"""
+)
+#: What descriptions of rubrics say of any answer; not looked for in the answer.
+INSTRUCTIONS = _words(
+    """answer attribute briefly cite contain describe discuss explain give include list mention
+    point provide quote refer response say state"""
+)
+FINITE_VERBS = _words(
+    """is are was were am has have had does did do can could will would may might must shall
+    should"""
+)
+
+RUBRIC_FULL, RUBRIC_PARTIAL = 0.6, 0.3
+RECALL_FULL, RECALL_PARTIAL = 0.8, 0.5
+PRECISION_RELEVANT = 0.5
+LEAD_WORDS = 3
+NEEDED_CONTENT_WORDS = 4
+
+_WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
+_QUOTED = re.compile(r"\"([^\"]+)\"|“([^”]+)”")
+_ANSWER = re.compile(r"<answer>(.*)</answer>", re.DOTALL)
+_SUFFIXES = ("ingly", "edly", "ings", "ing", "ies", "ied", "ed", "es", "ly", "s")
+_MIN_STEM = 4
+
+
+@functools.lru_cache(maxsize=65_536)
+def stem(word: str) -> str:
+    """A lower-case word without its common English ending; at least four letters stay."""
+    if word.endswith(("'s", "’s")):
+        word = word[:-2]
+    for suffix in _SUFFIXES:
+        if word.endswith(suffix) and len(word) - len(suffix) >= _MIN_STEM:
+            word = word[: -len(suffix)] + ("y" if suffix in ("ies", "ied") else "")
+            break
+    return word[:-1] if word.endswith("e") and len(word) > _MIN_STEM else word
+
+
+def content_words(text: str) -> frozenset[str]:
+    """The stems of the words of ``text`` that are not stopwords."""
+    return frozenset(stem(w) for w in _WORD.findall(text.casefold()) if w not in STOPWORDS)
+
+
+def _criterion_words(description: str) -> frozenset[str]:
+    words = content_words(description)
+    return words - _INSTRUCTION_STEMS or words
+
+
+_INSTRUCTION_STEMS = frozenset(map(stem, INSTRUCTIONS))
+
+
+class _Texts:
+    """What was made of texts during one call: groups of rollouts share prompts and rubrics."""
+
+    def __init__(self) -> None:
+        self.content = functools.cache(content_words)
+        self.criterion = functools.cache(_criterion_words)
+        self.answer = functools.cache(_answer_words)
+        self.phrases = functools.cache(_phrases)
+
+
+class LexicalJudge:
+    """Implements :class:`~refiner_core.contract.types.Judge`; never fails."""
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        """One judgement per request, in order; identical requests are judged once."""
+        texts = _Texts()
+        known: dict[tuple[str, str, str], Judgement] = {}
+        judgements = []
+        for request in requests:
+            key = (request.kind, request.text, request.reference)
+            if key not in known:
+                known[key] = Judgement("scored", _SCORERS[request.kind](request, texts))
+            judgements.append(known[key])
+        return judgements
+
+
+def _answer_words(text: str) -> str:
+    """What an answer says: inside ``<answer>``, tags away, lower case, single blanks."""
+    inside = _ANSWER.search(text)
+    return " ".join(strip_tags(inside[1] if inside else text).casefold().split())
+
+
+def _phrases(description: str) -> tuple[str, ...]:
+    found = (" ".join((a or b).casefold().split()) for a, b in _QUOTED.findall(description))
+    return tuple(dict.fromkeys(phrase for phrase in found if phrase))
+
+
+def contains_phrase(text: str, phrase: str) -> bool:
+    """Whether ``phrase`` stands in ``text`` as whole words (both normalised)."""
+    position = text.find(phrase)
+    while position >= 0:
+        end = position + len(phrase)
+        before = text[position - 1] if position else " "
+        after = text[end] if end < len(text) else " "
+        starts = not (_is_word(before) and _is_word(phrase[0]))
+        if starts and not (_is_word(after) and _is_word(phrase[-1])):
+            return True
+        position = text.find(phrase, position + 1)
+    return False
+
+
+def _is_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+def _share(wanted: frozenset[str], found: frozenset[str]) -> float:
+    return len(wanted & found) / len(wanted) if wanted else 0.0
+
+
+def _rubric(request: JudgeRequest, texts: _Texts) -> float:
+    answer = texts.answer(request.text)
+    phrases = texts.phrases(request.reference)
+    if phrases:
+        return sum(contains_phrase(answer, phrase) for phrase in phrases) / len(phrases)
+    share = _share(texts.criterion(request.reference), texts.content(answer))
+    return 1.0 if share >= RUBRIC_FULL else 0.5 if share >= RUBRIC_PARTIAL else 0.0
+
+
+def _supported(request: JudgeRequest, texts: _Texts) -> float:
+    return _share(texts.content(request.text), texts.content(request.reference))
+
+
+def _recall(request: JudgeRequest, texts: _Texts) -> float:
+    share = _supported(request, texts)
+    return 1.0 if share >= RECALL_FULL else 0.5 if share > RECALL_PARTIAL else 0.0
+
+
+def _precision(request: JudgeRequest, texts: _Texts) -> float:
+    return 1.0 if _supported(request, texts) > PRECISION_RELEVANT else 0.0
+
+
+def _needed(request: JudgeRequest, texts: _Texts) -> float:
+    words = _WORD.findall(request.text.casefold())
+    if len(words) <= LEAD_WORDS:
+        return 0.0
+    stated = len(texts.content(request.text)) >= NEEDED_CONTENT_WORDS
+    return 1.0 if stated or not FINITE_VERBS.isdisjoint(words) else 0.0
+
+
+_SCORERS: dict[str, Callable[[JudgeRequest, _Texts], float]] = {
+    "rubric": _rubric,
+    "citation_recall": _recall,
+    "citation_precision": _precision,
+    "citation_needed": _needed,
+}
