@@ -102,7 +102,9 @@ def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
     """
     model = load_model(model_ref, config, device)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False}
+        )
         model.train()  # transformers recomputes in train mode only; there is no dropout left
     loaded = Loaded(
         model=model,

@@ -189,12 +189,12 @@ class GrpoUpdate:
         policy = (weight_T * importance_T * terms.loss_T).sum()
         entropy = (weight_T * scores.entropy_T).sum()
         total = policy - grpo.entropy_coefficient * entropy
-        parts = {"policy": float(policy)}
+        parts = {"policy": float(policy.detach())}
         if buffers.reference_F is not None:
             estimates = kl_estimates(logprob_T, buffers.reference_F[at], terms.ratio_T)
             kl = grpo.beta * (weight_T * estimates[grpo.kl_estimator]).sum()
             total = total + kl
-            parts["kl"] = float(kl)
+            parts["kl"] = float(kl.detach())
             for name in KL_NAMES:
                 totals.add_tokens(f"objective/{name}_avg", estimates[name])
         total.backward()
@@ -204,7 +204,7 @@ class GrpoUpdate:
         totals.add_tokens("val/ratio", terms.ratio_T)
         totals.add_tokens("val/importance_weight", importance_T)
         totals.add_tokens("val/sampler_logprob_gap", (old_T - buffers.sampler_F[at]).abs())
-        return {**parts, "total": float(total)}
+        return {**parts, "total": float(total.detach())}
 
 
 class _Totals:

@@ -159,7 +159,7 @@ class _SftRun:
             if len(batch.target_T):
                 part = -token_scores(self.loaded.model, batch).logprob_T.sum() / loss_tokens
                 part.backward()
-                loss += float(part)
+                loss += float(part.detach())
         require_finite("sft", index + 1, loss=loss)
         factor = schedule_factor(
             index, len(self.steps), self.sft.lr_scheduler_type, self.sft.warmup_ratio

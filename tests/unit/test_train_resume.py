@@ -1,0 +1,212 @@
+"""A run that was interrupted anywhere and resumed is bitwise the run that was not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from refiner_core.contract.errors import Interrupted
+from refiner_core.training import engine
+from refiner_core.training.grpo import train_grpo
+from refiner_core.training.sft import train_sft
+from tests.support.stage_io import FolderStageIO
+from tests.support.tiny_training import (
+    LiveSampler,
+    NoJudge,
+    count_low_words,
+    recipe,
+    save_data,
+    save_tiny_model,
+)
+
+
+class Stage:
+    """One training stage over a folder, run with planned faults."""
+
+    def __init__(self, kind: str, inputs: Path, root: Path, monkeypatch: Any, **sections: Any):
+        self.kind, self.root, self.inputs = kind, root, inputs
+        self.config = recipe(**sections)
+        self.io = FolderStageIO(root / "io")
+        self.sampler = LiveSampler()
+        load = engine.load
+
+        def load_and_tell(*args: Any) -> Any:
+            loaded = load(*args)
+            self.sampler.model = loaded.model
+            return loaded
+
+        monkeypatch.setattr(engine, "load", load_and_tell)
+
+    def run(self) -> dict[str, Any]:
+        torch.rand(3)  # a process that comes back has another random state
+        common = {
+            "data_dir": self.inputs / "data",
+            "model_ref": str(self.inputs / "model"),
+            "output_dir": self.root / "out",
+            "io": self.io,
+        }
+        if self.kind == "sft":
+            return train_sft(self.config, **common)
+        return train_grpo(
+            self.config,
+            **common,
+            judge=NoJudge(),
+            generator=self.sampler,
+            rewards=count_low_words,
+        )
+
+    def outcome(self) -> dict[str, Any]:
+        """All that must not depend on interruptions."""
+        return {
+            "metrics": self.io.comparable_metrics(),
+            "rollouts": self.io.rollouts(),
+            "weights": {
+                name: value.tolist()
+                for name, value in load_file(self.root / "out/model/model.safetensors").items()
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    save_data(root / "data")
+    save_tiny_model(root / "model")
+    return root
+
+
+@pytest.fixture(scope="module", params=["sft", "grpo"])
+def reference(request, inputs, tmp_path_factory):
+    """(kind, report, outcome) of an uninterrupted run."""
+    with pytest.MonkeyPatch.context() as patch:
+        stage = Stage(request.param, inputs, tmp_path_factory.mktemp("reference"), patch)
+        report = stage.run()
+        return request.param, report, stage.outcome()
+
+
+@pytest.fixture
+def stage(reference, inputs, tmp_path, monkeypatch):
+    return partial(Stage, reference[0], inputs, tmp_path, monkeypatch)
+
+
+def test_the_reference_run_trains(reference):
+    kind, report, outcome = reference
+    steps = len(outcome["metrics"])
+    assert report["steps"] == steps >= 5
+    json.dumps(report, allow_nan=False)
+    if kind == "sft":
+        assert report["train_loss"]["final"] < report["train_loss"]["first"]
+    else:
+        assert list(outcome["rollouts"]) == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4])
+def test_a_stop_saves_the_step_and_resumes_bitwise(reference, stage, stop_at):
+    stage = stage()
+    stage.io.stop_at = stop_at
+    with pytest.raises(Interrupted):
+        stage.run()
+    assert stage.io.checkpoint_steps()[-1] == stop_at
+    stage.io.stop_at = None
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+def test_stopping_after_every_step_resumes_bitwise(reference, stage):
+    stage = stage()
+    steps = reference[1]["steps"]
+    for stop_at in range(1, steps):
+        stage.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            stage.run()
+    stage.io.stop_at = None
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+def test_a_crash_while_saving_goes_back_to_the_checkpoint_before(reference, stage):
+    stage = stage()
+    stage.io.fail_save_at = 4
+    with pytest.raises(OSError, match="while saving"):
+        stage.run()
+    assert stage.io.checkpoint_steps() == [2]
+    stage.io.fail_save_at = None
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+def test_a_crash_before_the_first_checkpoint_starts_over(reference, stage):
+    stage = stage()
+    stage.io.fail_save_at = 2
+    with pytest.raises(OSError, match="while saving"):
+        stage.run()
+    stage.io.fail_save_at = None
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+def test_a_finished_run_called_again_only_exports(reference, stage):
+    stage = stage()
+    stage.run()
+    (stage.root / "out/model/model.safetensors").unlink()
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+def test_how_often_it_saves_changes_nothing(reference, stage):
+    kind, report, outcome = reference
+    stage = stage(**{kind: {"save_freq": 100}})
+    assert stage.run() == report
+    assert stage.outcome() == outcome
+
+
+def test_recomputing_activations_changes_nothing(reference, stage):
+    stage = stage(model={"gradient_checkpointing": True})
+    assert stage.run() == reference[1]
+    assert stage.outcome() == reference[2]
+
+
+@pytest.mark.parametrize("fail_at_call", [1, 2, 4])
+def test_a_crash_while_generating_repeats_the_same_rollouts(
+    inputs, tmp_path, tmp_path_factory, monkeypatch, fail_at_call
+):
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch)
+        report = whole.run()
+    stage = Stage("grpo", inputs, tmp_path, monkeypatch)
+    stage.sampler.fail_at_call = fail_at_call
+    with pytest.raises(RuntimeError, match="while generating"):
+        stage.run()
+    assert stage.run() == report
+    assert stage.outcome() == whole.outcome()
+
+
+def test_several_optimiser_steps_per_rollout_resume_bitwise_too(
+    inputs, tmp_path, tmp_path_factory, monkeypatch
+):
+    sections = {"grpo": {"num_mini_batches": 2, "num_epochs": 2, "clip_higher": 0.01}}
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch, **sections)
+        report = whole.run()
+    assert any(row.get("policy/clipfrac_avg", 0) > 0 for row in whole.io.metrics())
+    stage = Stage("grpo", inputs, tmp_path, monkeypatch, **sections)
+    stage.io.stop_at = 3
+    with pytest.raises(Interrupted):
+        stage.run()
+    stage.io.stop_at = None
+    assert stage.run() == report
+    assert stage.outcome() == whole.outcome()
+
+
+def test_another_seed_is_another_run(reference, stage):
+    stage = stage()
+    stage.config = replace(stage.config, seed=8)
+    stage.run()
+    assert stage.outcome()["weights"] != reference[2]["weights"]

@@ -1,0 +1,171 @@
+"""A model comes in checked, and its state goes to disk and back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
+from refiner_core.contract.errors import NoSpaceError, UnsupportedError, WorkspaceError
+from refiner_core.training import checkpoint, engine
+from refiner_core.training.checkpoint import full_disk_is_no_space, load_state, save_state
+from refiner_core.training.optim import Updater
+from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def updater(model) -> Updater:
+    return Updater(model, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "field"),
+    [
+        ("sft", {"deepspeed_stage": 3}, "sft.deepspeed_stage"),
+        ("grpo", {"deepspeed_stage": 0}, "grpo.deepspeed_stage"),
+        ("sft", {"resources": Resources(gpus=2)}, "sft.resources.gpus"),
+        ("grpo", {"resources": Resources(nodes=2)}, "grpo.resources.nodes"),
+        ("grpo", {"generation_backend": "vllm"}, "grpo.generation_backend"),
+        ("grpo", {"offload_optimizer": True}, "grpo.offload_optimizer"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_by_name(section, changes, field):
+    config = RecipeConfig()
+    config = replace(config, **{section: replace(getattr(config, section), **changes)})
+    with pytest.raises(UnsupportedError, match=field):
+        engine.refuse_unsupported(config)
+    other = "grpo" if section == "sft" else "sft"
+    engine.refuse_unsupported(config, other)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="no CUDA"):
+        engine.device_for(Resources(gpus=1))
+
+
+def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
+    loaded = engine.load(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+
+    def leaky(model, batch):  # transformers' default: with a cache, blocks see each other
+        out = model.base_model(
+            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, use_cache=True
+        )
+        return out.last_hidden_state.flatten(0, 1)[batch.source_T]
+
+    monkeypatch.setattr(engine, "hidden_states", leaky)
+    with pytest.raises(UnsupportedError, match="see each other"):
+        engine.check_model(loaded)
+
+
+def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
+    loaded = engine.load(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+    head = torch.nn.Linear(32, 48, bias=False)
+    monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: head)
+    with pytest.raises(UnsupportedError, match="head"):
+        engine.check_model(loaded)
+
+
+def test_sliding_windows_get_no_shared_prompts(tmp_path):
+    windowed = save_tiny_model(
+        tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    )
+    assert not engine.load(str(windowed), ModelConfig(), CPU).share_prompts
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exported_model_loads_as_it_was(tmp_path, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    folder = tmp_path / "out" / "model"
+    folder.mkdir(parents=True)
+    (folder / "leftover").write_text("of an earlier try")
+    engine.export(model, tiny_tokenizer(), folder)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert AutoTokenizer.from_pretrained(folder).decode([4, 5]) == "w4 w5"
+    assert not (folder / "leftover").exists()
+
+
+def test_a_state_comes_back_with_every_random_state(tmp_path):
+    model = tiny_model()
+    save_state(tmp_path, model, updater(model), {"step": 3, "losses": [0.1, 1 / 3]})
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    expected = draw()
+    other = tiny_model(seed=1)
+    progress = load_state(tmp_path, other, updater(other))
+    assert progress == {"step": 3, "losses": [0.1, 1 / 3]}
+    assert draw() == expected
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+
+
+def test_a_checkpoint_of_another_model_or_format_is_refused(tmp_path):
+    model = tiny_model()
+    save_state(tmp_path, model, updater(model), {})
+    other = tiny_model(num_hidden_layers=1)
+    with pytest.raises(WorkspaceError, match="another model"):
+        load_state(tmp_path, other, updater(other))
+    (tmp_path / checkpoint.PROGRESS).write_text(json.dumps({"format": 99}))
+    with pytest.raises(WorkspaceError, match="another format"):
+        load_state(tmp_path, model, updater(model))
+
+
+def test_nan_never_enters_the_progress_file(tmp_path):
+    model = tiny_model()
+    with pytest.raises(ValueError, match="JSON"):
+        save_state(tmp_path, model, updater(model), {"loss": float("nan")})
+
+
+class FullAfter:
+    """Lets this many bytes through, then has no room left."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __truediv__(self, name: str) -> Path:
+        return Path("/dev/full") if name == checkpoint.STATE else self.path / name
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_fills_up_while_saving_is_no_space(tmp_path):
+    model = tiny_model()
+    with pytest.raises(NoSpaceError, match="no room"):
+        save_state(FullAfter(tmp_path), model, updater(model), {})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("PytorchStreamWriter failed: No space left on device"),
+        ValueError("I/O error: Disk quota exceeded (os error 122)"),
+    ],
+)
+def test_every_dress_of_a_full_disk_is_recognised(tmp_path, error):
+    with pytest.raises(NoSpaceError) as caught, full_disk_is_no_space(tmp_path):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_without_text_is_decided_by_a_probe(tmp_path, monkeypatch):
+    bare = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    with pytest.raises(RuntimeError, match="unexpected pos"), full_disk_is_no_space(tmp_path):
+        raise bare
+    monkeypatch.setattr(checkpoint, "_probe_is_full", lambda folder: True)
+    with pytest.raises(NoSpaceError), full_disk_is_no_space(tmp_path):
+        raise bare
