@@ -1,0 +1,94 @@
+"""From parts to the total: pure formulas.
+
+In: rubric scores with polarity and weight, format facts, the citation score. Out: one number each.
+Every formula has its alternatives in :class:`~refiner_core.contract.config.RewardConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refiner_core.answers import ParsedAnswer
+from refiner_core.contract.config import RewardConfig
+from refiner_core.rubrics import Rubric
+
+ANSWER_ONLY = "answer_only"
+
+
+def aggregate_rubrics(
+    scores: Sequence[tuple[Rubric, float]], aggregation: str = "weighted_mean"
+) -> float | None:
+    """The judge term of the total; None where no rubric has weight.
+
+    With s the raw score, and w the weight with the sign of the polarity:
+
+    =============  =====================================================================  ==========
+    weighted_mean  sum |w| s' / sum |w|, with s' = s if positive, 1 - s if negative       [0, 1]
+    signed_mean    sum w s / sum |w|                                                      [-1, 1]
+    positive_sum   sum w s / max(sum of the positive w, 1)                                (.., 1]
+    =============  =====================================================================  ==========
+
+    The flip is that of the published refiner runs; the others are recorded alternatives of the
+    reference trainer.
+    """
+    size = sum(rubric.weight for rubric, _ in scores)
+    if size == 0:
+        return None
+    signed = sum(rubric.signed_weight * score for rubric, score in scores)
+    if aggregation == "signed_mean":
+        return signed / size
+    if aggregation == "positive_sum":
+        return signed / max(sum(max(rubric.signed_weight, 0.0) for rubric, _ in scores), 1.0)
+    flipped = sum(
+        rubric.weight * (1.0 - score if rubric.polarity == "negative" else score)
+        for rubric, score in scores
+    )
+    return min(flipped / size, 1.0)
+
+
+def format_bonus(answer: ParsedAnswer, refiner_mode: str) -> float:
+    """0.5 for one answer block with nothing outside it, 0.5 times the share of sound claims.
+
+    Claims are the snippet tags here; a sound one is closed, says something and cites known ids
+    alone. Without tags that half is 0. Text outside the block is a fault under ``answer_only``.
+    """
+    tagged = answer.tagged_claims
+    share = sum(claim.well_formed for claim in tagged) / len(tagged) if tagged else 0.0
+    alone = answer.single_block and not _outside(answer, refiner_mode)
+    return 0.5 * alone + 0.5 * share
+
+
+def format_valid(answer: ParsedAnswer, refiner_mode: str) -> bool:
+    """One answer block, nothing outside it (``answer_only``), a cited claim, no problem at all."""
+    return answer.well_formed and not _outside(answer, refiner_mode)
+
+
+def _outside(answer: ParsedAnswer, refiner_mode: str) -> bool:
+    return refiner_mode == ANSWER_ONLY and answer.outside
+
+
+def total_reward(
+    reward: RewardConfig,
+    *,
+    judge: float | None,
+    citation: float,
+    bonus: float,
+    stopped: bool,
+) -> float:
+    """The number that the policy is trained on.
+
+    ``verification_reward * [(1-w) judge + w citation]``, or ``judge + w citation`` if additive; w
+    is 0 with the citation reward off. A gate multiplies the judge term by the format bonus. Without
+    a judge term (``judge`` None: no rubrics) the score is the citation term alone, and 0 if that is
+    off. Last of all, ``non_stop_penalty`` replaces the number of a completion that did not stop.
+    """
+    if reward.non_stop_penalty and not stopped:
+        return reward.non_stop_penalty_value
+    weight = reward.paper_citation_weight if reward.apply_paper_citation_reward else 0.0
+    if judge is None:
+        score = citation if reward.apply_paper_citation_reward else 0.0
+    else:
+        term = judge * bonus if reward.gate_judge_score_with_format_bonus else judge
+        kept = 1.0 if reward.combination == "additive" else 1.0 - weight
+        score = kept * term + weight * citation
+    return reward.verification_reward * score

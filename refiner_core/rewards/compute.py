@@ -1,0 +1,207 @@
+"""Rewards of a batch of rollouts.
+
+::
+
+    rollouts ─ parse ─> questions of the whole batch ─ one judge() call ─> scores ─> totals
+
+In: rollouts (prompt, text, whether it stopped), the reward configuration, a judge. Out: one
+:class:`~refiner_core.contract.types.RewardResult` per rollout, in order. Prompts and rubrics that
+rollouts share are read once.
+
+Tri-state: ``scored``; ``malformed``, where the policy gave no single answer that says something, so
+that rubric and citation parts are 0 by rule and the judge is not asked; ``unscored``, where one
+judgement failed. An unscored rollout has no total: a silent 0 would be full credit for a negative
+rubric or an uncited claim, and a mean over what is left can be higher than the truth.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from refiner_core.answers import ParsedAnswer, ParsedEvidence, parse_answer, parse_evidence
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.types import Judge, Judgement, JudgeRequest, PromptRow, RewardResult
+from refiner_core.rewards.citations import (
+    CitationQuestion,
+    CitationScore,
+    plan_citations,
+    score_citations,
+)
+from refiner_core.rewards.combine import (
+    aggregate_rubrics,
+    format_bonus,
+    format_valid,
+    total_reward,
+)
+from refiner_core.rubrics import Rubric, select_rubrics
+
+
+class RewardInput(NamedTuple):
+    """One rollout. ``text`` is what was sampled, special tokens taken out; ``stopped`` is False
+    where it ended by length."""
+
+    prompt: PromptRow
+    text: str
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A rollout, read, with its questions in the order in which they are judged."""
+
+    item: RewardInput
+    answer: ParsedAnswer
+    evidence: ParsedEvidence
+    rubrics: tuple[Rubric, ...]
+    rubric_requests: tuple[JudgeRequest, ...]
+    citation_questions: tuple[CitationQuestion, ...]
+
+    @property
+    def requests(self) -> list[JudgeRequest]:
+        return [*self.rubric_requests, *(q.request for q in self.citation_questions)]
+
+
+def compute_rewards(
+    items: Sequence[RewardInput], reward: RewardConfig, judge: Judge
+) -> list[RewardResult]:
+    """Reward a batch. All questions go to the judge in one call.
+
+    Citations are judged and logged also where the citation reward is off or has weight 0, so that
+    arms with and without it can be compared.
+
+    Components of a scored or malformed result, each a float: ``rubric`` (before the gate; 0 without
+    rubrics), ``citation`` and its ``citation_precision``, ``citation_recall``, ``citation_f1``,
+    ``citation_format``, ``citation_applicable`` (the prompt has evidence), ``claims`` (cited spans
+    and plain text), ``uncited`` (those without an id), ``format_bonus``, ``format_valid``,
+    ``no_rubrics`` (the judge term does not exist), ``total``. An unscored result has those that
+    need no judge.
+
+    Raises
+    ------
+    DataError
+        A row's rubrics do not fit; names the row.
+    ConfigurationError
+        The static rubric set cannot be loaded.
+    """
+    evidence_of = functools.cache(parse_evidence)
+    rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
+    plans = []
+    for item in items:
+        try:
+            rubrics = rubrics_of(item.prompt.rubrics)
+        except DataError as error:
+            row = item.prompt.sample_id
+            raise DataError(f"Row {row}: {error.what}", expected=error.expected) from error
+        plans.append(_plan(item, evidence_of(item.prompt.prompt_text), rubrics))
+
+    requests = [request for plan in plans for request in plan.requests]
+    judgements = [_checked(j) for j in judge.judge(requests)] if requests else []
+    if len(judgements) != len(requests):
+        raise RuntimeError(
+            f"the judge gave {len(judgements)} judgements for {len(requests)} requests"
+        )
+    results, position = [], 0
+    for plan in plans:
+        end = position + len(plan.requests)
+        results.append(_result(plan, judgements[position:end], reward))
+        position = end
+    return results
+
+
+def _plan(item: RewardInput, evidence: ParsedEvidence, rubrics: tuple[Rubric, ...]) -> _Plan:
+    answer = parse_answer(item.text, evidence.texts)
+    question = item.prompt.question
+    asked: tuple[JudgeRequest, ...] = ()
+    if not answer.malformed and answer.body is not None:
+        asked = tuple(JudgeRequest("rubric", question, answer.body, r.description) for r in rubrics)
+    citations = tuple(plan_citations(answer, evidence, question))
+    return _Plan(item, answer, evidence, rubrics, asked, citations)
+
+
+def _checked(judgement: Judgement) -> Judgement:
+    """A score that is none, or not in [0, 1] (NaN included), is a failed judgement."""
+    if judgement.status != "scored":
+        return Judgement("failed", None, judgement.detail)
+    if judgement.score is None or not 0.0 <= judgement.score <= 1.0:
+        return Judgement("failed", None, f"the judge scored {judgement.score}")
+    return judgement
+
+
+def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) -> RewardResult:
+    split = len(plan.rubric_requests)
+    on_rubrics, on_citations = judgements[:split], judgements[split:]
+    details = _details(plan, on_rubrics, on_citations)
+    components = _format_components(plan)
+    if any(judgement.status == "failed" for judgement in judgements):
+        return RewardResult("unscored", None, components, details)
+
+    malformed = plan.answer.malformed
+    scored = zip(plan.rubrics, on_rubrics, strict=not malformed)
+    judged = aggregate_rubrics([(r, j.score or 0.0) for r, j in scored], reward.rubric_aggregation)
+    if malformed and not components["no_rubrics"]:
+        judged = 0.0
+    asked = list(zip(plan.citation_questions, on_citations, strict=True))
+    citation = score_citations(plan.answer, plan.evidence, asked)
+    total = total_reward(
+        reward,
+        judge=judged,
+        citation=citation.reward,
+        bonus=components["format_bonus"],
+        stopped=plan.item.stopped,
+    )
+    components |= {"rubric": judged or 0.0, "total": total, **_citation_components(citation)}
+    return RewardResult("malformed" if malformed else "scored", total, components, details)
+
+
+def _format_components(plan: _Plan) -> dict[str, float]:
+    """What needs no judge."""
+    mode = plan.item.prompt.refiner_mode
+    return {
+        "citation_applicable": float(bool(plan.evidence)),
+        "claims": float(len(plan.answer.claims)),
+        "uncited": float(sum(not claim.cited for claim in plan.answer.claims)),
+        "format_bonus": format_bonus(plan.answer, mode),
+        "format_valid": float(format_valid(plan.answer, mode)),
+        "no_rubrics": float(not any(rubric.weight for rubric in plan.rubrics)),
+    }
+
+
+def _citation_components(score: CitationScore) -> dict[str, float]:
+    return {
+        "citation": score.reward,
+        "citation_precision": score.precision,
+        "citation_recall": score.recall,
+        "citation_f1": score.f1,
+        "citation_format": score.format,
+    }
+
+
+def _details(
+    plan: _Plan, on_rubrics: Sequence[Judgement], on_citations: Sequence[Judgement]
+) -> list[dict[str, Any]]:
+    """JSON-ready judgements: what was asked, the raw score (before any flip), the status."""
+    rubrics = [
+        {
+            "kind": "rubric",
+            "title": rubric.title,
+            "criterion": rubric.description,
+            "polarity": rubric.polarity,
+            "weight": rubric.weight,
+            "source": rubric.source,
+            **_verdict(judgement),
+        }
+        for rubric, judgement in zip(plan.rubrics, on_rubrics, strict=False)
+    ]
+    citations = [
+        {"kind": question.request.kind, **question.detail(), **_verdict(judgement)}
+        for question, judgement in zip(plan.citation_questions, on_citations, strict=True)
+    ]
+    return rubrics + citations
+
+
+def _verdict(judgement: Judgement) -> dict[str, Any]:
+    return {"score": judgement.score, "status": judgement.status, "detail": judgement.detail}

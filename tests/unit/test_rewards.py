@@ -1,0 +1,489 @@
+"""The reward, part by part: golden vectors, the traps, and what must hold for any judge."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
+from refiner_core.data.synthetic import generate_rows
+from refiner_core.judges import LexicalJudge
+from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.rewards.combine import aggregate_rubrics, total_reward
+from refiner_core.rubrics import Rubric, load_rubric_set
+
+EVIDENCE = (
+    "<query>q</query><tool_output>"
+    "<snippet id=a>evidence a</snippet><snippet id=b>evidence b</snippet>"
+    "</tool_output>"
+)
+POSITIVE = {"title": "P", "description": "says P"}
+NEGATIVE = {"title": "N", "description": "says N"}
+BOTH = {"positive_rubrics": [POSITIVE], "negative_rubrics": [NEGATIVE]}
+NONE: dict[str, Any] = {"positive_rubrics": [], "negative_rubrics": []}
+GOOD = "<answer><snippet id=a>claim one</snippet></answer>"
+SCORED = {
+    "rubric", "citation", "citation_precision", "citation_recall", "citation_f1",
+    "citation_format", "citation_applicable", "claims", "uncited", "format_bonus",
+    "format_valid", "total", "no_rubrics",
+}  # fmt: skip
+
+
+class ScriptedJudge:
+    """Scores by a function; None is a failure. Keeps what it was asked."""
+
+    def __init__(self, script: Callable[[JudgeRequest], float | None]) -> None:
+        self.script = script
+        self.calls: list[list[JudgeRequest]] = []
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        self.calls.append(list(requests))
+        scores = [self.script(r) for r in requests]
+        return [Judgement("failed" if s is None else "scored", s) for s in scores]
+
+
+def rollout(
+    text: str,
+    rubrics: Any = BOTH,
+    prompt: str = EVIDENCE,
+    stopped: bool = True,
+    mode: str = "answer_only",
+) -> RewardInput:
+    row = PromptRow("row-1", "q?", prompt, (), json.dumps(rubrics), refiner_mode=mode)
+    return RewardInput(row, text, stopped)
+
+
+def by_kind(**scores: float | None) -> ScriptedJudge:
+    """Scores by kind; rubrics by title letter (`P`, `N`), citations by `kind:claim` or kind."""
+
+    def script(request: JudgeRequest) -> float | None:
+        if request.kind == "rubric":
+            return scores.get(request.reference[-1], 1.0)
+        kind = request.kind.removeprefix("citation_")
+        return scores.get(f"{kind}_{request.text.split()[-1]}", scores.get(kind, 1.0))
+
+    return ScriptedJudge(script)
+
+
+def reward_of(item: RewardInput, judge: ScriptedJudge | None = None, **config: Any) -> RewardResult:
+    (result,) = compute_rewards([item], replace(RewardConfig(), **config), judge or by_kind())
+    return result
+
+
+# ---------------------------------------------------------------- the citation reward
+
+
+def test_every_component_is_there_and_a_float() -> None:
+    for text in (GOOD, "malformed"):
+        components = reward_of(rollout(text)).components
+        assert set(components) == SCORED
+        assert all(type(value) is float for value in components.values())
+
+
+def test_golden_citation_reward() -> None:
+    """Two cited claims, one plain statement, one lead; one of three cited ids is unknown."""
+    text = (
+        "<answer>Lead<snippet id='a,b'>claim one</snippet> Some plain statement "
+        "<snippet id=b,z>claim two</snippet></answer>"
+    )
+    judge = by_kind(
+        needed_Lead=0.0, needed_statement=1.0, recall_one=0.5, recall_two=1.0, precision_two=1.0
+    )
+    inner = judge.script
+
+    def script(request: JudgeRequest) -> float | None:
+        if request.kind == "citation_precision" and request.text == "claim one":
+            return 1.0 if request.reference == "evidence a" else 0.0
+        return inner(request)
+
+    judge.script = script
+    parts = reward_of(rollout(text), judge).components
+    # claim       Lead        one                     plain   two
+    # recall      1           0.5                     0       1
+    # precision   1           (1 + 0)/2               1       1
+    # F1          1           0.5                     0       1
+    assert parts["citation_recall"] == pytest.approx(2.5 / 4)
+    assert parts["citation_precision"] == pytest.approx(3.5 / 4)
+    assert parts["citation_f1"] == pytest.approx(2.5 / 4)
+    assert parts["citation_format"] == pytest.approx(2 / 3)
+    assert parts["citation"] == pytest.approx(0.6 * 2.5 / 4 + 0.4 * 2 / 3)
+    assert (parts["claims"], parts["uncited"], parts["citation_applicable"]) == (4, 2, 1)
+    (asked,) = judge.calls
+    recall = [r for r in asked if r.kind == "citation_recall"]
+    assert [(r.text, r.reference) for r in recall] == [
+        ("claim one", "evidence a\n\nevidence b"),
+        ("claim two", "evidence b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recall", "precision", "f1"), [(1, 1, 1), (0.5, 1, 2 / 3), (0, 1, 0), (1, 0, 0), (0, 0, 0)]
+)
+def test_f1_is_the_harmonic_mean_and_0_where_both_are_0(
+    recall: float, precision: float, f1: float
+) -> None:
+    parts = reward_of(rollout(GOOD), by_kind(recall=recall, precision=precision)).components
+    assert parts["citation_f1"] == pytest.approx(f1)
+    assert parts["citation"] == pytest.approx(0.6 * f1 + 0.4)
+
+
+def test_a_prompt_without_evidence_has_no_citation_reward_and_asks_nothing() -> None:
+    judge = by_kind()
+    parts = reward_of(rollout(GOOD, prompt="Only a question."), judge).components
+    assert parts["citation"] == parts["citation_f1"] == parts["citation_applicable"] == 0
+    assert {r.kind for r in judge.calls[0]} == {"rubric"}
+
+
+def test_an_uncited_statement_scores_by_whether_it_needs_a_citation() -> None:
+    text = "<answer>plain statement</answer>"
+    for needed, f1 in ((1.0, 0.0), (0.0, 1.0)):
+        parts = reward_of(rollout(text), by_kind(needed=needed)).components
+        assert parts["citation_f1"] == f1
+        assert parts["citation_precision"] == 1.0
+        assert parts["citation_format"] == 0.0
+        assert parts["uncited"] == 1.0
+
+
+def test_an_unknown_id_is_no_evidence_and_costs_format() -> None:
+    parts = reward_of(rollout("<answer><snippet id=z>claim one</snippet></answer>")).components
+    assert (parts["citation_recall"], parts["citation_f1"], parts["citation_format"]) == (0, 0, 0)
+    assert (parts["uncited"], parts["format_bonus"], parts["format_valid"]) == (0, 0.5, 0)
+
+
+def test_the_same_text_twice_is_two_claims() -> None:
+    text = "<answer><snippet id=a>same</snippet><snippet id=b>same</snippet></answer>"
+    judge = ScriptedJudge(lambda r: 0.0 if "evidence b" in r.reference else 1.0)
+    parts = reward_of(rollout(text), judge).components
+    assert parts["claims"] == 2
+    assert parts["citation_f1"] == 0.5
+
+
+def test_a_tag_around_nothing_scores_0_without_a_question() -> None:
+    text = "<answer><snippet id=a>claim one</snippet><snippet id=b></snippet></answer>"
+    judge = by_kind()
+    parts = reward_of(rollout(text), judge).components
+    assert parts["citation_f1"] == 0.5
+    assert len([r for r in judge.calls[0] if r.kind == "citation_recall"]) == 1
+
+
+def test_evidence_in_the_answer_is_no_evidence() -> None:
+    text = "<answer><tool_output><snippet id=z>claim one</snippet></tool_output></answer>"
+    assert reward_of(rollout(text)).components["citation_format"] == 0.0
+
+
+# ---------------------------------------------------------------- rubrics
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("weighted_mean", (2 * 0.5 + 1 * (1 - 0.25) + 3 * 1.0) / 6),
+        ("signed_mean", (2 * 0.5 - 1 * 0.25 + 3 * 1.0) / 6),
+        ("positive_sum", (2 * 0.5 - 1 * 0.25 + 3 * 1.0) / 5),
+    ],
+)
+def test_golden_aggregations(aggregation: str, expected: float) -> None:
+    scores = [
+        (Rubric("p", "d", "positive", 2.0), 0.5),
+        (Rubric("n", "d", "negative", 1.0), 0.25),
+        (Rubric("q", "d", "positive", 3.0), 1.0),
+    ]
+    assert aggregate_rubrics(scores, aggregation) == pytest.approx(expected)
+
+
+def test_positive_sum_divides_by_one_at_least() -> None:
+    assert aggregate_rubrics([(Rubric("p", "d", weight=0.5), 1.0)], "positive_sum") == 0.5
+
+
+def test_a_negative_rubric_is_flipped_and_its_raw_score_is_stored() -> None:
+    result = reward_of(rollout(GOOD), by_kind(P=1.0, N=1.0))
+    assert result.components["rubric"] == 0.5
+    assert reward_of(rollout(GOOD), by_kind(P=1.0, N=0.0)).components["rubric"] == 1.0
+    stored = {d["title"]: d for d in result.judgements if d["kind"] == "rubric"}
+    assert (stored["N"]["polarity"], stored["N"]["score"]) == ("negative", 1.0)
+
+
+def test_the_judge_sees_the_inside_of_the_answer_only() -> None:
+    judge = by_kind()
+    reward_of(rollout(f"I am great. {GOOD} Return 2."), judge)
+    rubric = next(r for r in judge.calls[0] if r.kind == "rubric")
+    assert rubric.text == "<snippet id=a>claim one</snippet>"
+    assert rubric.question == "q?"
+
+
+def test_static_rubrics_join_the_rows_own_and_can_be_dropped_everywhere() -> None:
+    for only, extra in ((False, 3), (True, 0)):
+        result = reward_of(
+            rollout(GOOD), rubric_source="instance+static", instance_rubrics_only=only
+        )
+        titles = [d["title"] for d in result.judgements if d["kind"] == "rubric"]
+        assert titles == ["P", "N", *[r.title for r in load_rubric_set("v3").rubrics][:extra]]
+
+
+def test_judgements_are_json_ready() -> None:
+    result = reward_of(rollout(GOOD), by_kind(P=None))
+    details = json.loads(json.dumps(list(result.judgements)))
+    assert [d["status"] for d in details if d["kind"] == "rubric"] == ["failed", "scored"]
+    recall = next(d for d in details if d["kind"] == "citation_recall")
+    assert (recall["claim"], recall["ids"], recall["score"]) == ("claim one", ["a"], 1.0)
+
+
+def test_a_row_whose_rubrics_do_not_fit_is_named() -> None:
+    with pytest.raises(DataError, match=r"row-1.*description"):
+        reward_of(rollout(GOOD, rubrics={"positive_rubrics": [{"title": "t"}]}))
+
+
+# ---------------------------------------------------------------- the total
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 10 * (0.8 * 0.5 + 0.2 * 0.7)),
+        ({"paper_citation_weight": 0.5}, 10 * (0.5 * 0.5 + 0.5 * 0.7)),
+        ({"verification_reward": 1.0}, 0.8 * 0.5 + 0.2 * 0.7),
+        ({"combination": "additive"}, 10 * (0.5 + 0.2 * 0.7)),
+        ({"apply_paper_citation_reward": False}, 10 * 0.5),
+        ({"apply_paper_citation_reward": False, "combination": "additive"}, 10 * 0.5),
+        ({"gate_judge_score_with_format_bonus": True}, 10 * (0.8 * 0.5 * 0.75 + 0.2 * 0.7)),
+    ],
+)
+def test_golden_totals(config: dict[str, Any], expected: float) -> None:
+    reward = replace(RewardConfig(), **config)
+    total = total_reward(reward, judge=0.5, citation=0.7, bonus=0.75, stopped=True)
+    assert total == pytest.approx(expected)
+
+
+def test_the_total_of_a_rollout_is_put_together_from_its_components() -> None:
+    judge = by_kind(P=0.5, N=0.0, recall=0.5)
+    parts = reward_of(rollout(GOOD), judge).components
+    assert parts["rubric"] == 0.75
+    assert parts["citation"] == pytest.approx(0.6 * 2 / 3 + 0.4)
+    assert parts["total"] == pytest.approx(10 * (0.8 * 0.75 + 0.2 * 0.8))
+
+
+@pytest.mark.parametrize("combination", ["convex", "additive"])
+def test_a_row_without_rubrics_has_the_citation_term_alone_and_is_counted(combination: str) -> None:
+    result = reward_of(rollout(GOOD, rubrics=NONE), combination=combination)
+    assert result.status == "scored"
+    assert result.components["no_rubrics"] == 1.0
+    assert result.total == pytest.approx(10 * result.components["citation"])
+    assert reward_of(rollout(GOOD)).components["no_rubrics"] == 0.0
+
+
+def test_without_rubrics_and_citation_reward_there_is_nothing_to_score() -> None:
+    result = reward_of(rollout(GOOD, rubrics=NONE), apply_paper_citation_reward=False)
+    assert result.total == 0.0
+    assert result.components["citation_f1"] == 1.0  # still judged and logged
+
+
+def test_rubrics_without_weight_are_judged_and_logged_but_are_no_judge_term() -> None:
+    result = reward_of(rollout(GOOD, rubrics={"positive_rubrics": [{**POSITIVE, "weight": 0}]}))
+    assert result.components["no_rubrics"] == 1.0
+    assert result.total == pytest.approx(10 * result.components["citation"])
+    assert result.judgements[0]["title"] == "P"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "text", "<answer>x", f"{GOOD}{GOOD}", "<answer></answer>",
+     "<answer><snippet id=a> </snippet></answer>"],
+)  # fmt: skip
+@pytest.mark.parametrize("rubrics", [BOTH, NONE, {"negative_rubrics": [NEGATIVE]}])
+def test_a_malformed_answer_scores_0_even_on_negative_rubrics_and_asks_nothing(
+    text: str, rubrics: Any
+) -> None:
+    judge = ScriptedJudge(lambda request: 0.0)
+    result = reward_of(rollout(text, rubrics=rubrics), judge)
+    assert result.status == "malformed"
+    assert result.total == 0.0
+    assert result.components["rubric"] == result.components["citation"] == 0.0
+    assert result.components["format_valid"] == 0.0
+    assert judge.calls == []
+
+
+def test_non_stop_penalty_replaces_the_score_last_of_all() -> None:
+    cut = rollout(GOOD, stopped=False)
+    config = {"non_stop_penalty": True, "non_stop_penalty_value": -2.0}
+    result = reward_of(cut, **config)
+    assert (result.status, result.total) == ("scored", -2.0)
+    assert result.components["rubric"] == 0.5  # the parts stay
+    assert reward_of(cut).total == reward_of(rollout(GOOD)).total
+    assert reward_of(rollout(GOOD), **config).total == reward_of(rollout(GOOD)).total
+    malformed = reward_of(rollout("<answer>cut", stopped=False), **config)
+    assert (malformed.status, malformed.total) == ("malformed", -2.0)
+
+
+# ---------------------------------------------------------------- format
+
+
+@pytest.mark.parametrize(
+    ("text", "bonus", "valid"),
+    [
+        (GOOD, 1.0, 1.0),
+        (f"\n{GOOD} ", 1.0, 1.0),
+        (f"Here: {GOOD}", 0.5, 0.0),
+        ("<answer>plain words</answer>", 0.5, 0.0),
+        ("<answer><snippet id=a>x</snippet><snippet id=z>y</snippet></answer>", 0.75, 0.0),
+        ('<answer><snippet ids="a">x</snippet></answer>', 0.5, 0.0),
+        ('<answer><snippet id="a, b">x</snippet> and <snippet id=b>y</snippet></answer>', 1.0, 1.0),
+        ("<answer><snippet id=a>x</answer>", 0.5, 0.0),
+        ("<answer><snippet id=a>x</snippet></snippet></answer>", 1.0, 0.0),
+        (f"{GOOD}{GOOD}", 0.0, 0.0),
+        ("words", 0.0, 0.0),
+    ],
+)
+def test_golden_format(text: str, bonus: float, valid: float) -> None:
+    parts = reward_of(rollout(text)).components
+    assert (parts["format_bonus"], parts["format_valid"]) == (bonus, valid)
+
+
+def test_text_around_the_answer_is_no_fault_in_other_modes() -> None:
+    parts = reward_of(rollout(f"Reasoning. {GOOD}", mode="reason_then_answer")).components
+    assert (parts["format_bonus"], parts["format_valid"]) == (1.0, 1.0)
+
+
+# ---------------------------------------------------------------- judge failures
+
+
+@pytest.mark.parametrize("failing", ["P", "N", "recall", "precision", "needed"])
+def test_one_failed_judgement_makes_the_whole_rollout_unscored(failing: str) -> None:
+    text = "<answer>Plain <snippet id=a>claim one</snippet></answer>"
+    result = reward_of(rollout(text), by_kind(**{failing: None}))
+    assert result.status == "unscored"
+    assert result.total is None
+    assert not {"total", "rubric", "citation", "citation_f1"} & set(result.components)
+    assert result.components["format_valid"] == 1.0
+
+
+@pytest.mark.parametrize("score", [math.nan, -0.1, 1.1, 5.0])
+def test_a_score_out_of_range_is_a_failure(score: float) -> None:
+    assert reward_of(rollout(GOOD), by_kind(N=score)).total is None
+
+
+def test_a_failure_leaves_the_other_rollouts_alone_and_the_batch_is_one_call() -> None:
+    judge = ScriptedJudge(lambda r: None if "bad" in r.text else 1.0)
+    bad = "<answer><snippet id=a>bad</snippet></answer>"
+    items = [rollout(GOOD), rollout(bad), rollout("malformed"), rollout(GOOD)]
+    results = compute_rewards(items, RewardConfig(), judge)
+    assert [r.status for r in results] == ["scored", "unscored", "malformed", "scored"]
+    assert len(judge.calls) == 1
+
+
+def test_an_empty_batch_is_no_call() -> None:
+    judge = by_kind()
+    assert compute_rewards([], RewardConfig(), judge) == []
+    assert judge.calls == []
+
+
+# ---------------------------------------------------------------- properties
+
+_SPANS = st.sampled_from(
+    ["Lead", "some plain statement", "<snippet id=a>one</snippet>", "<snippet ids=a>four</snippet>",
+     '<snippet id="a, b">two</snippet>', "<snippet id=z>three</snippet>", "<snippet id=b>five",
+     "</snippet>", "<snippet id=a></snippet>", "</answer>"]
+)  # fmt: skip
+_TEXTS = st.lists(_SPANS, max_size=5).map(lambda spans: f"<answer>{' '.join(spans)}</answer>")
+_WEIGHTS = st.none() | st.floats(-5, 5)
+_RUBRICS = st.lists(_WEIGHTS, max_size=4).map(
+    lambda weights: {
+        "rubrics": [{"description": f"says {i}", "weight": w} for i, w in enumerate(weights)]
+    }
+)
+_SCORES = st.integers(0, 2**31)
+
+
+def hashed_judge(seed: int) -> ScriptedJudge:
+    """Some score for each request, the same whenever it is asked."""
+
+    def script(request: JudgeRequest) -> float:
+        halves = 3 if request.kind in ("rubric", "citation_recall") else 2
+        drawn = derive_seed(seed, request.kind, request.text, request.reference)
+        return drawn % halves / (halves - 1)
+
+    return ScriptedJudge(script)
+
+
+@given(_TEXTS, _RUBRICS, _SCORES, st.floats(0, 1))
+def test_components_and_total_are_bounded(text: str, rubrics: Any, seed: int, w: float) -> None:
+    result = reward_of(rollout(text, rubrics=rubrics), hashed_judge(seed), paper_citation_weight=w)
+    assert result.total is not None
+    assert 0.0 <= result.total <= 10.0 + 1e-9
+    counts = ("claims", "uncited", "total")
+    assert all(0 <= v <= 1 + 1e-12 for k, v in result.components.items() if k not in counts)
+
+
+@given(st.lists(st.tuples(_TEXTS, _RUBRICS), max_size=4), _SCORES, st.randoms())
+def test_rewards_do_not_depend_on_the_order_of_the_batch(
+    rows: list[tuple[str, Any]], seed: int, random: Any
+) -> None:
+    items = [rollout(text, rubrics=rubrics) for text, rubrics in rows]
+    alone = [compute_rewards([i], RewardConfig(), hashed_judge(seed))[0] for i in items]
+    order = list(range(len(items)))
+    random.shuffle(order)
+    mixed = compute_rewards([items[i] for i in order], RewardConfig(), hashed_judge(seed))
+    assert mixed == [alone[i] for i in order]
+
+
+@given(_TEXTS, _RUBRICS, _SCORES, st.integers(0, 30))
+def test_a_failed_judgement_never_gives_a_reward(
+    text: str, rubrics: Any, seed: int, position: int
+) -> None:
+    honest = hashed_judge(seed)
+    item = rollout(text, rubrics=rubrics)
+    reward_of(item, honest)
+    asked = [r for call in honest.calls for r in call]
+    if not asked:
+        return
+    victim = asked[position % len(asked)]
+    failing = ScriptedJudge(lambda r: None if r == victim else honest.script(r))
+    result = reward_of(item, failing)
+    assert (result.status, result.total) == ("unscored", None)
+
+
+@given(_TEXTS, _RUBRICS, _SCORES, st.integers(0, 30))
+def test_a_better_judgement_never_lowers_the_total(
+    text: str, rubrics: Any, seed: int, position: int
+) -> None:
+    base = hashed_judge(seed)
+    item = rollout(text, rubrics=rubrics)
+    before = reward_of(item, base)
+    asked = [r for call in base.calls for r in call]
+    if not asked:
+        return
+    victim = asked[position % len(asked)]
+    negative = {f"says {i}" for i, r in enumerate(rubrics["rubrics"]) if (r["weight"] or 0) < 0}
+    bad_if_true = victim.kind == "citation_needed" or victim.reference in negative
+    better = ScriptedJudge(lambda r: float(not bad_if_true) if r == victim else base.script(r))
+    after = reward_of(item, better)
+    assert after.total is not None
+    assert before.total is not None
+    assert after.total >= before.total - 1e-9
+
+
+# ---------------------------------------------------------------- with the embedded judge
+
+
+def test_the_embedded_world_rewards_the_right_answer_over_flawed_ones() -> None:
+    totals: dict[str | None, list[float]] = {}
+    for row in generate_rows("sft", 200, seed=3):
+        prompt, answer = (turn["content"] for turn in row["conversations"])
+        item = rollout(answer, rubrics=json.loads(row["rubrics"]), prompt=prompt)
+        (result,) = compute_rewards([item], RewardConfig(), LexicalJudge())
+        assert result.total is not None
+        totals.setdefault(row["metadata"]["flaw"], []).append(result.total)
+    assert totals.keys() > {None}
+    sound = totals.pop(None)
+    assert min(sound) == pytest.approx(10.0)
+    for flaw, flawed in totals.items():
+        assert sum(flawed) / len(flawed) < 10.0, flaw
