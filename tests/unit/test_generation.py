@@ -346,6 +346,19 @@ def test_top_k_and_temperature_are_in_the_logprobs() -> None:
     assert kept[0, 2] == -torch.inf
 
 
+def test_text_shows_special_tokens_but_for_the_last() -> None:
+    from refiner_core.generation.text import completion_text
+    from refiner_core.models.tokenizer import IM_END, IM_START, build_tokenizer
+
+    tokenizer = build_tokenizer()
+    ids = tuple(tokenizer.encode(f"<answer>a</answer>{IM_START}b{IM_END}"))
+    logprobs = (0.0,) * len(ids)
+    stopped = completion_text(tokenizer, Completion(ids, logprobs, "stop"))
+    assert stopped == f"<answer>a</answer>{IM_START}b"
+    cut = completion_text(tokenizer, Completion(ids[:-1], logprobs[:-1], "length"))
+    assert cut == stopped
+
+
 # ---------------------------------------------------------------- loading
 
 

@@ -1,0 +1,142 @@
+"""Protocols: all that makes two evaluation numbers comparable, as a value with a fingerprint.
+
+In: the configuration, the prompts that are used, a decoding. Out: a :class:`Protocol`.
+
+Two numbers may stand in one table when their protocols have one fingerprint. It covers the prompts
+by *content* (text, token ids, rubrics, ground truth), not by the data stage that wrote them: a
+stage that was prepared with other demonstrations but holds out the same prompts measures the same.
+The data stage's own digest is kept beside it as provenance.
+
+How judge and citation term become one reward is part of the protocol of the metric ``reward`` only
+(:meth:`Protocol.with_reward`): arms that differ in a weight of the reward must still be comparable
+on everything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.fingerprint import canonical_json, digest
+from refiner_core.contract.types import PromptRow, SamplingParams
+from refiner_core.judges import judge_prompts_digest
+from refiner_core.rubrics import rubric_set_digest
+
+PROTOCOL_VERSION = 1
+Decoding = Literal["greedy", "sampled"]
+
+#: Fields of `reward` that decide what a rubric score is; the others decide what `reward` is.
+_RUBRIC_FIELDS = (
+    "rubric_source",
+    "static_rubrics",
+    "instance_rubrics_only",
+    "rubric_aggregation",
+)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way of measuring. Every field but ``data`` enters the fingerprint."""
+
+    data: str
+    """Digest of the data stage that wrote the prompts; provenance only."""
+    split: str
+    prompts: str
+    """Digest of the content of the prompts used, in order."""
+    num_prompts: int
+    decoding: Decoding
+    sampling: Mapping[str, Any]
+    """Temperature, top_p, lengths, stop strings, and the seed where anything is sampled."""
+    samples_per_prompt: int
+    judge: Mapping[str, Any]
+    rubrics: Mapping[str, Any]
+    reward: Mapping[str, Any] | None = None
+    version: int = PROTOCOL_VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of SHA-256."""
+        values = {**self.as_json(), "data": None}
+        return digest(values)[:12]
+
+    @property
+    def name(self) -> str:
+        """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``."""
+        judge = f"{self.judge['model']}@{self.judge['prompt']}"
+        return f"{self.split}/{self.decoding}/{judge}-{self.fingerprint[:8]}"
+
+    def with_reward(self, config: RecipeConfig) -> Protocol:
+        """The protocol of the metric ``reward``, which depends on how terms are combined."""
+        values = {
+            field.name: getattr(config.reward, field.name)
+            for field in dataclasses.fields(config.reward)
+            if field.name not in _RUBRIC_FIELDS
+        }
+        return dataclasses.replace(self, reward=values)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, to be stored beside the numbers."""
+        return dataclasses.asdict(self)
+
+
+def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
+    """How a decoding samples; lengths and stop strings are those of training."""
+    sampled = decoding == "sampled"
+    return SamplingParams(
+        temperature=config.evaluate.temperature if sampled else 0.0,
+        top_p=config.evaluate.top_p if sampled else 1.0,
+        max_new_tokens=config.grpo.response_length,
+        stop_strings=config.grpo.stop_strings,
+    )
+
+
+def make_protocol(
+    config: RecipeConfig, prompts: Sequence[PromptRow], decoding: Decoding, data_digest: str
+) -> Protocol:
+    """The protocol under which ``prompts`` are measured with ``decoding``."""
+    params = sampling_params(config, decoding)
+    sampling = {
+        **dataclasses.asdict(params),
+        "stop_strings": list(params.stop_strings),
+        "seed": config.evaluate.seed if decoding == "sampled" else None,
+    }
+    reward, judge = config.reward, config.judge
+    static = reward.rubric_source in ("static", "instance+static")
+    static = static and not reward.instance_rubrics_only
+    return Protocol(
+        data=data_digest,
+        split="held-out",
+        prompts=prompts_digest(prompts),
+        num_prompts=len(prompts),
+        decoding=decoding,
+        sampling=sampling,
+        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
+        judge={
+            "kind": judge.kind,
+            "model": judge.model,
+            "revision": judge.revision,
+            "prompt": judge.prompt,
+            "prompt_digest": judge_prompts_digest(judge.prompt),
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+        },
+        rubrics={
+            "source": reward.rubric_source,
+            "static": reward.static_rubrics if static else None,
+            "static_digest": rubric_set_digest(reward.static_rubrics) if static else None,
+            "instance_rubrics_only": reward.instance_rubrics_only,
+            "aggregation": reward.rubric_aggregation,
+        },
+    )
+
+
+def prompts_digest(prompts: Sequence[PromptRow]) -> str:
+    """SHA-256 over the content of prompts, in order."""
+    whole = hashlib.sha256()
+    for row in prompts:
+        whole.update(canonical_json(dataclasses.asdict(row)).encode() + b"\n")
+    return whole.hexdigest()

@@ -1,0 +1,140 @@
+"""From per-sample rows to numbers with intervals, and to ``results.json``.
+
+In: rows per protocol. Out: files in the stage's output folder::
+
+    samples-greedy.parquet  samples-sampled.parquet  samples-random_copier.parquet
+    results.json   {"version", "model", "model_ref", "protocols", "evaluations", "reference"}
+
+``evaluations`` has one entry per decoding and metric: ``stage`` (the model's name), ``protocol``
+(fingerprint), ``protocol_name``, ``decoding``, ``metric``, ``value``, ``low``, ``high`` (95 %),
+``n`` (prompts), ``numerator``, ``denominator`` (samples), ``interval`` (how it was computed) and
+``samples_file``. ``reference`` has the same for the random copier, under each protocol. A metric
+that no sample has (no rubrics, no ground truth) has no entry. ``protocols`` spells out what each
+fingerprint stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.evaluation.protocol import Protocol
+from refiner_core.evaluation.samples import METRICS, write_samples
+from refiner_core.evaluation.statistics import estimate
+
+RESULTS_VERSION = 1
+RESULTS_FILE = "results.json"
+
+
+class Measured(NamedTuple):
+    """Per-sample rows under one protocol."""
+
+    protocol: Protocol
+    rows: Sequence[dict[str, Any]]
+
+
+def metric_entries(
+    stage: str, measured: Measured, samples_file: str, config: RecipeConfig
+) -> list[dict[str, Any]]:
+    """One entry per metric that was measured."""
+    entries = []
+    for metric in METRICS:
+        found = estimate(
+            measured.rows,
+            metric,
+            resamples=config.evaluate.bootstrap_samples,
+            seed=config.evaluate.seed,
+        )
+        if found is None:
+            continue
+        protocol = _protocol_of(metric, measured.protocol, config)
+        entries.append(
+            {
+                "stage": stage,
+                "protocol": protocol.fingerprint,
+                "protocol_name": protocol.name,
+                "decoding": protocol.decoding,
+                "metric": metric,
+                **found._asdict(),
+                "samples_file": samples_file,
+            }
+        )
+    return entries
+
+
+def _protocol_of(metric: str, protocol: Protocol, config: RecipeConfig) -> Protocol:
+    return protocol.with_reward(config) if metric == "reward" else protocol
+
+
+def write_results(
+    output_dir: Path,
+    config: RecipeConfig,
+    model_name: str,
+    model_ref: str,
+    measured: Sequence[Measured],
+    *,
+    reference: tuple[str, Sequence[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Write all files of an evaluation (``results.json`` last) and return its content."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    floor_name, floor_rows = reference
+    floor_file = f"samples-{floor_name}.parquet"
+    write_samples(output_dir / floor_file, floor_rows)
+    evaluations: list[dict[str, Any]] = []
+    floor: list[dict[str, Any]] = []
+    protocols: dict[str, Any] = {}
+    for part in measured:
+        samples_file = f"samples-{part.protocol.decoding}.parquet"
+        write_samples(output_dir / samples_file, part.rows)
+        evaluations += metric_entries(model_name, part, samples_file, config)
+        floor += metric_entries(floor_name, Measured(part.protocol, floor_rows), floor_file, config)
+        for protocol in (part.protocol, part.protocol.with_reward(config)):
+            protocols[protocol.fingerprint] = protocol.as_json()
+    results = {
+        "version": RESULTS_VERSION,
+        "model": model_name,
+        "model_ref": model_ref,
+        "protocols": protocols,
+        "evaluations": evaluations,
+        "reference": floor,
+    }
+    _write_json(output_dir / RESULTS_FILE, results)
+    return results
+
+
+def _write_json(path: Path, value: Any) -> None:
+    part = path.with_name(f".{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def load_results(folder: Path) -> dict[str, Any]:
+    """``results.json`` of an evaluation's output folder.
+
+    Raises
+    ------
+    DataError
+        If it is missing, cut short, or of another version.
+    """
+    path = folder / RESULTS_FILE
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error})",
+            expected="the results of a finished evaluation",
+            fix="run the evaluation again",
+        ) from error
+    if results.get("version") != RESULTS_VERSION:
+        raise DataError(
+            f"{path} has version {results.get('version')}", expected=f"version {RESULTS_VERSION}"
+        )
+    return results

@@ -1,0 +1,494 @@
+"""Evaluation: what is measured, under which protocol, and what may be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import EvaluateConfig, GrpoConfig, JudgeConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted, JudgeOutage
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Judgement,
+    JudgeRequest,
+    Progress,
+    PromptRow,
+    SamplingParams,
+    SavedCheckpoint,
+)
+from refiner_core.data.prepared import write_prompts
+from refiner_core.evaluation.compare import compare_results
+from refiner_core.evaluation.protocol import make_protocol
+from refiner_core.evaluation.results import load_results
+from refiner_core.evaluation.run import evaluate_model
+from refiner_core.evaluation.samples import METRICS, load_samples
+from refiner_core.judges import LexicalJudge
+
+END = 0
+
+
+class Letters:
+    """A character is a token; token 0 ends a text."""
+
+    all_special_ids = (END,)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+def prompt(number: int, *, truth: bool = True) -> PromptRow:
+    entity, value = f"Entity{number}", f"value{number}"
+    text = (
+        f"<query>What is the crop of {entity}?</query>\n<tool_output>"
+        f"<snippet id=S_a{number}>The crop of {entity} is {value}.</snippet>\n"
+        f"<snippet id=S_b{number}>Rivers run to the sea.</snippet></tool_output>"
+    )
+    fact = {"entity": entity, "attribute": "crop", "value": value, "ids": [f"S_a{number}"]}
+    rubrics = {
+        "positive_rubrics": [{"title": "crop", "description": f"States that it is {value}"}],
+        "negative_rubrics": [],
+    }
+    return PromptRow(
+        sample_id=f"row-{number}",
+        question=f"What is the crop of {entity}?",
+        prompt_text=text,
+        prompt_ids=tuple(ord(c) for c in text),
+        rubrics=json.dumps(rubrics),
+        truth={"facts": [fact], "gold_ids": [f"S_a{number}"]} if truth else None,
+    )
+
+
+def good_answer(row: PromptRow) -> str:
+    n = row.sample_id.removeprefix("row-")
+    return f"<answer><snippet id=S_a{n}>The crop of Entity{n} is value{n}.</snippet></answer>"
+
+
+class Script:
+    """A generator that answers from a function of (row, sample seed)."""
+
+    def __init__(self, rows: Sequence[PromptRow], answer: Any) -> None:
+        self.rows = {row.prompt_ids: row for row in rows}
+        self.answer, self.seen = answer, list[GenerationRequest]()
+        self.params: list[SamplingParams] = []
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams
+    ) -> list[Completion]:
+        self.seen += requests
+        self.params.append(params)
+        made = []
+        for request in requests:
+            text = self.answer(self.rows[request.prompt_ids], request.seed)
+            cut = text.endswith("…")
+            ids = tuple(ord(c) for c in text) + (() if cut else (END,))
+            made.append(Completion(ids, (0.0,) * len(ids), "length" if cut else "stop"))
+        return made
+
+
+class FolderIO:
+    """A StageIO over a folder; stops on request before a given batch."""
+
+    def __init__(self, root: Path, *, stop_before: int | None = None) -> None:
+        self.root, self.stop_before, self.looks = root, stop_before, 0
+        self.saw: list[Progress] = []
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise AssertionError("an evaluation has no steps to log")
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        raise AssertionError("an evaluation has no rollouts")
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        steps = [int(p.name) for p in self.root.glob("*")]
+        return SavedCheckpoint(max(steps), self.root / str(max(steps))) if steps else None
+
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
+        path = self.root / str(step)
+        path.mkdir(parents=True)
+        yield path
+
+    def progress(self, progress: Progress) -> None:
+        self.saw.append(progress)
+
+    def should_stop(self) -> bool:
+        self.looks += 1
+        return self.stop_before is not None and self.looks >= self.stop_before
+
+
+class FailingJudge:
+    """Fails on whatever mentions a word; the lexical judge does the rest."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        return [
+            Judgement("failed", None, "timeout") if self.word in request.text else scored
+            for request, scored in zip(requests, LexicalJudge().judge(requests), strict=True)
+        ]
+
+
+@pytest.fixture
+def rows() -> list[PromptRow]:
+    return [prompt(n) for n in range(8)]
+
+
+CONFIG = RecipeConfig(
+    evaluate=EvaluateConfig(num_samples=3, batch_size=6, bootstrap_samples=200),
+    grpo=GrpoConfig(response_length=300),
+)
+
+
+class Bench:
+    """Runs evaluations in a temporary folder."""
+
+    def __init__(self, folder: Path, rows: Sequence[PromptRow]) -> None:
+        self.folder, self.rows = folder, rows
+        write_prompts(folder / "data" / "rl_test.parquet", rows)
+
+    def run(
+        self,
+        name: str,
+        answer: Any = None,
+        *,
+        config: RecipeConfig = CONFIG,
+        judge: Any = None,
+        stop_before: int | None = None,
+    ) -> tuple[Path, Script]:
+        script = Script(self.rows, answer or (lambda row, _: good_answer(row)))
+        output = self.folder / name
+        evaluate_model(
+            config,
+            data_dir=self.folder / "data",
+            data_digest="d1",
+            model_ref="none",
+            model_name=name,
+            output_dir=output,
+            io=FolderIO(self.folder / f"{name}-checkpoints", stop_before=stop_before),
+            judge=judge or LexicalJudge(),
+            generator=script,
+            tokenizer=Letters(),
+        )
+        return output, script
+
+
+@pytest.fixture
+def bench(tmp_path: Path, rows: list[PromptRow]) -> Bench:
+    return Bench(tmp_path, rows)
+
+
+def numbers(folder: Path, part: str = "evaluations") -> dict[tuple[str, str], dict[str, Any]]:
+    return {(e["decoding"], e["metric"]): e for e in load_results(folder)[part]}
+
+
+def half_broken(row: PromptRow, _: int) -> str:
+    """Even rows are answered well; odd ones forget the closing tag."""
+    text = good_answer(row)
+    return text if int(row.sample_id[-1]) % 2 == 0 else text.replace("</answer>", "…")
+
+
+def changed(config: RecipeConfig, section: str, **values: Any) -> RecipeConfig:
+    part = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: part})
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_numbers_come_with_interval_protocol_and_evidence(bench: Bench) -> None:
+    folder, _ = bench.run("sft", half_broken)
+    found = numbers(folder)
+    valid = found["greedy", "format_valid"]
+    assert (valid["stage"], valid["value"], valid["n"]) == ("sft", 0.5, 8)
+    assert (valid["numerator"], valid["denominator"], valid["interval"]) == (4.0, 8, "wilson")
+    assert valid["low"] < 0.5 < valid["high"]
+    assert found["greedy", "stop_rate"]["value"] == 0.5
+    assert found["greedy", "oracle"]["value"] == pytest.approx(0.5)
+    assert found["greedy", "oracle_given_valid"]["value"] == 1.0
+    assert found["greedy", "oracle_given_valid"]["n"] == 4
+    sampled = found["sampled", "format_valid"]
+    assert (sampled["n"], sampled["denominator"]) == (8, 24)
+    assert sampled["interval"] == "bootstrap over prompts"
+    assert sampled["protocol"] != valid["protocol"]
+    assert load_results(folder)["protocols"][valid["protocol"]]["num_prompts"] == 8
+
+
+def test_every_number_can_be_recomputed_from_its_file(bench: Bench) -> None:
+    folder, _ = bench.run("sft", half_broken)
+    for part in ("evaluations", "reference"):
+        for entry in load_results(folder)[part]:
+            table = load_samples(folder / entry["samples_file"])
+            values = [row[entry["metric"]] for row in table if row[entry["metric"]] is not None]
+            assert sum(values) == pytest.approx(entry["numerator"])
+            assert len(values) == entry["denominator"]
+            assert entry["value"] == pytest.approx(entry["numerator"] / entry["denominator"])
+
+
+def test_a_malformed_answer_scores_zero_instead_of_leaving(bench: Bench) -> None:
+    """Leaving it out would reward a policy for breaking its hard answers."""
+    folder, _ = bench.run("sft", half_broken)
+    found = numbers(folder)
+    for metric in ("citation_f1", "reward", "rubric_score"):
+        assert found["greedy", metric]["denominator"] == 8, metric
+    table = load_samples(folder / "samples-greedy.parquet")
+    broken = [row for row in table if row["finish_reason"] == "length"]
+    assert {row["citation_f1"] for row in broken} == {0.0}
+    assert {row["status"] for row in broken} == {"malformed"}
+
+
+def test_a_perfect_model_beats_the_copier_under_the_same_protocol(bench: Bench) -> None:
+    folder, _ = bench.run("grpo")
+    model, floor = numbers(folder), numbers(folder, "reference")
+    assert {e["stage"] for e in floor.values()} == {"random_copier"}
+    for decoding in ("greedy", "sampled"):
+        assert floor[decoding, "format_valid"]["value"] == 1.0
+        assert model[decoding, "oracle"]["value"] == 1.0 > floor[decoding, "oracle"]["value"]
+        assert model[decoding, "oracle"]["protocol"] == floor[decoding, "oracle"]["protocol"]
+
+
+def test_the_copier_s_floor_is_the_same_beside_every_model(bench: Bench) -> None:
+    first, _ = bench.run("base", half_broken)
+    second, _ = bench.run("grpo")
+    strip = [[{**e} for e in load_results(f)["reference"]] for f in (first, second)]
+    assert strip[0] == strip[1]
+
+
+def test_real_rows_have_no_oracle(tmp_path: Path) -> None:
+    folder, _ = Bench(tmp_path, [prompt(n, truth=False) for n in range(3)]).run("base")
+    metrics = {e["metric"] for e in load_results(folder)["evaluations"]}
+    assert metrics == set(METRICS) - {
+        "oracle", "fact_recall", "truth_citation_f1", "oracle_given_valid",
+    }  # fmt: skip
+
+
+def test_rows_without_rubrics_or_evidence_are_not_zeros(tmp_path: Path) -> None:
+    """A 0 for what was never asked would pull down the mean of what was."""
+    rows = [prompt(n) for n in range(4)]
+    rows[0] = dataclasses.replace(rows[0], rubrics='{"positive_rubrics": []}')
+    rows[1] = dataclasses.replace(rows[1], prompt_text="no evidence at all")
+    folder, _ = Bench(tmp_path, rows).run("sft")
+    found = numbers(folder)
+    assert found["greedy", "rubric_score"]["denominator"] == 3
+    assert found["greedy", "citation_f1"]["denominator"] == 3
+    assert found["greedy", "reward"]["denominator"] == 4
+
+
+def test_a_model_is_loaded_by_reference_and_measured(tmp_path: Path) -> None:
+    """The real path: a saved model, its tokenizer, our own sampling."""
+    from refiner_core.models.random_model import save_random_model
+    from refiner_core.models.tokenizer import build_tokenizer
+
+    model = save_random_model(
+        tmp_path / "model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        head_dim=32, intermediate_size=32, max_position_embeddings=512,
+    )  # fmt: skip
+    encode = build_tokenizer().encode
+    rows = [
+        dataclasses.replace(p, prompt_ids=tuple(encode(p.prompt_text)))
+        for p in (prompt(1), prompt(2))
+    ]
+    write_prompts(tmp_path / "data" / "rl_test.parquet", rows)
+    results = [
+        evaluate_model(
+            changed(CONFIG, "grpo", response_length=6),
+            data_dir=tmp_path / "data",
+            data_digest="d",
+            model_ref=str(model),
+            model_name="base",
+            output_dir=tmp_path / name,
+            io=FolderIO(tmp_path / f"{name}-checkpoints"),
+            judge=LexicalJudge(),
+        )
+        for name in ("once", "twice")
+    ]
+    assert results[0] == results[1]
+    found = numbers(tmp_path / "once")
+    assert 1 <= found["sampled", "length_tokens"]["value"] <= 6
+    assert found["greedy", "format_valid"]["value"] == 0.0
+
+
+def test_no_held_out_prompts_is_an_error_not_an_empty_table(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        Bench(tmp_path, []).run("base")
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_every_model_meets_the_same_seeds_and_every_sample_its_own(bench: Bench) -> None:
+    _, first = bench.run("sft")
+    _, second = bench.run("grpo", half_broken)
+    assert first.seen == second.seen
+    assert len({r.seed for r in first.seen}) == len(first.seen) == 8 + 24
+    fewer = changed(changed(CONFIG, "evaluate", max_prompts=3), "evaluate", batch_size=2)
+    _, third = bench.run("base", config=fewer)
+    assert {(r.prompt_ids, r.seed) for r in third.seen} < {
+        (r.prompt_ids, r.seed) for r in first.seen
+    }
+
+
+def test_greedy_is_greedy_and_sampled_as_configured(bench: Bench) -> None:
+    _, script = bench.run("sft", config=changed(CONFIG, "evaluate", temperature=0.8, top_p=0.9))
+    assert {(p.temperature, p.top_p, p.max_new_tokens) for p in script.params} == {
+        (0.0, 1.0, 300),
+        (0.8, 0.9, 300),
+    }
+
+
+# ---------------------------------------------------------------- the judge fails
+
+
+def test_answers_that_could_not_be_judged_are_counted_and_excluded(bench: Bench) -> None:
+    config = changed(CONFIG, "judge", max_failed_share=0.5)
+    folder, _ = bench.run("sft", config=config, judge=FailingJudge("value3"))
+    found = numbers(folder)
+    assert found["greedy", "judge_failed"]["numerator"] == 1
+    assert found["greedy", "reward"]["denominator"] == 7
+    assert found["greedy", "citation_f1"]["denominator"] == 7
+    assert found["greedy", "format_valid"]["denominator"] == 8
+    assert found["greedy", "oracle"]["denominator"] == 8  # no judge had a part in it
+
+
+def test_too_many_failures_stop_the_evaluation(bench: Bench) -> None:
+    with pytest.raises(JudgeOutage, match="max_failed_share"):
+        bench.run("sft", judge=FailingJudge("crop"))
+    assert not (bench.folder / "sft" / "results.json").exists()
+
+
+# ---------------------------------------------------------------- interruption
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(bench: Bench) -> None:
+    whole, _ = bench.run("sft", half_broken)
+    with pytest.raises(Interrupted, match="4 of 8 batches"):
+        bench.run("grpo", half_broken, stop_before=5)
+    folder, script = bench.run("grpo", half_broken)
+    assert len(script.seen) == 24  # greedy was finished before
+    expected, found = load_results(whole), load_results(folder)
+    for entry in expected["evaluations"]:
+        entry["stage"] = "grpo"
+    assert found["evaluations"] == expected["evaluations"]
+    assert load_samples(folder / "samples-greedy.parquet") == load_samples(
+        whole / "samples-greedy.parquet"
+    )
+
+
+# ---------------------------------------------------------------- protocols
+
+
+def fingerprint(config: RecipeConfig, rows: Sequence[PromptRow], decoding: Any = "sampled") -> str:
+    return make_protocol(config, rows, decoding, "d1").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("evaluate", {"temperature": 0.7}),
+        ("evaluate", {"num_samples": 8}),
+        ("evaluate", {"seed": 5}),
+        ("grpo", {"response_length": 64}),
+        ("grpo", {"stop_strings": ("</answer>",)}),
+        ("judge", {"model": "lexical-2"}),
+        ("reward", {"rubric_source": "instance+static"}),
+        ("reward", {"rubric_aggregation": "signed_mean"}),
+    ],
+)
+def test_what_changes_a_number_changes_the_protocol(
+    rows: list[PromptRow], section: str, values: dict[str, Any]
+) -> None:
+    assert fingerprint(changed(CONFIG, section, **values), rows) != fingerprint(CONFIG, rows)
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("evaluate", {"batch_size": 7}),
+        ("judge", {"base_url": "http://127.0.0.1:1/v1", "max_failed_share": 0.9}),
+        ("reward", {"paper_citation_weight": 0.5}),
+        ("grpo", {"beta": 0.1}),
+        ("model", {"name_or_path": "other"}),
+    ],
+)
+def test_what_does_not_keeps_numbers_comparable(
+    rows: list[PromptRow], section: str, values: dict[str, Any]
+) -> None:
+    assert fingerprint(changed(CONFIG, section, **values), rows) == fingerprint(CONFIG, rows)
+
+
+def test_greedy_does_not_depend_on_how_samples_are_drawn(rows: list[PromptRow]) -> None:
+    other = changed(CONFIG, "evaluate", temperature=0.5, seed=9, num_samples=7)
+    assert fingerprint(other, rows, "greedy") == fingerprint(CONFIG, rows, "greedy")
+    assert fingerprint(CONFIG, rows[:-1], "greedy") != fingerprint(CONFIG, rows, "greedy")
+
+
+def test_a_protocol_has_a_name_for_people(rows: list[PromptRow]) -> None:
+    protocol = make_protocol(CONFIG, rows, "greedy", "d1")
+    assert protocol.name == f"held-out/greedy/lexical-1@v1-{protocol.fingerprint[:8]}"
+
+
+def test_prompts_are_known_by_content_not_by_who_wrote_them(rows: list[PromptRow]) -> None:
+    one, two = (make_protocol(CONFIG, rows, "greedy", digest) for digest in ("d1", "d2"))
+    assert one.fingerprint == two.fingerprint
+    edited = [dataclasses.replace(rows[0], rubrics="{}"), *rows[1:]]
+    assert make_protocol(CONFIG, edited, "greedy", "d1").fingerprint != one.fingerprint
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def test_two_models_are_compared_on_the_same_prompts(bench: Bench) -> None:
+    good, _ = bench.run("grpo")
+    poor, _ = bench.run("sft", half_broken)
+    found = {(r["decoding"], r["metric"]): r for r in compare_results([good], [poor])}
+    valid = found["greedy", "format_valid"]
+    assert valid["difference"] == pytest.approx(0.5)
+    assert (valid["a"], valid["b"], valid["n"], valid["seeds"]) == (1.0, 0.5, 8, 1)
+    assert valid["low"] < 0.5 < valid["high"]
+    given_valid = found["greedy", "oracle_given_valid"]
+    assert (given_valid["n"], given_valid["excluded"]) == (4, 4)
+
+
+def test_other_protocols_are_refused_and_the_field_is_named(bench: Bench) -> None:
+    first, _ = bench.run("sft")
+    second, _ = bench.run("grpo", config=changed(CONFIG, "evaluate", temperature=0.5))
+    with pytest.raises(ConfigurationError, match=r"sampling\.temperature"):
+        compare_results([first], [second])
+
+
+def test_arms_of_a_reward_ablation_are_compared_on_all_but_the_reward(bench: Bench) -> None:
+    first, _ = bench.run("sft")
+    second, _ = bench.run("grpo", config=changed(CONFIG, "reward", paper_citation_weight=0.5))
+    metrics = {r["metric"] for r in compare_results([first], [second])}
+    assert "citation_f1" in metrics
+    assert "reward" not in metrics
+    with pytest.raises(ConfigurationError, match=r"differ in reward\.paper_citation_weight"):
+        compare_results([first], [second], metrics=["reward"])
+
+
+def test_several_seeds_pair_in_order(bench: Bench) -> None:
+    arms = [bench.run(f"grpo{s}")[0] for s in range(3)]
+    base = [bench.run(f"sft{s}", half_broken)[0] for s in range(3)]
+    (row,) = [
+        r
+        for r in compare_results(arms, base, metrics=["format_valid"])
+        if r["decoding"] == "greedy"
+    ]
+    assert (row["seeds"], row["difference"]) == (3, pytest.approx(0.5))
+    with pytest.raises(ConfigurationError, match="3 evaluations cannot be paired with 2"):
+        compare_results(arms, base[:2])
+
+
+def test_a_judge_s_configuration_is_named_in_the_protocol() -> None:
+    config = dataclasses.replace(CONFIG, judge=JudgeConfig(model="judge-7b", prompt="v1"))
+    assert "judge-7b@v1" in make_protocol(config, [prompt(1)], "sampled", "d").name
