@@ -1,0 +1,267 @@
+"""An attempt from the inside: what the worker process uses to run one stage once.
+
+In: a workspace, a stage id and an attempt number. Out: the stage's configuration and inputs to work
+with, and on disk its start, heartbeat, log, outcome and, once, its result:
+
+    with AttemptRun(workspace, stage_id, number) as attempt:
+        try:
+            report = run_the_stage(attempt.config, attempt.inputs, attempt.output_dir, attempt.io)
+            attempt.finish(report)
+        except BaseException as error:
+            outcome = attempt.fail(error)
+
+A kill -9 at any moment leaves a loadable workspace: every file is there whole or not at all, and
+the result comes after all that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from infra import atomic
+from infra.checkpoints import CheckpointStore
+from infra.disk import no_space_guard
+from infra.failures import classify
+from infra.heartbeat import Heartbeat
+from infra.processes import ProcessId
+from infra.provenance import job_provenance
+from infra.stage_io import AttemptIO
+from infra.tracking import TrackedRun, Tracker
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import Interrupted, WorkspaceError
+from refiner_core.contract.records import (
+    RECORD_VERSION,
+    Outcome,
+    OutputFile,
+    StageResult,
+    StageSpec,
+    from_json,
+    to_json,
+)
+
+log = logging.getLogger(__name__)
+
+
+class AttemptClosed(Interrupted):
+    """Somebody gave this attempt up, or a later one exists: it must not make anything visible."""
+
+
+class AttemptRun:
+    """One attempt at work; a context manager.
+
+    Attributes
+    ----------
+    spec, config
+        What the stage is, and the whole configuration of the call that claimed the attempt.
+    inputs, input_reports
+        By role: the absolute output folder of the finished input stage, and its report.
+    input_stages
+        By role: the input's stage id.
+    output_dir
+        Where the stage writes what other stages read.
+    io
+        The :class:`StageIO` of this attempt.
+    """
+
+    def __init__(
+        self, workspace: Workspace, stage_id: str, number: int, *, own_log: bool = True
+    ) -> None:
+        self.workspace, self.stage_id, self.number = workspace, stage_id, number
+        self._own_log = own_log
+        self.stage_paths = workspace.layout.stage(stage_id)
+        self.paths = workspace.layout.attempt(stage_id, number)
+        self.spec = from_json(StageSpec, self._need(self.stage_paths.spec))
+        self.config = from_json(RecipeConfig, self._need(self.paths.config))
+        self.input_stages: dict[str, str] = dict(self._need(self.paths.inputs))
+        self.inputs: dict[str, Path] = {}
+        self.input_reports: dict[str, Mapping[str, Any]] = {}
+        self._read_inputs()
+        self.output_dir = self.paths.output
+        self._stop_signal: int | None = None
+        self._old_handlers: dict[int, Any] = {}
+        self._began = time.monotonic()
+        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began)
+        self.tracker = Tracker(self.config.tracking, self._tracked_run())
+        store = CheckpointStore(
+            self.stage_paths.checkpoints,
+            number,
+            keep=getattr(getattr(self.config, self.spec.kind, None), "keep", 2),
+            fence=self.check_fence,
+            before_commit=lambda: self.io.flush(),
+        )
+        self.io = AttemptIO(
+            self.stage_paths,
+            number,
+            store,
+            on_progress=self.heartbeat.tell,
+            stop_asked=lambda: self.stop_asked,
+            sinks=(self.tracker,),
+        )
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether a signal has asked to save and end."""
+        return self._stop_signal is not None
+
+    @property
+    def seconds(self) -> float:
+        """Since the worker began."""
+        return time.monotonic() - self._began
+
+    # ------------------------------------------------------------ begin and end
+
+    def __enter__(self) -> AttemptRun:
+        # Handlers first: whoever sees the start may ask to stop at once.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._old_handlers[number] = signal.signal(number, self._note_signal)
+        with no_space_guard(self.paths.data, "starting the attempt"):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            token = {"process": str(ProcessId.of()), "started_at": now_text()}
+            if not self.workspace.start_attempt(self.stage_id, self.number, token):
+                raise AttemptClosed(
+                    f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
+                    "has another worker",
+                    fix="nothing; whoever gave it up goes on",
+                )
+        if self._own_log:
+            self._redirect_output()
+        self.heartbeat.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.heartbeat.stop()
+        self.tracker.finish(0 if error is None else 1)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def finish(self, report: Mapping[str, Any]) -> StageResult:
+        """Publish the result: hash the output, check the fence, write ``result.json`` last.
+
+        Raises:
+            AttemptClosed: the attempt is stale; nothing was published.
+            NoSpaceError: the result did not fit; the stage is as it was.
+        """
+        with no_space_guard(self.paths.data, "publishing the result"):
+            self.io.close()
+            atomic.sync_tree(self.output_dir)
+            result = StageResult(
+                version=RECORD_VERSION,
+                attempt=self.number,
+                output_dir=self.output_dir.relative_to(self.stage_paths.data).as_posix(),
+                files=hash_files(self.output_dir),
+                report=self._finite_report(report),
+                provenance=job_provenance(self.config),
+                seconds=self.seconds,
+                finished_at=now_text(),
+            )
+            self.check_fence()
+            if not self.workspace.publish_result(self.stage_id, result):
+                raise AttemptClosed(f"{self.stage_id} was finished by another attempt")
+            self._close(Outcome("none", "finish"))
+        return result
+
+    def fail(self, error: BaseException) -> Outcome:
+        """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
+        then the exit code alone tells the orchestrator."""
+        outcome = classify(error, self.paths.data)
+        log.error("attempt %d ends: %s", self.number, outcome.message, exc_info=error)
+        if isinstance(error, AttemptClosed):
+            return outcome  # the outcome file is somebody else's by now
+        try:
+            self._close(outcome)
+        except OSError as second:
+            log.error("the outcome could not be written: %s", second)
+        return outcome
+
+    def check_fence(self) -> None:
+        """Raise if this attempt may no longer make anything visible."""
+        if self.workspace.is_stale(self.stage_id, self.number):
+            raise AttemptClosed(
+                f"Attempt {self.number} of {self.stage_id} is no longer the newest, so it "
+                "publishes nothing",
+                fix="nothing; the newer attempt goes on",
+            )
+
+    # ------------------------------------------------------------ parts
+
+    def _need(self, path: Path) -> dict[str, Any]:
+        value = self.workspace.read_control(path)
+        if value is None:
+            raise WorkspaceError(
+                f"{path} is missing",
+                expected="an attempt that an orchestrator has claimed",
+                fix="start it with `refiner run`, not by hand",
+            )
+        return value
+
+    def _read_inputs(self) -> None:
+        for role, stage_id in self.input_stages.items():
+            folder = self.workspace.output_dir(stage_id)
+            result = self.workspace.read_result(stage_id)
+            if folder is None or result is None:
+                raise WorkspaceError(
+                    f"Input {role} ({stage_id}) of {self.stage_id} is not done",
+                    expected="finished inputs",
+                    fix="run the recipe again: it makes what is missing",
+                )
+            self.inputs[role], self.input_reports[role] = folder, result.report
+
+    def _tracked_run(self) -> TrackedRun:
+        return TrackedRun(
+            run_id=self.stage_id,
+            name=f"{self.spec.name}-{self.spec.fingerprint[:8]}",
+            group=self.config.recipe,
+            job_type=self.spec.kind,
+            folder=self.paths.tracker,
+            config=self.spec.identity,
+        )
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        # Only a flag: saving inside a handler hangs now and then.
+        self._stop_signal = number
+
+    def _redirect_output(self) -> None:
+        """Everything that this process and its children print goes to the attempt's log."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        descriptor = os.open(self.paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+    def _finite_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """A number that is not finite is recorded as missing, not as text that JSON refuses."""
+        kept: dict[str, Any] = atomic.finite(to_json(report))
+        if kept != to_json(report):
+            log.warning("numbers of the report that are not finite are recorded as missing")
+        return kept
+
+    def _close(self, outcome: Outcome) -> None:
+        self.heartbeat.stop()
+        self.workspace.close_attempt(self.stage_id, self.number, outcome, self.seconds)
+
+
+def hash_files(folder: Path) -> tuple[OutputFile, ...]:
+    """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
+    found = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(folder).as_posix()
+        found.append(OutputFile(name, path.stat().st_size, digest))
+    return tuple(found)

@@ -1,0 +1,131 @@
+"""Room on the disk: recognise that there is none, as a state of the world and not as a crash.
+
+In: an exception, or a folder. Out: whether it means ENOSPC or EDQUOT, and a
+:class:`~refiner_core.contract.errors.NoSpaceError` that says what to do. Writers disagree about
+how they say it (an ``OSError`` without a number, a ``RuntimeError`` or a library's own class with
+only a text), so three things are asked: the chain of causes, the text, and a probe write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from infra.atomic import remove_quietly, temporary_name
+from refiner_core.contract.errors import NoSpaceError
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+_TEXTS = (
+    "no space left on device",
+    "disk quota exceeded",
+    "quota exceeded",
+    "os error 28",  # Rust libraries (safetensors)
+    "os error 122",
+    "errno 28",
+    "errno 122",
+)
+#: torch and others say only that a write went wrong; then a probe decides.
+_WRITE_TROUBLE = (
+    "pytorchstreamwriter failed",
+    "inline_container",
+    "failed writing",
+    "write failed",
+    "i/o error",
+    "requested and 0 written",
+)
+PROBE_BYTES = 1 << 20
+
+
+def says_no_space(text: str) -> bool:
+    """Whether a message speaks of a full disk or quota."""
+    lowered = text.lower()
+    return any(t in lowered for t in _TEXTS)
+
+
+def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
+    """Whether ``error`` comes from a full disk or quota.
+
+    ``folder`` is where the write went; it is probed only where the error itself is about writing
+    but does not say why.
+    """
+    doubtful = False
+    for link in _chain(error):
+        if isinstance(link, NoSpaceError):
+            return True
+        if isinstance(link, OSError) and link.errno in _NUMBERS:
+            return True
+        text = f"{type(link).__name__}: {link}"
+        if says_no_space(text):
+            return True
+        doubtful |= isinstance(link, OSError) and link.errno is None
+        doubtful |= any(t in text.lower() for t in _WRITE_TROUBLE)
+    return doubtful and folder is not None and not has_room(folder)
+
+
+def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
+    """Whether ``size`` bytes can be written into ``folder`` now: by writing them.
+
+    Free-space figures know nothing of quotas, so they are not asked. Errors other than a lack of
+    room count as room: they are somebody else's to report.
+    """
+    probe = temporary_name(folder / "probe")
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(os.urandom(size))  # not zeros: a compressing file system would hide them
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno not in _NUMBERS
+    finally:
+        remove_quietly(probe)
+    return True
+
+
+def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
+    """The error a user reads when ``doing`` did not fit into ``folder``."""
+    try:
+        free = f"; {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
+    except OSError:
+        free = ""
+    why = f" ({error})" if error is not None else ""
+    return NoSpaceError(
+        f"No room left while {doing} in {folder}{why}{free}",
+        expected="room on the disk, and in the quota of the user or group",
+        fix="free some space (or name another `workspace=`) and run the same command again",
+    )
+
+
+@contextlib.contextmanager
+def no_space_guard(folder: Path, doing: str) -> Iterator[None]:
+    """Turns whatever a writer says about a full disk into :class:`NoSpaceError`."""
+    try:
+        yield
+    except NoSpaceError:
+        raise
+    except Exception as error:
+        if is_no_space(error, folder):
+            raise no_space_error(folder, doing, error) from error
+        raise
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and all that caused it or was being handled when it came."""
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [error]
+    while queue:
+        link = queue.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        queue += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            queue += link.exceptions

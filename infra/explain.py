@@ -1,0 +1,110 @@
+"""What a run would do, and why: read only.
+
+In: a plan and a workspace (which need not exist). Out: per stage ``run``, ``skip`` or ``reattach``
+with a reason, and in what a stage differs from the most similar one that is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from infra.dispatch import Dispatcher, SubmititDispatcher
+from infra.observe import Observer
+from infra.workspace import Workspace
+from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
+from refiner_core.contract.records import StageRecord, StageSpec
+
+PlannedAction = Literal["run", "skip", "reattach"]
+
+
+class StageForecast(NamedTuple):
+    """What a run would do about a stage."""
+
+    stage: PlannedStage
+    action: PlannedAction
+    reason: str
+
+
+def observe_actions(
+    plan: Plan, workspace: Workspace, dispatcher: Dispatcher | None = None
+) -> list[StageForecast]:
+    """What a run of the plan would do now, stage by stage. Writes nothing."""
+    dispatcher = dispatcher or SubmititDispatcher(workspace)
+    timeout = plan.config.dispatch.heartbeat_timeout_s
+    # Planning must not even probe the disk with a write.
+    observer = Observer(workspace, dispatcher, timeout, room=_assume_room)
+    records, observed = observer.look(stage.id for stage in plan.stages)
+    forecasts = []
+    for stage in plan.stages:
+        record, seen = records.get(stage.id), observed.attempts.get(stage.id)
+        if record is not None and record.result is not None:
+            made = record.result.finished_at[:19].replace("T", " ")
+            forecasts.append(StageForecast(stage, "skip", f"done on {made} UTC"))
+        elif record is not None and seen is not None and seen.sight in ("live", "hung"):
+            job = record.attempts[-1].job_id or "not submitted yet"
+            reason = f"attempt {seen.number} runs (job {job})"
+            forecasts.append(StageForecast(stage, "reattach", reason))
+        else:
+            forecasts.append(StageForecast(stage, "run", _why_run(stage, record, workspace)))
+    return forecasts
+
+
+def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:
+    """In what a stage differs from the most similar recorded one of its kind, one line each:
+    ``grpo.beta: 0.001 → 0.01``. Empty if it is recorded itself or there is none of its kind."""
+    nearest: list[str] | None = None
+    for stage_id in workspace.stage_ids():
+        if stage_id == stage.id:
+            return []
+        if not stage_id.startswith(f"{stage.kind}-"):
+            continue
+        record = workspace.read_record(stage_id)
+        if record is None or record.spec.model != stage.model:
+            continue
+        lines = _differences(record.spec, stage)
+        if nearest is None or len(lines) < len(nearest):
+            nearest = lines
+    return nearest or []
+
+
+def _why_run(stage: PlannedStage, record: StageRecord | None, workspace: Workspace) -> str:
+    if record is not None and record.attempts:
+        last = record.attempts[-1]
+        how = last.outcome.failure if last.outcome is not None else "killed"
+        return f"attempt {last.number} ended ({how}); goes on from its last checkpoint, if any"
+    lines = explain_difference(stage, workspace)
+    if not lines:
+        return "never run"
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return f"changed: {lines[0]}{more}"
+
+
+def _differences(old: StageSpec, new: PlannedStage) -> list[str]:
+    lines = _changed("", old.identity, new.identity)
+    lines += _changed("source ", old.sources, new.sources, short=True)
+    lines += _changed("input ", old.input_fingerprints, new.input_fingerprints, short=True)
+    if old.stage_version != STAGE_VERSIONS[new.kind]:
+        lines.append(f"stage version: {old.stage_version} → {STAGE_VERSIONS[new.kind]}")
+    return lines
+
+
+def _changed(
+    prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], *, short: bool = False
+) -> list[str]:
+    def text(values: Mapping[str, Any], key: str) -> str:
+        if key not in values:
+            return "(default)"
+        return str(values[key])[:12] if short else str(values[key])
+
+    keys = dict.fromkeys([*old, *new])
+    return [
+        f"{prefix}{key}: {text(old, key)} → {text(new, key)}"
+        for key in keys
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _assume_room(_folder: Path) -> bool:
+    return True

@@ -1,0 +1,216 @@
+"""Where everything lies in a workspace. Pure: makes paths, touches nothing.
+
+    WORKSPACE/
+      workspace.json                          format of this folder
+      stages/<stage id>/
+        spec.json                             what the stage is
+        result.json                           written last: the stage is done
+        checkpoints/step-00000010/            complete ones only; half-written ones start with .tmp-
+        attempts/0001/
+          intent.json config.json inputs.json by the orchestrator that claimed it, all at once
+          job.json                            by what submitted it
+          started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ wandb/
+                                              by the worker
+          outcome.json                        by the worker, or by who found it dead; once
+          submitit/                           submitit's own files
+      runs/<run id>/run.json events.jsonl dirty.diff
+      code/<digest>/                          code snapshots
+      published/                              folder target of publishing
+
+``control`` holds the small files, ``data`` the large ones; they may be different file systems, and
+are the same folder unless the workspace is told otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_ATTEMPT = re.compile(r"\d{4,}")
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """The files of one attempt."""
+
+    control: Path
+    data: Path
+
+    @property
+    def intent(self) -> Path:
+        """The :class:`Attempt` as it was claimed."""
+        return self.control / "intent.json"
+
+    @property
+    def config(self) -> Path:
+        """The whole recipe configuration of the call that claimed the attempt."""
+        return self.control / "config.json"
+
+    @property
+    def inputs(self) -> Path:
+        """Role -> stage id."""
+        return self.control / "inputs.json"
+
+    @property
+    def job(self) -> Path:
+        """The job's id, and for local jobs its process."""
+        return self.control / "job.json"
+
+    @property
+    def started(self) -> Path:
+        """The token that lets the attempt run: by the worker, or by who gave the attempt up."""
+        return self.control / "started.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        """Counter, progress and times, replaced every few seconds."""
+        return self.control / "heartbeat.json"
+
+    @property
+    def resumed(self) -> Path:
+        """Which checkpoint the attempt went on from, if any."""
+        return self.control / "resumed.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How it ended."""
+        return self.control / "outcome.json"
+
+    @property
+    def log(self) -> Path:
+        """Everything that the worker printed."""
+        return self.control / "log.txt"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's folder, and the launcher's log."""
+        return self.control / "submitit"
+
+    @property
+    def tracker(self) -> Path:
+        """The tracker's files."""
+        return self.data / "wandb"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per logged step."""
+        return self.data / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """One Parquet file per step."""
+        return self.data / "rollouts"
+
+    @property
+    def output(self) -> Path:
+        """What the stage makes for other stages."""
+        return self.data / "output"
+
+
+@dataclass(frozen=True)
+class StagePaths:
+    """The files of one stage."""
+
+    control: Path
+    data: Path
+
+    @property
+    def spec(self) -> Path:
+        """What the stage is."""
+        return self.control / "spec.json"
+
+    @property
+    def result(self) -> Path:
+        """Present exactly when the stage is done."""
+        return self.control / "result.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One folder per attempt."""
+        return self.control / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Resume checkpoints, shared by all attempts."""
+        return self.data / "checkpoints"
+
+    def attempt(self, number: int) -> AttemptPaths:
+        """The files of one attempt, counted from 1."""
+        name = f"attempts/{number:04d}"
+        return AttemptPaths(self.control / name, self.data / name)
+
+    def attempt_numbers(self) -> list[int]:
+        """Attempts that exist, in order (reads the folder)."""
+        try:
+            names = [p.name for p in self.attempts.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(n) for n in names if _ATTEMPT.fullmatch(n))
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one call of `refiner run`."""
+
+    folder: Path
+
+    @property
+    def record(self) -> Path:
+        """The :class:`RunRecord`."""
+        return self.folder / "run.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON line each."""
+        return self.folder / "events.jsonl"
+
+    @property
+    def diff(self) -> Path:
+        """Uncommitted changes of the code, where it came from a checkout."""
+        return self.folder / "dirty.diff"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All paths of a workspace."""
+
+    control: Path
+    data: Path
+
+    @property
+    def format_file(self) -> Path:
+        """Says that this is a workspace, and of which format."""
+        return self.control / "workspace.json"
+
+    @property
+    def stages(self) -> Path:
+        """One folder per stage."""
+        return self.control / "stages"
+
+    @property
+    def runs(self) -> Path:
+        """One folder per call."""
+        return self.control / "runs"
+
+    @property
+    def code(self) -> Path:
+        """One folder per code snapshot."""
+        return self.control / "code"
+
+    @property
+    def published(self) -> Path:
+        """Folder target of publishing."""
+        return self.data / "published"
+
+    def stage(self, stage_id: str) -> StagePaths:
+        """The files of one stage."""
+        return StagePaths(self.control / "stages" / stage_id, self.data / "stages" / stage_id)
+
+    def attempt(self, stage_id: str, number: int) -> AttemptPaths:
+        """The files of one attempt."""
+        return self.stage(stage_id).attempt(number)
+
+    def run(self, run_id: str) -> RunPaths:
+        """The files of one call."""
+        return RunPaths(self.runs / run_id)

@@ -1,0 +1,254 @@
+"""What a running stage writes besides its output: metrics, rollouts, checkpoints, progress.
+
+In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
+``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the
+checkpoints. An attempt that resumes from the checkpoint of step *k* takes over the lines and
+rollouts up to *k* from the attempt that made it (rollouts as hard links), so the newest attempt's
+files always tell the whole story, with no step twice and none missing.
+
+Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+from infra import atomic
+from infra.checkpoints import CheckpointStore, Complete, saved, step_name
+from infra.disk import no_space_guard
+from infra.layout import StagePaths
+from refiner_core.contract.types import Progress, SavedCheckpoint
+
+log = logging.getLogger(__name__)
+
+_JSON_COLUMNS = b"refiner.json_columns"
+
+
+class Sink(Protocol):
+    """A second place that metrics go to. It never raises."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one step's numbers."""
+        ...
+
+
+class MetricsLine(NamedTuple):
+    """One line of ``metrics.jsonl``; numbers that are not finite are None."""
+
+    step: int
+    metrics: dict[str, float | None]
+
+
+class AttemptIO:
+    """The StageIO of one attempt.
+
+    Parameters
+    ----------
+    stage, attempt
+        Paths of the stage, and the number of this attempt.
+    checkpoints
+        The stage's store; its ``before_commit`` is to be :meth:`flush` of this object.
+    on_progress, stop_asked
+        Where progress goes, and whether someone asked to stop.
+    sinks
+        Second places for metrics, such as a tracker.
+    """
+
+    def __init__(
+        self,
+        stage: StagePaths,
+        attempt: int,
+        checkpoints: CheckpointStore,
+        *,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+        stop_asked: Callable[[], bool] = lambda: False,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.stage, self.paths = stage, stage.attempt(attempt)
+        self.checkpoints = checkpoints
+        self._on_progress, self._stop_asked, self._sinks = on_progress, stop_asked, sinks
+        self._metrics: IO[str] | None = None
+        self._last_step: int | None = None
+        self._asked_for_checkpoint = False
+        self._unsynced: list[Path] = []
+
+    # ------------------------------------------------------------ metrics and rollouts
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's numbers; a step may have several lines, but steps never go back."""
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
+        self._last_step = step
+        line = json.dumps({"step": step, "metrics": {k: _number(v) for k, v in metrics.items()}})
+        with no_space_guard(self.paths.data, "writing metrics"):
+            if self._metrics is None:
+                self.paths.data.mkdir(parents=True, exist_ok=True)
+                self._metrics = self.paths.metrics.open("a", encoding="utf-8")
+            self._metrics.write(line + "\n")
+            self._metrics.flush()
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store a step's rollouts in a file of its own."""
+        path = self.paths.rollouts / f"{step_name(step)}.parquet"
+        with no_space_guard(self.paths.data, "writing rollouts"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_bytes(path, encode_rollouts(rows), sync=False)
+        self._unsynced.append(path)
+
+    def flush(self) -> None:
+        """Make durable what was logged so far."""
+        if self._metrics is not None:
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        for path in self._unsynced:
+            atomic.sync_file(path)
+        if self._unsynced:
+            atomic.sync_folder(self.paths.rollouts)
+        self._unsynced.clear()
+
+    def close(self) -> None:
+        """Flush, and close the files."""
+        self.flush()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    # ------------------------------------------------------------ checkpoints
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint. The first call of an attempt also takes over what was
+        logged up to its step, so call it before anything is logged."""
+        found = self.checkpoints.latest()
+        if found is not None and not self._asked_for_checkpoint and self._last_step is None:
+            self._take_over(found)
+        self._asked_for_checkpoint = True
+        return None if found is None else saved(found)
+
+    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to write the checkpoint of ``step`` into."""
+        return self.checkpoints.new(step)
+
+    def _take_over(self, found: Complete) -> None:
+        before = self.stage.attempt(found.attempt)
+        with no_space_guard(self.paths.data, "resuming"):
+            self.paths.data.mkdir(parents=True, exist_ok=True)
+            if before.data != self.paths.data:
+                lines = [m for m in read_metrics(before.metrics) if m.step <= found.step]
+                text = "".join(json.dumps(m._asdict()) + "\n" for m in lines)
+                atomic.write_text(self.paths.metrics, text)
+                self._link_rollouts(before.rollouts, found.step)
+                self._last_step = lines[-1].step if lines else None
+            atomic.write_json(
+                self.paths.resumed, {"step": found.step, "from_attempt": found.attempt}
+            )
+        log.info("going on from the checkpoint of step %d", found.step)
+
+    def _link_rollouts(self, source: Path, last_step: int) -> None:
+        for path in list_rollouts(source):
+            if int(path.stem.removeprefix("step-")) > last_step:
+                continue
+            self.paths.rollouts.mkdir(parents=True, exist_ok=True)
+            target = self.paths.rollouts / path.name
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+                self._unsynced.append(target)
+
+    # ------------------------------------------------------------ progress and stopping
+
+    def progress(self, progress: Progress) -> None:
+        """Tell how far the stage is."""
+        self._on_progress(progress)
+
+    def should_stop(self) -> bool:
+        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        return self._stop_asked()
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    lines = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        value = json.loads(line)
+        lines.append(MetricsLine(int(value["step"]), value["metrics"]))
+    return lines
+
+
+def list_rollouts(folder: Path) -> list[Path]:
+    """The rollout files in a folder, by step."""
+    found = folder.glob("step-*.parquet") if folder.is_dir() else ()
+    return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
+
+
+def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Rows as Parquet. Columns that hold mappings, or values of several types, travel as JSON text
+    and are named in the file, so that :func:`read_rollouts` gives back what went in."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    arrays, as_json = [], []
+    for name in names:
+        values = [_plain(row.get(name)) for row in rows]
+        try:
+            if any(_holds_mapping(v) for v in values):
+                raise pa.ArrowInvalid("mapping")
+            arrays.append(pa.array(values))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            as_json.append(name)
+            arrays.append(pa.array([None if v is None else json.dumps(v) for v in values]))
+    table = pa.Table.from_arrays(arrays, names=names)
+    table = table.replace_schema_metadata({_JSON_COLUMNS: json.dumps(as_json).encode()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of one rollout file."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for name in names:
+            row[name] = None if row[name] is None else json.loads(row[name])
+    return rows
+
+
+def _number(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of the standard kinds, which JSON and Arrow both know."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _holds_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(_holds_mapping(v) for v in value)
+    )

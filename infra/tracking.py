@@ -1,0 +1,99 @@
+"""W&B as a second place for metrics; our own JSON lines are the truth.
+
+In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
+group is the recipe and whose job type is the stage's kind. It starts with the first metric (starting
+costs a second or two), and whatever goes wrong in it is one warning in the log, never an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import TrackingConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a run is called. ``run_id`` is the same for every attempt at a stage."""
+
+    run_id: str
+    name: str
+    group: str
+    job_type: str
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Tracker:
+    """A metrics sink that never raises."""
+
+    def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
+        self._config, self._run = config, run
+        self._wandb_run: Any = None
+        self._off = config.wandb == "disabled"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on one step's numbers; those that are not finite are left out."""
+        if self._off:
+            return
+        try:
+            if self._wandb_run is None:
+                self._wandb_run = self._start()
+            finite = {k: float(v) for k, v in metrics.items() if math.isfinite(float(v))}
+            self._wandb_run.log(finite, step=step)
+        except Exception as error:  # a tracker must never stop a training, whatever it raises
+            self._give_up("logging to W&B", error)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """End the run, if it has begun."""
+        run, self._wandb_run = self._wandb_run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=exit_code, quiet=True)
+        except Exception as error:  # as above
+            self._give_up("finishing the W&B run", error)
+
+    def _start(self) -> Any:
+        folder = self._run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+            os.environ[name] = str(folder)
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            save_code=False,
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,  # it would record the command line and the environment's details
+            x_disable_stats=True,
+            silent=True,
+        )
+        online = self._config.wandb == "online"
+        return wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            mode=self._config.wandb,
+            id=self._run.run_id,
+            name=self._run.name,
+            group=self._run.group,
+            job_type=self._run.job_type,
+            dir=str(folder),
+            config=dict(self._run.config),
+            resume="allow" if online else None,
+            settings=settings,
+        )
+
+    def _give_up(self, doing: str, error: Exception) -> None:
+        self._off = True
+        log.warning("%s failed; metrics go on in metrics.jsonl only: %s", doing, error)
