@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from refiner_core.answers.tags import FATAL, Problem, Tag, read_attributes, scan_tags
 
+_ANSWER_TAG = re.compile(r"<(/?)answer\s*+>")
 _SAYS_SOMETHING = re.compile(r"[^\W_]")
 
 
@@ -149,19 +150,16 @@ class _Builder:
 
 def _block(text: str) -> tuple[int, int, Problem | None]:
     """Start and end of the inside of the single answer block, or why there is none."""
-    opening: list[Tag] = []
-    closing: list[Tag] = []
-    for tag in scan_tags(text):
-        sound = tag.complete and tag.lower_case and not tag.attributes.strip()
-        if tag.name == "answer" and sound:
-            (closing if tag.closing else opening).append(tag)
+    tags = list(_ANSWER_TAG.finditer(text))
+    opening = [tag for tag in tags if not tag[1]]
+    closing = [tag for tag in tags if tag[1]]
     if len(opening) > 1 or len(closing) > 1:
         return 0, 0, Problem.MANY_ANSWERS
     if not opening:
         return 0, 0, Problem.NO_ANSWER
-    if not closing or closing[0].start < opening[0].end:
+    if not closing or closing[0].start() < opening[0].end():
         return 0, 0, Problem.UNCLOSED_ANSWER
-    return opening[0].end, closing[0].start, None
+    return opening[0].end(), closing[0].start(), None
 
 
 def parse_answer(text: str, known_ids: Container[str] | None = None) -> ParsedAnswer:

@@ -7,6 +7,7 @@ the text: a tag ends at the next ``<`` or ``>``, and the patterns do not backtra
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from enum import StrEnum
@@ -102,6 +103,11 @@ def read_attributes(text: str) -> Attributes:
     ``id=a``, ``id='a'``, ``id="a,b"``, ``id="a, b"`` and ``id=a, b`` all name their ids; blanks
     around ids are dropped.
     """
+    # Groups of rollouts repeat their ids; texts that no id needs are not worth keeping.
+    return _read_known(text) if len(text) <= 200 else _read(text)
+
+
+def _read(text: str) -> Attributes:
     ids: dict[str, None] = {}
     problems: dict[Problem, None] = {}
     position = 0
@@ -126,3 +132,6 @@ def read_attributes(text: str) -> Attributes:
     if not ids and Problem.IDS_ATTRIBUTE not in problems:
         problems[Problem.NO_ID] = None
     return Attributes(tuple(ids), tuple(problems))
+
+
+_read_known = functools.lru_cache(maxsize=4096)(_read)
