@@ -1,0 +1,12 @@
+"""Model cards as pure functions of records.
+
+In: :class:`CardFacts`, plain values taken from records. Out: the README.md of a published
+checkpoint (:func:`build_card`), and what is wrong with a card (:func:`lint_card`). Nothing here
+reads a file of a run, the clock or the network: the same facts give the same bytes.
+"""
+
+from refiner_core.cards.build import build_card
+from refiner_core.cards.facts import AttemptNote, CardFacts, attempt_notes
+from refiner_core.cards.lint import lint_card
+
+__all__ = ["AttemptNote", "CardFacts", "attempt_notes", "build_card", "lint_card"]

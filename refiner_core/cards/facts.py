@@ -1,0 +1,144 @@
+"""What a card is made of.
+
+In: values that the caller has read from records. Out: one frozen value that holds them. Checks that
+need no card (no protocol, no n) are made here, so that no table is built on them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.records import Attempt
+
+_REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class AttemptNote(NamedTuple):
+    """How one attempt at a stage ended; ``failure`` is a failure class, ``none`` for success."""
+
+    stage: str
+    number: int
+    failure: str = "none"
+    resumed_from_step: int | None = None
+
+
+def attempt_notes(stage: str, attempts: Iterable[Attempt]) -> tuple[AttemptNote, ...]:
+    """The attempts of one stage's record, as far as a card may tell of them."""
+    return tuple(
+        AttemptNote(
+            stage,
+            attempt.number,
+            "none" if attempt.outcome is None else attempt.outcome.failure,
+            attempt.resumed_from_step,
+        )
+        for attempt in attempts
+    )
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """All that a card says, as plain values.
+
+    Parameters
+    ----------
+    repo_id
+        Repository of the checkpoint; its last part is the title.
+    config
+        The configuration in effect.
+    stage, step, final
+        Which model this is (``sft``, ``rft``, ``grpo``), its optimiser step, and whether it is the
+        last checkpoint that the recipe asked for.
+    command
+        The exact command that made it.
+    reports
+        Stage reports by stage name (``data``, ``sft``, ``grpo``), as the stages returned them.
+    evaluations
+        ``{stage, protocol, protocol_name, decoding, metric, value, low, high, n}`` each; ``stage``
+        names the model (``base``, ``random_copier``, ``sft``, ``grpo``), ``protocol`` is a
+        fingerprint.
+    attempts
+        Attempts at the stages behind this checkpoint, in order.
+    provenance
+        ``commit``, ``dirty``, ``packages`` {name: version}, ``host`` (a kind, not a name),
+        ``durations`` {stage: seconds}; each may be missing.
+    base_model
+        Hub id of what training started from, where it is not ``model.name_or_path``.
+    static_rubric_titles
+        Titles in the static rubric set, where one shaped the reward.
+    recorded_fields
+        Dotted names of all configuration fields that the run knew; None if it knew today's.
+    """
+
+    repo_id: str
+    config: RecipeConfig
+    stage: str
+    step: int
+    final: bool
+    command: str
+    license: str = "apache-2.0"
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    attempts: Sequence[AttemptNote] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    base_model: str | None = None
+    static_rubric_titles: tuple[str, ...] = ()
+    recorded_fields: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, ...]] = set()
+        for entry in self.evaluations:
+            missing = [key for key in _REQUIRED if entry.get(key) in (None, "")]
+            if missing:
+                raise DataError(
+                    f"An evaluation of {entry.get('stage')}/{entry.get('metric')} has no "
+                    f"{', '.join(missing)}, so its number means nothing",
+                    expected=f"all of {', '.join(_REQUIRED)}",
+                    fix="evaluate the checkpoint again (`refiner evaluate`)",
+                )
+            key = tuple(str(entry[name]) for name in _REQUIRED[:4])
+            if key in seen:
+                raise DataError(
+                    f"Two evaluations claim to be {' / '.join(key)}",
+                    expected="one number per model, protocol, decoding and metric",
+                )
+            seen.add(key)
+
+    @property
+    def name(self) -> str:
+        """The repository's name without its owner."""
+        return self.repo_id.rpartition("/")[2]
+
+    @property
+    def base(self) -> str:
+        """What training started from, as it may be shown."""
+        return public_name(self.base_model or self.config.model.name_or_path)
+
+
+def finite(value: Any) -> float | None:
+    """The number, or None for what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def is_local(text: str) -> bool:
+    """Whether a configured name is a path of some machine and not a public name."""
+    return text.startswith(("/", "~", "./", "../")) or "\\" in text
+
+
+def public_name(text: str) -> str:
+    """A name as others may see it: paths lose their folders, all else stays."""
+    return PurePath(text.replace("\\", "/")).name if is_local(text) else text
+
+
+def is_hub_id(text: str | None) -> bool:
+    """Whether a name can be a Hub repository."""
+    return text is not None and not is_local(text) and _HUB_ID.fullmatch(text) is not None
