@@ -9,7 +9,8 @@ by a mark, which shows what of the rendered text is template and what is assista
 tokenised on its own, so that a boundary of the mask is a boundary of tokens by construction, and
 the prompt's tokens are a true prefix of the demonstration's: what the sampler is conditioned on is
 what was trained on. Loss is on the text of every assistant turn and on its end-of-turn token; not
-on system, user and tool turns, the template's own text, or an empty think block.
+on system, user and tool turns, the template's own text, or an empty think block. Earlier turns
+stand as the template puts them into a history (Qwen3 takes thoughts out of it).
 """
 
 from __future__ import annotations

@@ -124,19 +124,7 @@ def prepare_data(
     demonstrations = _select(
         config, sources["sft"], tokenizer, sft_tally, desk, _demonstration_maker(config, held_out)
     )
-    validation = choose_questions(
-        (kept.row.question_key for kept in demonstrations),
-        data.validation_fraction,
-        data.split_seed,
-        "validation",
-    )
-    rl = _on_each_side(prompts, held_out)
-    sft = _on_each_side(demonstrations, validation)
-    write_demonstrations(output_dir / FILES[0], sft[0])
-    write_demonstrations(output_dir / FILES[1], sft[1])
-    write_prompts(output_dir / FILES[2], rl[0])
-    write_prompts(output_dir / FILES[3], rl[1])
-    rows_written = [len(sft[0]), len(sft[1]), len(rl[0]), len(rl[1])]
+    rows = _write_rows(config, output_dir, prompts, demonstrations, held_out)
     report = make_report(
         config,
         tokenizer=tokenizer,
@@ -147,14 +135,34 @@ def prepare_data(
             "rl_without_rubrics": sum(not _has_rubrics(kept.row) for kept in prompts),
         },
         answer_lengths=[sum(kept.made.loss_mask) for kept in demonstrations],
-        files={
-            name: (output_dir / name, rows) for name, rows in zip(FILES, rows_written, strict=True)
-        },
+        files={name: (output_dir / name, count) for name, count in rows.items()},
     )
     text = json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False)
     (output_dir / "README.md").write_text(data_card(report), encoding="utf-8")
     (output_dir / "report.json").write_text(text + "\n", encoding="utf-8")
     return report
+
+
+def _write_rows(
+    config: RecipeConfig,
+    output_dir: Path,
+    prompts: Sequence[Kept[PromptRow]],
+    demonstrations: Sequence[Kept[DemonstrationRow]],
+    held_out: set[str],
+) -> dict[str, int]:
+    """Split and write the four files; the number of rows by file name."""
+    data = config.data
+    questions = [kept.row.question_key for kept in demonstrations]
+    validation = choose_questions(
+        questions, data.validation_fraction, data.split_seed, "validation"
+    )
+    sft, rl = _on_each_side(demonstrations, validation), _on_each_side(prompts, held_out)
+    for name, demonstrated in zip(FILES[:2], sft, strict=True):
+        write_demonstrations(output_dir / name, demonstrated)
+    for name, asked in zip(FILES[2:], rl, strict=True):
+        write_prompts(output_dir / name, asked)
+    counts = [*(len(side) for side in sft), *(len(side) for side in rl)]
+    return dict(zip(FILES, counts, strict=True))
 
 
 # ---------------------------------------------------------------- rows in, rows kept

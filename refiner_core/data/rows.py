@@ -12,8 +12,8 @@ messages               ``messages`` [{role, content}], ``ground_truth`` (JSON te
                        {query, rubrics: [{title, description, weight}]}), ``dataset``
 ====================== ==================================================================
 
-The question is what the ``<query>`` tag of the prompt holds; where there is none, the ground
-truth's ``query``, then ``metadata.tool_query``, then the whole prompt. ``truth`` (what a generator
+The question is the ground truth's ``query``; where there is none, what the ``<query>`` tag of the
+prompt holds, then ``metadata.tool_query``, then the whole prompt. ``truth`` (what a generator
 knows) passes through untouched.
 """
 
@@ -105,7 +105,7 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     sample_id = metadata.get("sample_id") or row.get("sample_id") or row.get("id")
     prompt = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
     tagged = _QUERY.search(prompt)
-    question = tagged.group(1) if tagged else query or metadata.get("tool_query") or prompt
+    question = query or (tagged and tagged.group(1)) or metadata.get("tool_query") or prompt
     return Row(
         origin=raw.origin,
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),

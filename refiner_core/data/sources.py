@@ -22,6 +22,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ def resolve_source(config: DataConfig, which: Which) -> Source:
         return Source(which, "folder", path, split)
     suffix = local.suffix.lower()
     if local.is_file():
+        if not os.access(local, os.R_OK):
+            raise DataError(
+                f"{path} exists, but this user may not read it",
+                expected="read permission",
+                fix=f"ask its owner, or set data.{which}_path= to another file",
+            )
         if suffix in _JSON_SUFFIXES:
             return Source(which, "jsonl", path, split)
         if suffix == ".parquet":

@@ -235,7 +235,9 @@ def test_a_number_without_its_evidence_is_refused(missing: str):
         facts(evaluations=[evaluation("grpo", "reward", 1.0, **{missing: None})])
 
 
-def test_two_claims_to_the_same_number_are_refused():
+def test_two_claims_to_the_same_number_are_refused_unless_they_agree():
+    floor = evaluation("random_copier", "reward", 1.0)
+    assert len(facts(evaluations=[floor, dict(floor)]).evaluations) == 1
     with pytest.raises(DataError, match="Two evaluations claim"):
         facts(evaluations=[evaluation("grpo", "reward", 1.0), evaluation("grpo", "reward", 2.0)])
 

@@ -1,4 +1,4 @@
-"""From raw rows to prepared rows: what is refused or dropped, what carries loss, what is held out."""
+"""From raw rows to prepared rows: what is refused, dropped, trained on and held out."""
 
 from __future__ import annotations
 
