@@ -12,8 +12,8 @@ from pathlib import Path
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.sources import source_digest
+from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
-from refiner_core.models import tiny_model_dir
 from refiner_core.rubrics import rubric_set_digest
 
 #: Files up to this size are hashed whole; of larger ones, size, head and tail.
@@ -42,24 +42,17 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
 
 def model_digest(name_or_path: str, revision: str) -> str:
     """The identity of a model: its files' content, or ``hub:NAME@REVISION``."""
-    if name_or_path == "builtin:tiny":
-        return folder_digest(tiny_model_dir())
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigurationError(
-                f"The model folder {path} has no config.json.",
-                expected="a folder that transformers can load (config.json, *.safetensors)",
-                fix="set model.name_or_path to such a folder, a Hub id, or builtin:tiny",
-            )
-        return folder_digest(path)
-    if name_or_path.startswith(("/", ".", "~", "builtin:")) or name_or_path.count("/") != 1:
+    resolved = resolve_ref(name_or_path)
+    path = Path(resolved)
+    if not path.is_dir():
+        return f"hub:{name_or_path}@{revision}"
+    if not (path / "config.json").is_file():
         raise ConfigurationError(
-            f"There is no model {name_or_path!r}.",
-            expected="a folder, a Hub id of the form OWNER/NAME, or builtin:tiny",
-            fix="set model.name_or_path to one of these",
+            f"The model folder {path} has no config.json.",
+            expected="a folder that transformers can load (config.json, *.safetensors)",
+            fix="set model.name_or_path to such a folder, a Hub id, or builtin:tiny",
         )
-    return f"hub:{name_or_path}@{revision}"
+    return folder_digest(path)
 
 
 def folder_digest(folder: Path) -> str:

@@ -88,7 +88,10 @@ def test_nothing_strange_at_the_top_level() -> None:
 @pytest.mark.parametrize(
     ("argv", "forbidden"),
     [
-        (["--help"], ["torch", "transformers", "prefect", "omegaconf", "rich", "numpy", "submitit"]),
+        (
+            ["--help"],
+            ["torch", "transformers", "prefect", "omegaconf", "rich", "numpy", "submitit"],
+        ),
         (["plan", "tiny", "workspace={tmp}/none"], ["torch", "prefect", "wandb"]),
         (["run", "refiner-gpt54", "--dry-run", "workspace={tmp}/none"], ["torch", "prefect"]),
         (["explain", "grpo", "tiny", "workspace={tmp}/none"], ["torch", "prefect"]),

@@ -1,0 +1,45 @@
+"""Arguments that several commands share, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+recipe_argument = click.argument("recipe", metavar="RECIPE")
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+json_option = click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
+    """A plain table on stdout: columns padded, the last one free to run on."""
+    table = [list(header), *[list(map(str, row)) for row in rows]]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+
+
+def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
+    """``workspace=DIR`` (default: that of recipes) and the other words.
+
+    Commands that look at a workspace take it as recipes do, so that a line can be reused.
+    """
+    from refiner_core.contract.config import RecipeConfig
+
+    workspace, rest = RecipeConfig().workspace, []
+    for word in words:
+        if word.startswith("workspace="):
+            workspace = word.removeprefix("workspace=")
+        else:
+            rest.append(word)
+    return workspace, rest

@@ -1,0 +1,128 @@
+"""What each kind of stage does: the wiring from records and configuration to the science.
+
+A stage function gets a :class:`StageWork` (what it is, where its inputs lie, where to write) and
+returns a JSON-ready report; outputs are whatever files it leaves in ``output_dir``. No stage calls
+another. Functions import what they need, so that a publish job does not pay for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import StageKind
+from refiner_core.contract.records import StageSpec
+from refiner_core.contract.types import Judge, StageIO
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """All that a stage may use.
+
+    ``inputs`` maps a role (``data``, ``policy``, ``weights`` …) to the output folder of the
+    finished stage that fills it, ``input_stages`` to its id. ``workspace`` is for cards alone,
+    which describe a whole run.
+    """
+
+    spec: StageSpec
+    config: RecipeConfig
+    inputs: Mapping[str, Path]
+    input_stages: Mapping[str, str]
+    output_dir: Path
+    io: StageIO
+    stage_id: str
+    workspace: Workspace
+
+    @property
+    def model_ref(self) -> str:
+        """The model that this stage starts from or measures."""
+        for role in ("policy", "weights"):
+            if role in self.inputs:
+                return str(self.inputs[role] / "model")
+        return self.config.model.name_or_path
+
+
+def _judge(work: StageWork) -> Judge:
+    from refiner_core.judges import build_judge
+
+    return build_judge(work.config.judge)
+
+
+def run_data(work: StageWork) -> dict[str, Any]:
+    """Rows to tokenised training, validation and held-out sets."""
+    from refiner_core.data.prepare import prepare_data
+    from refiner_core.generation.load import load_tokenizer
+
+    tokenizer = load_tokenizer(work.config.model.name_or_path, work.config.model)
+    return prepare_data(work.config, tokenizer=tokenizer, output_dir=work.output_dir, io=work.io)
+
+
+def run_sft(work: StageWork) -> dict[str, Any]:
+    """Demonstrations to weights."""
+    from refiner_core.training.sft import train_sft
+
+    return train_sft(
+        work.config,
+        data_dir=work.inputs["data"],
+        model_ref=work.model_ref,
+        output_dir=work.output_dir,
+        io=work.io,
+    )
+
+
+def run_grpo(work: StageWork) -> dict[str, Any]:
+    """Prompts, samples, judgements and rewards to weights."""
+    from refiner_core.training.grpo import train_grpo
+
+    return train_grpo(
+        work.config,
+        data_dir=work.inputs["data"],
+        model_ref=work.model_ref,
+        output_dir=work.output_dir,
+        io=work.io,
+        judge=_judge(work),
+    )
+
+
+def run_evaluate(work: StageWork) -> dict[str, Any]:
+    """Weights and a protocol to per-sample results and numbers."""
+    from refiner_core.evaluation.run import evaluate_model
+
+    return evaluate_model(
+        work.config,
+        data_dir=work.inputs["data"],
+        data_digest=work.spec.input_fingerprints["data"],
+        model_ref=work.model_ref,
+        model_name=work.spec.model,
+        output_dir=work.output_dir,
+        io=work.io,
+        judge=_judge(work),
+    )
+
+
+def run_publish(work: StageWork) -> dict[str, Any]:
+    """Final weights and a card to a folder in Hub layout."""
+    from flows.publishing import publish
+
+    return publish(work)
+
+
+def run_card(work: StageWork) -> dict[str, Any]:
+    """The published card, with the evaluations' numbers in it."""
+    from flows.publishing import refresh_card
+
+    return refresh_card(work)
+
+
+STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
+    "data": run_data,
+    "sft": run_sft,
+    "grpo": run_grpo,
+    "evaluate": run_evaluate,
+    "publish": run_publish,
+    "card": run_card,
+}

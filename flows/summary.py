@@ -1,0 +1,49 @@
+"""What a finished run has to say: one table of numbers, and where the model lies.
+
+In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flows.api import RunOutcome, evaluations_of
+from infra.workspace import Workspace
+
+#: Metrics of the closing table, in this order, where an evaluation has them.
+SHOWN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "claims")
+
+
+def summary_lines(outcome: RunOutcome) -> Iterator[str]:
+    """Numbers by model and decoding with 95 % intervals, then the published folder."""
+    workspace = Workspace.read_only(outcome.plan.config.workspace)
+    numbers = evaluations_of(outcome.plan, workspace)
+    for decoding in dict.fromkeys(n["decoding"] for n in numbers):
+        here = [n for n in numbers if n["decoding"] == decoding]
+        yield ""
+        yield f"{decoding} decoding, held-out prompts (95 % interval)"
+        yield from _table(here)
+    for view in outcome.views.values():
+        if view.kind == "publish" and view.report:
+            yield ""
+            yield f"published: {view.report['target']}"
+
+
+def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    models = list(dict.fromkeys(n["stage"] for n in numbers))
+    shown = [m for m in SHOWN if any(n["metric"] == m for n in numbers)]
+    values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
+    rows = [["", *shown]]
+    rows += [[model, *(values.get((model, m), "") for m in shown)] for model in models]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(number: Mapping[str, Any]) -> str:
+    if number["value"] is None:
+        return "-"
+    if number["low"] is None:
+        return f"{number['value']:.3f}"
+    return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"

@@ -1,0 +1,59 @@
+"""What a job runs: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
+
+In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace.
+The exit code is the one of :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job
+needs nothing else of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from infra.attempt import AttemptRun
+from infra.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one attempt; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="flows.worker", description=__doc__)
+    parser.add_argument("--workspace", required=True)
+    parser.add_argument("stage_id")
+    parser.add_argument("attempt", type=int)
+    args = parser.parse_args(argv)
+    attempt = AttemptRun(Workspace.open(args.workspace), args.stage_id, args.attempt)
+    logging.basicConfig(
+        level=attempt.config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    with attempt:
+        try:
+            attempt.finish(_run(attempt))
+        except BaseException as error:
+            return attempt.fail(error).exit_code
+    return 0
+
+
+def _run(attempt: AttemptRun) -> dict[str, object]:
+    from flows.stages import STAGE_FUNCTIONS, StageWork
+
+    work = StageWork(
+        spec=attempt.spec,
+        config=attempt.config,
+        inputs=attempt.inputs,
+        input_stages=attempt.input_stages,
+        output_dir=attempt.output_dir,
+        io=attempt.io,
+        stage_id=attempt.stage_id,
+        workspace=attempt.workspace,
+    )
+    return STAGE_FUNCTIONS[attempt.spec.kind](work)  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
