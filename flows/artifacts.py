@@ -3,8 +3,8 @@
 In: a terminal :class:`~refiner_core.contract.views.StageView` with its report. Out: texts and rows.
 Reports differ by kind and grow with time, so their parts are recognised by form and nothing is
 required: a *number* is a mapping with ``metric`` and ``value``; a *curve* is a list of
-``[step, value]`` pairs under the key ``curve``; a *card* is markdown under ``card``, or a file that
-``card`` or ``card_path`` names.
+``[step, value]`` pairs under the key ``curve`` or inside ``curves``; a *card* is markdown under
+``card``, or a file that ``card`` or ``card_path`` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPARK_WIDTH = 60
 _CURVE_ROWS = 12
 #: Prefect shows markdown as a whole; a card is a few kilobytes.
 _CARD_LIMIT_BYTES = 200_000
-_COLUMNS = ("metric", "decoding", "value", "low", "high", "n", "protocol")
+_COLUMNS = ("stage", "decoding", "metric", "value", "low", "high", "n", "protocol_name")
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,15 @@ def numbers_in(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 def curves_in(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Every curve of a report by the name of what it belongs to, without points that are NaN."""
     curves: dict[str, list[tuple[float, float]]] = {}
-    for key, value in _items(report):
-        if key.rpartition(".")[2] == "curve" and isinstance(value, Sequence):
+    for path, value in _items(report):
+        *parents, last = path
+        if not isinstance(value, list | tuple):
+            continue
+        if last == "curve" or "curves" in parents:
             points = [(float(p[0]), float(p[1])) for p in value if _is_point(p)]
+            name = parents[-1] if last == "curve" and parents else last
             if points:
-                curves[key.rpartition(".")[0].replace("_", " ") or "curve"] = points
+                curves[name.replace("_", " ")] = points
     return curves
 
 
@@ -136,13 +140,12 @@ def _spread(count: int, limit: int) -> list[int]:
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
 
 
-def _items(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside nested mappings, with its dotted key."""
+def _items(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value inside nested mappings, with the keys that lead to it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            name = f"{prefix}.{key}" if prefix else str(key)
-            yield name, inner
-            yield from _items(inner, name)
+            yield (*path, str(key)), inner
+            yield from _items(inner, (*path, str(key)))
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:

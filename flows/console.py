@@ -8,6 +8,7 @@ never touched: it belongs to ``--json``.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import threading
@@ -61,7 +62,7 @@ class Console:
         self._since: dict[str, float] = {}
         self._said: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = None
-        self._fancy = not quiet and self._stream.isatty()
+        self._fancy = not quiet and _can_redraw(self._stream)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
@@ -158,13 +159,12 @@ class Console:
 
             self._live = Live(
                 console=RichConsole(file=self._stream, stderr=True),
-                refresh_per_second=4,
-                auto_refresh=True,
+                auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(self._table(views))
+        self._live.update(self._table(views), refresh=True)
 
     def _table(self, views: Mapping[str, StageView]) -> Table:
         from rich.table import Table
@@ -187,6 +187,11 @@ class Console:
                 Text(duration(seconds) if seconds else ""),
             )
         return table
+
+
+def _can_redraw(stream: TextIO) -> bool:
+    encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
 
 
 def state_line(view: StageView) -> str:

@@ -247,12 +247,10 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     port = _free_port(files)
     if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
         files.log.replace(files.log.with_suffix(".log.1"))
-    command = [sys.executable, "-P", "-m", "prefect", "server", "start"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
     descriptor = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         child = subprocess.Popen(
-            command,
+            _command(port),
             cwd=files.folder,
             env=_server_env(files, port, env),
             stdin=subprocess.DEVNULL,
@@ -272,6 +270,11 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_json(files.json, record)
+
+
+def _command(port: int) -> list[str]:
+    command = [sys.executable, "-P", "-m", "prefect", "server", "start"]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ Change = tuple[float, Mapping[str, Any]]  # seconds after the stage may begin, f
 
 
 class FakeCampaign:
-    """Stages follow ``script[name]``, each once its inputs have ended; default: done after 0.2 s."""
+    """Stages follow ``script[name]``, each once its inputs have ended; else they are done."""
 
     def __init__(self, plan: Plan, script: Mapping[str, Sequence[Change]] | None = None) -> None:
         self.plan, self.script = plan, dict(script or {})
@@ -53,8 +53,8 @@ class FakeCampaign:
             self._changed.notify_all()
 
     def join(self) -> dict[str, StageView]:
-        for thread in self._threads:
-            thread.join()
+        while any(thread.is_alive() for thread in self._threads) and not self.stopped:
+            time.sleep(0.02)
         self.ended_at = time.monotonic()
         return self.views()
 

@@ -1,0 +1,279 @@
+"""The picture in Prefect, on a real server: what it shows, and that work never depends on it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.pipeline import run_pictured
+from infra.server import ensure_server, server_status
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.types import Progress
+from refiner_core.contract.views import StageView
+from tests.support.browser import chromium
+from tests.support.fake_campaign import Change, FakeCampaign
+from tests.support.prefect_server import PrefectApi, eventually
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Heard:
+    """A console that remembers, and can press Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.finished: dict[str, StageView] = {}
+        self.press_ctrl_c = threading.Event()
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        if self.press_ctrl_c.is_set():
+            self.press_ctrl_c.clear()
+            raise KeyboardInterrupt
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        self.finished = dict(views)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(RecipeConfig(recipe="tiny"), {})
+
+
+def training(report: Mapping[str, Any]) -> list[Change]:
+    steps = [
+        (0.5 * i, {"progress": Progress(i, 6, "rollouts", {"reward": 0.1 * i})})
+        for i in range(1, 7)
+    ]
+    begin = (0.0, {"state": "running", "attempt": 1, "log": "/runs/grpo/attempt-1.log"})
+    return [begin, *steps, (3.5, {"state": "done", "seconds": 3.5, "report": report})]
+
+
+NUMBER = {"metric": "citation_f1", "decoding": "greedy", "value": 0.81, "low": 0.7, "high": 0.9}
+SCRIPT: dict[str, list[Change]] = {
+    "data": [(0.0, {"state": "skipped"})],
+    "grpo": training({"curves": {"scores": [[1, 0.25], [2, 0.5], [3, 0.75]]}}),
+    "evaluate-base": [
+        (0.0, {"state": "running"}),
+        (0.5, {"state": "failed", "message": "the judge fell over"}),
+    ],
+    "evaluate-sft": [(0.0, {"state": "done", "report": {"evaluations": [NUMBER]}})],
+    "publish": [(0.0, {"state": "done", "report": {"card": "---\na: 1\n---\n# A model\n\nHi.\n"}})],
+    "card": [(0.0, {"state": "blocked", "message": "evaluate-base failed"})],
+}
+
+
+@pytest.fixture(scope="session")
+def drawn(prefect_session: None) -> tuple[Plan, Heard, dict[str, StageView]]:
+    """One run with every kind of end, drawn once for the tests that look at it."""
+    plan, heard = make_plan(RecipeConfig(recipe="tiny"), {}), Heard()
+    views = run_pictured(
+        FakeCampaign(plan, SCRIPT), plan, "run-drawn", use_server=True, console=heard
+    )
+    return plan, heard, views
+
+
+@pytest.fixture
+def flow_run(drawn: object, prefect: PrefectApi) -> dict[str, Any]:
+    found = prefect.flow_run("run-drawn")
+    assert found
+    return found
+
+
+def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
+    """Type, name and message of each task run's state by stage name."""
+    return {
+        name.split(" ")[0]: (run["state_type"], run["state_name"], run["state"]["message"])
+        for name, run in prefect.task_runs(flow_run["id"]).items()
+    }
+
+
+def test_a_run_is_named_and_tagged(flow_run: Mapping[str, Any]) -> None:
+    assert flow_run["name"] == "tiny run-drawn"
+    assert set(flow_run["tags"]) == {"tiny", "run-drawn"}
+    assert flow_run["state_type"] == "FAILED"
+    assert "evaluate-base" in flow_run["state"]["message"]
+
+
+def test_the_graph_is_the_plan(
+    drawn: tuple[Plan, Any, Any], flow_run: Mapping[str, Any], prefect: PrefectApi
+) -> None:
+    plan = drawn[0]
+    assert set(prefect.task_runs(flow_run["id"])) == {s.title for s in plan.stages}
+    wanted = {
+        (plan.by_name[before].title, stage.title)
+        for stage in plan.stages
+        for before in stage.inputs.values()
+    }
+    assert prefect.edges(flow_run["id"]) == wanted
+
+
+def test_states_say_how_each_stage_ended(flow_run: Mapping[str, Any], prefect: PrefectApi) -> None:
+    found = eventually(
+        lambda: (s := states(prefect, flow_run)) and s["card"][0] == "CANCELLED" and s, 15
+    )
+    assert found["data"] == ("COMPLETED", "Skipped", "skipped: done before")
+    assert found["grpo"][0] == "COMPLETED"
+    assert found["evaluate-base"] == ("FAILED", "Failed", "the judge fell over")
+    assert found["card"][:2] == ("CANCELLED", "Blocked")
+
+
+def test_artifacts_show_progress_log_curve_numbers_and_card(
+    flow_run: Mapping[str, Any], prefect: PrefectApi
+) -> None:
+    artifacts = prefect.artifacts(flow_run["id"])
+    assert artifacts["tiny-grpo-progress"]["data"] == 100
+    assert "/runs/grpo/attempt-1.log" in artifacts["tiny-grpo-log"]["data"]
+    assert "▁▅█" in artifacts["tiny-grpo-curves"]["data"]
+    assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in artifacts["tiny-evaluate-sft-numbers"]["data"]
+    assert artifacts["tiny-publish-card"]["data"].startswith("# A model")
+
+
+def test_the_run_says_where_to_look(drawn: tuple[Any, Heard, Any], prefect: PrefectApi) -> None:
+    heard, views = drawn[1:]
+    assert heard.warnings == []
+    assert len(heard.notes) == 1
+    assert heard.notes[0].startswith(f"Prefect: {prefect.info.url}/runs/flow-run/")
+    assert heard.finished == views
+
+
+def test_a_second_run_uses_the_same_server_and_ctrl_c_shows_as_interrupted(
+    plan: Plan, prefect: PrefectApi
+) -> None:
+    heard = Heard()
+    slow: dict[str, list[Change]] = {"sft": [(0.0, {"state": "running"}), (60.0, {})]}
+    campaign = FakeCampaign(plan, slow)
+
+    def stop() -> None:
+        eventually(lambda: heard.notes)
+        heard.press_ctrl_c.set()
+
+    threading.Thread(target=stop, daemon=True).start()
+    run_pictured(campaign, plan, "run-stopped", use_server=True, console=heard)
+    assert campaign.stopped == "Ctrl-C"
+    assert heard.warnings == []
+    assert ensure_server(5).pid == prefect.info.pid
+    run = prefect.flow_run("run-stopped")
+    assert run
+    assert (run["state_type"], run["state_name"]) == ("CANCELLED", "Interrupted")
+
+
+@contextmanager
+def orchestrator(run: str) -> Iterator[psutil.Process]:
+    """A run in a process of its own, which is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.pictured_run", run],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(prefect: PrefectApi) -> None:
+    with orchestrator("run-killed") as process:
+        run = eventually(lambda: _in_state(prefect, "run-killed", "RUNNING"))
+        process.kill()
+        run = eventually(lambda: _in_state(prefect, "run-killed", "CRASHED"), 30)
+    found = eventually(lambda: (s := states(prefect, run)) and s["sft"][0] == "CRASHED" and s, 15)
+    assert "The same command takes up" in found["sft"][2]
+
+
+def test_killed_with_its_picture_it_is_closed_by_the_next_run(
+    plan: Plan, prefect: PrefectApi
+) -> None:
+    with orchestrator("run-vanished") as process:
+        run = eventually(lambda: _in_state(prefect, "run-vanished", "RUNNING"))
+        for child in process.children():
+            child.send_signal(signal.SIGSTOP)  # it must not see its orchestrator die
+        children = process.children()
+        process.kill()
+        for child in children:
+            child.kill()
+    assert _in_state(prefect, "run-vanished", "RUNNING")
+    run_pictured(FakeCampaign(plan), plan, "run-next", use_server=True, console=Heard())
+    run = eventually(lambda: _in_state(prefect, "run-vanished", "CRASHED"), 5)
+    assert "was killed" in run["state"]["message"]
+    assert _in_state(prefect, "run-next", "COMPLETED")
+
+
+def _in_state(prefect: PrefectApi, run: str, state: str) -> dict[str, Any] | None:
+    found = prefect.flow_run(run)
+    return found if found and found["state_type"] == state else None
+
+
+def test_work_goes_on_when_the_server_dies_and_the_picture_is_drawn_again(
+    plan: Plan, prefect: PrefectApi
+) -> None:
+    heard = Heard()
+    script: dict[str, list[Change]] = {
+        "sft": [(0.0, {"state": "running"}), (12.0, {"state": "done"})]
+    }
+    campaign = FakeCampaign(plan, script)
+
+    def kill() -> None:
+        eventually(lambda: _in_state(prefect, "run-lost", "RUNNING"))
+        os.kill(prefect.info.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    views = run_pictured(campaign, plan, "run-lost", use_server=True, console=heard)
+    assert {view.state for view in views.values()} == {"done"}
+    assert campaign.ended_at - campaign.started_at < 16  # nobody waited for a server
+    lost = [w for w in heard.warnings if "no picture" in w]
+    assert len(lost) == 1
+    again = PrefectApi(ensure_server(60))
+    assert again.info.pid != prefect.info.pid
+    eventually(lambda: _in_state(again, "run-lost", "COMPLETED"))
+
+
+@pytest.mark.browser
+def test_a_person_sees_the_stages(
+    drawn: tuple[Plan, Any, Any],
+    flow_run: Mapping[str, Any],
+    prefect: PrefectApi,
+    tmp_path: Path,
+) -> None:
+    key = base64.b64encode(prefect.info.auth.encode()).decode()
+    with chromium(tmp_path) as page:
+        page.open(
+            f"{prefect.info.url}/runs/flow-run/{flow_run['id']}",
+            local_storage={"prefect-password": key},
+        )
+        wanted = {"tiny run-drawn", *(stage.title for stage in drawn[0].stages)}
+        eventually(lambda: all(title in page.text() for title in wanted))
+
+
+def test_without_the_key_the_server_tells_nothing(prefect: PrefectApi) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{prefect.info.api_url}/admin/version", timeout=10)
+    command = " ".join(psutil.Process(prefect.info.pid).cmdline())
+    log = Path(server_status().log).read_text()
+    assert prefect.info.auth.split(":")[1] not in command + log + repr(prefect.info)

@@ -1,0 +1,139 @@
+"""What a person reads on standard error while a campaign runs, and when it is over."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from flows.console import Console, bar, duration, state_line
+from refiner_core.contract.types import Progress
+from refiner_core.contract.views import StageView
+
+SFT = StageView("sft", "sft", "f" * 12, "waiting")
+RUNNING = replace(SFT, state="running", attempt=1)
+FAILED = replace(SFT, state="failed", seconds=65.0, message="loss is NaN", log="/w/sft.log")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at(step: int, **values: float) -> StageView:
+    return replace(RUNNING, progress=Progress(step, 80, "step", values))
+
+
+def shown(*views: StageView, every_s: float = 1.0, quiet: bool = False) -> list[str]:
+    """Lines after the views of one stage were shown one after the other."""
+    stream, clock = io.StringIO(), Clock()
+    console = Console(stream=stream, clock=clock, quiet=quiet)
+    for view in views:
+        console.show({view.name: view})
+        clock.now += every_s
+    console.close()
+    return stream.getvalue().splitlines()
+
+
+def test_a_stage_that_waits_says_nothing() -> None:
+    assert shown(SFT, SFT) == []
+
+
+def test_every_change_of_state_is_one_line() -> None:
+    done = replace(RUNNING, state="done", seconds=7.2)
+    assert shown(SFT, RUNNING, RUNNING, done, done) == ["sft: running", "sft: done (7.2 s)"]
+
+
+def test_progress_is_a_line_every_ten_seconds_at_most() -> None:
+    lines = shown(*[at(step, reward=step / 100) for step in range(1, 26)])
+    assert lines == [
+        "sft: running, step 1/80, reward 0.01",
+        "sft: running, step 11/80, reward 0.11",
+        "sft: running, step 21/80, reward 0.21",
+    ]
+
+
+def test_no_line_when_nothing_moved() -> None:
+    assert len(shown(*[at(1)] * 30)) == 1
+
+
+def test_quiet_leaves_failures() -> None:
+    assert shown(RUNNING, at(3), FAILED, every_s=20.0, quiet=True) == [
+        "sft: failed (1 min 05 s), loss is NaN",
+        "  log: /w/sft.log",
+    ]
+
+
+def test_a_reattached_stage_names_its_job() -> None:
+    view = replace(RUNNING, state="reattached", job_id="4711")
+    assert state_line(view) == "sft: reattached as job 4711"
+
+
+def test_the_summary_names_logs_and_the_next_commands() -> None:
+    stream = io.StringIO()
+    console = Console(
+        command=["refiner", "run", "tiny", "workspace=/w space"],
+        workspace="/w space",
+        stream=stream,
+        clock=Clock(),
+    )
+    blocked = StageView("grpo", "grpo", "f", "blocked", message="sft failed")
+    console.finish({"sft": FAILED, "grpo": blocked})
+    assert stream.getvalue().splitlines()[-9:] == [
+        "1 failed, 1 blocked in 0.0 s",
+        "  sft: failed: loss is NaN",
+        "    log: /w/sft.log",
+        "  grpo: blocked: sft failed",
+        "Next:",
+        "  refiner logs sft 'workspace=/w space'",
+        "  refiner run tiny 'workspace=/w space'",
+        "  refiner status 'workspace=/w space'",
+    ]
+
+
+def test_after_success_nothing_is_run_again() -> None:
+    console = Console(command=["refiner", "run", "tiny"], stream=io.StringIO())
+    done, skipped = replace(SFT, state="done"), replace(SFT, state="skipped")
+    assert console.next_commands({"a": done, "b": skipped}) == ["refiner status"]
+
+
+def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    console = Console(stream=stream, clock=Clock())
+    console.show({"sft": at(40, loss=1.25)})
+    console.note("Prefect: http://127.0.0.1:1")
+    console.finish({"sft": replace(at(80), state="done")})
+    text = stream.getvalue()
+    assert "████████░░░░░░░░" in text
+    assert "loss 1.25" in text
+    assert "Prefect: http://127.0.0.1:1" in text
+    assert "1 done in" in text
+
+
+def test_closing_twice_does_no_harm() -> None:
+    console = Console(stream=Terminal())
+    console.show({"sft": RUNNING})
+    console.close()
+    console.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_bar_never_overflows() -> None:
+    assert bar(replace(RUNNING, progress=Progress(9, 3))) == "█" * 16
+    assert bar(replace(RUNNING, progress=Progress(0, 0))) == ""
