@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +115,16 @@ def evaluate_model(
             expected="at least one held-out prompt",
             fix="raise data.held_out_fraction, or give more rows",
         )
+    units = _units(config, prompts)
+    reporter = _Reporter(io, len(units))
     if generator is None:
-        generator, tokenizer = _load(config, model_ref)
+        generator, tokenizer = _load(config, model_ref, reporter)
     elif tokenizer is None:
         from refiner_core.generation.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_ref, config.model)
     scorer = _Scorer(config, judge, generator, tokenizer)
-    rows = _run_units(_units(config, prompts), scorer, io)
+    rows = _run_units(units, scorer, io, reporter)
     measured = [
         Measured(make_protocol(config, prompts, decoding, data_digest), rows[decoding])
         for decoding in config.evaluate.decoding
@@ -131,7 +134,31 @@ def evaluate_model(
     )
 
 
-def _load(config: RecipeConfig, model_ref: str) -> tuple[Generator, Any]:
+class _Reporter:
+    """Tells how far the work is; within a batch at most once a second."""
+
+    def __init__(self, io: StageIO, total: int) -> None:
+        self.io, self.total, self.done, self.phase = io, total, 0, ""
+        self.last_s = time.monotonic()
+
+    def batch(self, done: int, phase: str) -> None:
+        """``done`` batches are finished and the next one is of this phase."""
+        self.done, self.phase = done, phase
+        self.io.progress(Progress(done=done, total=self.total, phase=phase))
+
+    def step(self, finished: int, samples: int) -> None:
+        """A token was decoded; so many samples of the batch are finished."""
+        now_s = time.monotonic()
+        if now_s - self.last_s < 1.0:
+            return
+        self.last_s = now_s
+        values = {"samples_finished": float(finished), "samples": float(samples)}
+        self.io.progress(
+            Progress(done=self.done, total=self.total, phase=self.phase, values=values)
+        )
+
+
+def _load(config: RecipeConfig, model_ref: str, reporter: _Reporter) -> tuple[Generator, Any]:
     """A generator over the model, on the GPU where there is one."""
     import torch
 
@@ -143,7 +170,10 @@ def _load(config: RecipeConfig, model_ref: str) -> tuple[Generator, Any]:
     model = load_model(model_ref, config.model)
     if torch.cuda.is_available():
         model.to("cuda")
-    return TransformersGenerator(model, tokenizer, batch_size=config.evaluate.batch_size), tokenizer
+    generator = TransformersGenerator(
+        model, tokenizer, batch_size=config.evaluate.batch_size, on_step=reporter.step
+    )
+    return generator, tokenizer
 
 
 def _units(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[_Unit]:
@@ -161,7 +191,7 @@ def _units(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[_Unit]:
 
 
 def _run_units(
-    units: Sequence[_Unit], scorer: _Scorer, io: StageIO
+    units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: _Reporter
 ) -> dict[str, list[dict[str, Any]]]:
     """Rows by decoding (and the copier's). Goes on from the newest checkpoint."""
     done = 0
@@ -175,13 +205,13 @@ def _run_units(
                 f"The evaluation stopped after {number - 1} of {len(units)} batches",
                 fix="run the same command again to go on",
             )
-        io.progress(Progress(done=number - 1, total=len(units), phase=unit.key))
+        reporter.batch(number - 1, unit.key)
         rows[unit.key] += scorer.score(unit)
         if number < len(units):
             with io.new_checkpoint(number) as folder:
                 text = json.dumps(rows, ensure_ascii=False)
                 (folder / _ROWS_FILE).write_text(text, encoding="utf-8")
-    io.progress(Progress(done=len(units), total=len(units), phase="numbers"))
+    reporter.batch(len(units), "numbers")
     return rows
 
 

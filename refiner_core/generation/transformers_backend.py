@@ -19,7 +19,7 @@ last float digits, since sums are taken in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -89,9 +89,19 @@ class TransformersGenerator:
         The model's tokenizer: its end-of-text token, and text for stop strings.
     batch_size
         Largest number of samples decoded together.
+    on_step
+        Called after every decoded token with (samples finished, samples asked for): a sign of life
+        in calls that take minutes.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 256) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int = 256,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> None:
         if batch_size < 1:
             raise ConfigurationError(
                 f"A generation batch of {batch_size} samples cannot be decoded",
@@ -99,6 +109,7 @@ class TransformersGenerator:
                 fix="set grpo.generation_batch_size or evaluate.batch_size",
             )
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.on_step = on_step
         self.stop_ids = _stop_ids(model, tokenizer)
 
     def generate(
@@ -125,7 +136,10 @@ class TransformersGenerator:
             for batch in plan_batches(requests, self.batch_size):
                 seeds = [requests[index].seed for row in batch for index in row.requests]
                 decoding = _Decoding(self, batch, seeds, params)
-                completions.update(decoding.run())
+                for finished in decoding.steps():
+                    if self.on_step is not None:
+                        self.on_step(len(completions) + finished, len(requests))
+                completions.update(decoding.completions())
         return [completions[index] for index in range(len(requests))]
 
     def _check_lengths(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
@@ -240,16 +254,21 @@ class _Decoding:
         self.stopped_N = np.zeros(count, dtype=bool)
         self.grid_P_G = _grid(batch)
 
-    def run(self) -> dict[int, Completion]:
-        """Decode to the end; completions by index of the request."""
+    def steps(self) -> Iterator[int]:
+        """Decode to the end; yields the number of finished samples after each token."""
         logits_P_V, cache = self._prefill()
         logits_P_G_V = logits_P_V[:, None].expand(-1, self.grid_P_G.shape[1], -1)
         for step in range(self.params.max_new_tokens):
             self._sample(logits_P_G_V, step)
-            if step + 1 == self.params.max_new_tokens or not (self.grid_P_G >= 0).any():
-                break
+            live = int((self.grid_P_G >= 0).sum())
+            yield len(self.names) - live
+            if step + 1 == self.params.max_new_tokens or live == 0:
+                return
             self._shrink(cache)
             logits_P_G_V = self._forward(cache, step)
+
+    def completions(self) -> dict[int, Completion]:
+        """What was decoded, by index of the request."""
         return {
             name: Completion(
                 token_ids=tuple(self.tokens_N_T[n, : self.lengths_N[n]].tolist()),

@@ -384,6 +384,25 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(bench: Bench) -> None:
     )
 
 
+def test_progress_counts_batches_to_the_end(bench: Bench) -> None:
+    io = FolderIO(bench.folder / "checkpoints")
+    evaluate_model(
+        CONFIG,
+        data_dir=bench.folder / "data",
+        data_digest="d1",
+        model_ref="none",
+        model_name="sft",
+        output_dir=bench.folder / "sft",
+        io=io,
+        judge=LexicalJudge(),
+        generator=Script(bench.rows, lambda row, _: good_answer(row)),
+        tokenizer=Letters(),
+    )
+    assert [p.done for p in io.saw] == list(range(9))
+    assert {p.total for p in io.saw} == {8}
+    assert [p.phase for p in io.saw][::4] == ["random_copier", "sampled", "numbers"]
+
+
 # ---------------------------------------------------------------- protocols
 
 

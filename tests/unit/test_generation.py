@@ -248,6 +248,18 @@ def test_prompts_are_computed_in_pieces_with_the_same_result(
     same_but_for_last_digits(whole, generator.generate(requests, params))
 
 
+def test_a_long_call_gives_signs_of_life(model: Any) -> None:
+    """A stage without a heartbeat for minutes is taken for hung."""
+    seen: list[tuple[int, int]] = []
+    generator = TransformersGenerator(
+        model, LetterTokenizer(), batch_size=4, on_step=lambda *counts: seen.append(counts)
+    )
+    generator.generate(group(prompts(5)[0], 8), SamplingParams(max_new_tokens=9))
+    assert len(seen) >= 9
+    assert seen == sorted(seen)
+    assert seen[-1][1] == 8
+
+
 def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersGenerator) -> None:
     with pytest.raises(ConfigurationError, match=r"200 tokens and up to 100 new ones .* 300.* 256"):
         generator.generate(
