@@ -66,8 +66,9 @@ class SharedPromptCache:
     Parameters
     ----------
     prompts
-        Per model layer, keys and values of the prompts, [P, H, >= longest prompt, D]; rows are
-        padded on the right with finite numbers.
+        Per model layer, pieces of keys and values of the prompts, [rows, H, >= longest prompt, D],
+        padded on the right with finite numbers. Emptied on the way, so that the prompts never
+        stand in memory twice.
     prompt_lengths_P
         Tokens of each row's prompt.
     samples
@@ -78,7 +79,7 @@ class SharedPromptCache:
 
     def __init__(
         self,
-        prompts: list[tuple[Tensor, Tensor]],
+        prompts: list[list[tuple[Tensor, Tensor]]],
         prompt_lengths_P: Tensor,
         samples: int,
         capacity: int,
@@ -86,21 +87,25 @@ class SharedPromptCache:
         self.prompt_lengths_P = prompt_lengths_P
         self.samples, self.tokens, self.capacity = samples, 0, capacity
         self.prompt_length = int(prompt_lengths_P.max())
-        layers = [
-            SharedPromptLayer(self._with_room(k), self._with_room(v), self.prompt_length)
-            for k, v in prompts
-        ]
+        layers = []
+        for pieces in prompts:
+            keys = self._with_room(*(k for k, _ in pieces))
+            values = self._with_room(*(v for _, v in pieces))
+            layers.append(SharedPromptLayer(keys, values, self.prompt_length))
+            pieces.clear()
         self.cache = Cache(layers=layers)
         self._mask = self._full_mask()
 
-    def _with_room(self, entries: Tensor) -> Tensor:
-        """Copy [P, H, used, D] into storage for ``capacity`` tokens per sample."""
-        rows, heads, _, size = entries.shape
+    def _with_room(self, *pieces: Tensor) -> Tensor:
+        """Copy pieces [rows, H, >= used, D] into storage for ``capacity`` tokens per sample."""
+        _, heads, _, size = pieces[0].shape
         used = self.prompt_length + self.tokens * self.samples
-        storage = entries.new_empty(
-            rows, heads, self.prompt_length + self.capacity * self.samples, size
-        )
-        storage[:, :, :used] = entries[:, :, :used]
+        room = self.prompt_length + self.capacity * self.samples
+        storage = pieces[0].new_empty(sum(len(piece) for piece in pieces), heads, room, size)
+        first = 0
+        for piece in pieces:
+            storage[first : first + len(piece), :, :used] = piece[:, :, :used]
+            first += len(piece)
         return storage
 
     def _full_mask(self) -> Tensor:

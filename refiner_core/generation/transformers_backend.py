@@ -5,7 +5,8 @@ the requests, with the log-probabilities of the distribution that was sampled fr
 
 How a call runs:
 
-1. Requests with one prompt form rows; rows with like shapes form batches (:func:`plan_batches`).
+1. Requests with one prompt form rows; rows with like shapes form batches
+   (:mod:`refiner_core.generation.batches`).
 2. Each row's prompt goes through the model once, padded on the right: a causal model never looks
    right, so no mask is needed, and the padding is masked while decoding.
 3. All samples of a row decode side by side over one shared cache
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,49 +30,21 @@ from torch import Tensor
 
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
+from refiner_core.generation.batches import (
+    Row,
+    max_cache_entries,
+    place_samples,
+    plan_batches,
+)
 from refiner_core.generation.sampling import draw, uniform_streams
 from refiner_core.generation.shared_cache import SharedPromptCache
 
-#: Samples beside each other in one row. More would share the prompt wider, but every sample also
-#: passes over the (masked) tokens of its neighbours.
-MAX_SAMPLES_PER_ROW = 16
 #: Prompt tokens in one forward pass, padding included; bounds the memory of the prefill.
 PREFILL_TOKENS = 8192
 #: Tokens per sample that a cache starts with; it doubles when they are used up.
 FIRST_CAPACITY = 64
 #: Finished samples are dropped when the batch then has at most this share of its places.
 SHRINK_TO = 0.75
-
-
-class Row(NamedTuple):
-    """One prompt and the requests (by index) that sample from it side by side."""
-
-    prompt_ids: tuple[int, ...]
-    requests: tuple[int, ...]
-
-
-def plan_batches(requests: Sequence[GenerationRequest], batch_size: int) -> list[list[Row]]:
-    """Group requests by prompt into rows, and rows into batches of at most ``batch_size`` samples.
-
-    Rows with equally many samples and prompts of similar length come together, since a batch is
-    padded to its widest row and longest prompt.
-    """
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, request in enumerate(requests):
-        by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
-    rows = []
-    for prompt_ids, members in by_prompt.items():
-        parts = -(-len(members) // min(MAX_SAMPLES_PER_ROW, batch_size))
-        rows += [Row(prompt_ids, tuple(members[part::parts])) for part in range(parts)]
-    rows.sort(key=lambda row: (len(row.requests), len(row.prompt_ids)))
-    batches: list[list[Row]] = []
-    for row in rows:
-        # Rows come in growing width, so the newest decides how wide the whole batch is.
-        if batches and (len(batches[-1]) + 1) * len(row.requests) <= batch_size:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 class TransformersGenerator:
@@ -133,7 +106,12 @@ class TransformersGenerator:
         self._check_lengths(requests, params)
         completions: dict[int, Completion] = {}
         with _ready(self.model):
-            for batch in plan_batches(requests, self.batch_size):
+            for batch in plan_batches(
+                requests,
+                self.batch_size,
+                max_new_tokens=params.max_new_tokens,
+                max_entries=max_cache_entries(self.model),
+            ):
                 seeds = [requests[index].seed for row in batch for index in row.requests]
                 decoding = _Decoding(self, batch, seeds, params)
                 for finished in decoding.steps():
@@ -252,7 +230,7 @@ class _Decoding:
         self.logprobs_N_T = np.zeros((count, limit), dtype=np.float32)
         self.lengths_N = np.zeros(count, dtype=np.int64)
         self.stopped_N = np.zeros(count, dtype=bool)
-        self.grid_P_G = _grid(batch)
+        self.grid_P_G = place_samples(batch)
 
     def steps(self) -> Iterator[int]:
         """Decode to the end; yields the number of finished samples after each token."""
@@ -282,7 +260,8 @@ class _Decoding:
         """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
         lengths = torch.tensor([len(row.prompt_ids) for row in self.batch], device=self.device)
         longest = int(lengths.max())
-        logits, layers = [], []
+        logits = []
+        pieces: list[list[tuple[Tensor, Tensor]]] = []
         rows_at_once = max(1, PREFILL_TOKENS // longest)
         for first in range(0, len(self.batch), rows_at_once):
             part = self.batch[first : first + rows_at_once]
@@ -295,14 +274,14 @@ class _Decoding:
                 logits_to_keep=lengths[first : first + rows_at_once, None] - 1,
             )
             logits.append(out.logits[:, 0])
-            layers.append([(layer.keys, layer.values) for layer in out.past_key_values.layers])
-        prompts = [
-            (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
-            for parts in zip(*layers, strict=True)
-        ]
+            layers = out.past_key_values.layers
+            pieces = pieces or [[] for _ in layers]
+            for known, layer in zip(pieces, layers, strict=True):
+                known.append((layer.keys, layer.values))
+            del out, layers
         capacity = min(FIRST_CAPACITY, self.params.max_new_tokens)
         samples = self.grid_P_G.shape[1]
-        return torch.cat(logits), SharedPromptCache(prompts, lengths, samples, capacity)
+        return torch.cat(logits), SharedPromptCache(pieces, lengths, samples, capacity)
 
     def _forward(self, cache: SharedPromptCache, step: int) -> Tensor:
         """Feed every sample's newest token; logits [P, G, V] of the next."""
@@ -371,11 +350,3 @@ class _Decoding:
         cache.keep(
             torch.from_numpy(rows).to(self.device), torch.from_numpy(columns).to(self.device)
         )
-
-
-def _grid(batch: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Samples of the batch by row and place, [P, G] int64; -1 where a row has fewer than G."""
-    widths = [len(row.requests) for row in batch]
-    places = np.arange(max(widths))[None]
-    first = np.cumsum([0, *widths[:-1]])[:, None]
-    return np.where(places < np.array(widths)[:, None], first + places, -1)

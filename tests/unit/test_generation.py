@@ -16,9 +16,10 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
+from refiner_core.generation.batches import plan_batches
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
-from refiner_core.generation.transformers_backend import TransformersGenerator, plan_batches
+from refiner_core.generation.transformers_backend import TransformersGenerator
 
 VOCAB = 61
 EOS = 2
@@ -324,6 +325,17 @@ def test_batches_hold_every_request_once_and_share_prompts() -> None:
         for row in batch:
             assert {requests[i].prompt_ids for i in row.requests} == {row.prompt_ids}
     assert sum(len(b) for b in batches) == 1 + 1 + 1 + 3 + 1
+
+
+def test_batches_are_cut_before_their_cache_outgrows_memory() -> None:
+    """256 long prompts of a 4B model at once would need hundreds of gigabytes."""
+    requests = [r for p in prompts(*range(100, 120)) for r in group(p, 2)]
+    batches = plan_batches(requests, 256, max_new_tokens=50, max_entries=1000)
+    assert len(batches) > 1
+    for batch in batches:
+        assert len(batch) * (max(len(r.prompt_ids) for r in batch) + 2 * 50) <= 1000
+    alone = plan_batches(requests[:2], 256, max_new_tokens=50, max_entries=1)
+    assert [len(batch) for batch in alone] == [1]
 
 
 def test_uniform_streams_belong_to_their_seed() -> None:
