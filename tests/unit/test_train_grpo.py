@@ -1,0 +1,315 @@
+"""What a GRPO step trains on, what it leaves out, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    DataError,
+    JudgeOutage,
+    StageFailed,
+    UnsupportedError,
+)
+from refiner_core.contract.types import Completion, PromptRow, RewardResult
+from refiner_core.data.prepared import write_prompts
+from refiner_core.training import engine
+from refiner_core.training.grpo import train_grpo
+from refiner_core.training.order import prompt_batch
+from refiner_core.training.rollout import Sampled, form_groups
+from tests.support.stage_io import FolderStageIO
+from tests.support.tiny_training import (
+    LiveSampler,
+    NoJudge,
+    count_low_words,
+    prompts,
+    recipe,
+    save_data,
+    save_tiny_model,
+)
+
+
+class Run:
+    """GRPO on the tiny model; keyword arguments change the ``grpo`` section."""
+
+    def __init__(self, root, monkeypatch):
+        self.root = root
+        save_data(root / "data")
+        save_tiny_model(root / "model")
+        self.sampler = LiveSampler()
+        self.rewards = count_low_words
+        load = engine.load
+
+        def load_and_tell(*args):
+            loaded = load(*args)
+            self.sampler.model = loaded.model
+            return loaded
+
+        monkeypatch.setattr(engine, "load", load_and_tell)
+
+    def __call__(self, name="io", *, config=None, **grpo):
+        self.io = FolderStageIO(self.root / name)
+        return train_grpo(
+            config or recipe(grpo=grpo),
+            data_dir=self.root / "data",
+            model_ref=str(self.root / "model"),
+            output_dir=self.root / name,
+            io=self.io,
+            judge=NoJudge(),
+            generator=self.sampler,
+            rewards=self.rewards,
+        )
+
+    def moved(self, name="io") -> bool:
+        """Whether the exported weights differ from the ones that came in."""
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder)
+            for folder in (self.root / "model", self.root / name / "model")
+        ]
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        return any(not torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return Run(tmp_path, monkeypatch)
+
+
+def test_a_step_logs_the_names_that_dashboards_use(run):
+    run(num_training_steps=1)
+    (row,) = run.io.metrics()
+    expected = {
+        *(f"objective/kl{i}_avg" for i in (1, 2, 3, 4)),
+        *(f"loss/{part}_avg" for part in ("policy", "kl", "total")),
+        *("policy/clipfrac_avg", "policy/entropy_avg", "val/ratio", "val/sequence_lengths"),
+        *("val/stop_rate", "scores", "objective/low_reward", "packed_ratio", "grad_norm"),
+        *("tokens_per_second", "episode", "training_step", "epoch", "learning_rate"),
+        *("time/generate_s", "time/judge_s", "time/update_s"),
+        *("groups/kept", "groups/dropped_zero_std", "groups/dropped_too_few_scored"),
+        *("samples/unscored", "samples/malformed"),
+    }
+    assert expected <= row.keys()
+    assert row["episode"] == 12
+    assert all(math.isfinite(value) for value in row.values())
+
+
+def test_the_first_step_is_on_policy(run):
+    """Ratio exactly 1, no distance from the reference, and the sampler's log-probs are ours."""
+    run(num_training_steps=1, temperature=0.7)
+    (row,) = run.io.metrics()
+    assert row["val/ratio"] == 1.0
+    assert row["policy/clipfrac_avg"] == 0.0
+    assert abs(row["objective/kl1_avg"]) < 1e-6
+    assert row["val/sampler_logprob_gap"] < 1e-5
+    assert row["val/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_reward_rises(run):
+    report = run(num_training_steps=25, beta=0.0, num_samples_per_prompt_rollout=8)
+    scores = [value for _, value in report["curves"]["scores"]]
+    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.1
+
+
+def test_without_kl_there_is_no_reference_and_no_kl_metric(run, monkeypatch):
+    loads = []
+    load_model = engine.load_model
+    monkeypatch.setattr(engine, "load_model", lambda *a: loads.append(a) or load_model(*a))
+    run(num_training_steps=1, beta=0.0)
+    assert len(loads) == 1
+    assert not any("kl" in name for name in run.io.metrics()[0])
+
+
+def test_kl_holds_the_policy_near_the_reference(run):
+    def last_kl(name, beta):
+        run(name, num_training_steps=6, beta=beta)
+        return run.io.metrics()[-1]["objective/kl3_avg"]
+
+    assert last_kl("tight", 5.0) < last_kl("loose", 0.001)
+
+
+def test_shared_prompts_give_the_same_step(run, monkeypatch):
+    run("shared", num_training_steps=1)
+    shared = run.io.metrics()[0]
+    monkeypatch.setattr(engine, "_can_share_prompts", lambda model: False)
+    run("plain", num_training_steps=1)
+    plain = run.io.metrics()[0]
+    for name in ("loss/total_avg", "grad_norm", "policy/entropy_avg"):
+        assert plain[name] == pytest.approx(shared[name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_the_loss_does_not_depend_on_how_samples_fall_into_packs(run, aggregation):
+    rows = []
+    for pack_length, batch_size in ((16, 1), (64, 1), (24, 3)):
+        run(
+            f"{pack_length}",
+            num_training_steps=1,
+            pack_length=pack_length,
+            per_device_train_batch_size=batch_size,
+            loss_aggregation=aggregation,
+        )
+        rows.append(run.io.metrics()[0])
+    assert rows[0]["packed_ratio"] > rows[1]["packed_ratio"]
+    for name in ("loss/policy_avg", "grad_norm"):
+        values = [row[name] for row in rows]
+        assert values == pytest.approx([values[0]] * 3, rel=1e-4, abs=1e-6)
+
+
+def test_groups_without_spread_change_no_weight_but_count(run):
+    run.rewards = lambda items, *_: [RewardResult("scored", 1.0, {}) for _ in items]
+    report = run()
+    assert not run.moved()
+    assert report["steps"] == 5
+    assert report["counts"]["groups/dropped_zero_std"] == 15
+    assert report["counts"]["optimizer_steps"] == 0
+    assert "loss/total_avg" not in run.io.metrics()[0]
+
+
+def fail_some(failed: Sequence[int]):
+    """Rewards by number of low words, except that the judge fails on these samples of each step."""
+
+    def rewards(items, reward, judge):
+        results = count_low_words(items, reward, judge)
+        for i in failed:
+            results[i] = RewardResult("unscored", None, {"low": 1.0})
+        return results
+
+    return rewards
+
+
+def test_unscored_rollouts_leave_statistics_and_loss_but_are_stored(run):
+    run.rewards = fail_some([0, 1])
+    run(num_training_steps=1)
+    rows = run.io.rollouts()[1]
+    assert [row["reward"] for row in rows[:2]] == [None, None]
+    assert [row["advantage"] for row in rows[:2]] == [None, None]
+    scored = [row["reward"] for row in rows[2:]]
+    metrics = run.io.metrics()[0]
+    assert metrics["scores"] == pytest.approx(sum(scored) / len(scored))
+    assert metrics["objective/low_reward"] == pytest.approx(sum(scored) / len(scored))
+    assert metrics["samples/unscored"] == 2
+    assert metrics["samples/trained"] <= 10
+
+
+def test_a_group_with_one_scored_rollout_is_dropped(run):
+    run.rewards = fail_some([0, 1, 2])
+    config = recipe(grpo={"num_training_steps": 1})
+    run(config=replace(config, judge=replace(config.judge, max_failed_share=0.5)))
+    assert run.io.metrics()[0]["groups/dropped_too_few_scored"] == 1
+
+
+def test_a_judge_outage_stops_before_training_and_keeps_the_steps_before(run):
+    calls = []
+
+    def rewards(items, *args):
+        calls.append(1)
+        failed = [0, 1, 2, 3] if len(calls) == 4 else []
+        return fail_some(failed)(items, *args)
+
+    run.rewards = rewards
+    with pytest.raises(JudgeOutage, match="4 of 12"):
+        run(save_freq=100)
+    assert run.io.checkpoint_steps() == [3]
+    assert [row["step"] for row in run.io.metrics()] == [1, 2, 3]
+    resumed = run(save_freq=100)
+    metrics = run.io.comparable_metrics()
+    run.rewards = count_low_words
+    assert run("whole", save_freq=100) == resumed
+    assert run.io.comparable_metrics() == metrics
+
+
+def test_rollouts_hold_all_that_a_reward_can_be_recomputed_from(run):
+    run(num_training_steps=2)
+    rows = run.io.rollouts()[2]
+    assert [(r["step"], r["sample_index"]) for r in rows[:5]] == [(2, i) for i in (0, 1, 2, 3, 0)]
+    row = rows[0]
+    assert row["sample_id"] == f"prompt-{row['prompt_index']}"
+    assert len(row["logprobs"]) == len(row["response_ids"])
+    assert row["reward/low"] == row["reward"]
+    assert json.loads(row["judgements"]) == [{"kind": "count"}]
+    assert row["response_text"].split() == [f"w{i}" for i in row["response_ids"] if i > 1]
+
+
+def batch_of(finish_reasons: Sequence[str]):
+    prompt = PromptRow("p", "q", "t", (3, 4), "{}")
+    samples = [
+        Sampled(0, i, prompt, Completion((5, 6), (-1.0, -1.0), reason), "w5 w6")
+        for i, reason in enumerate(finish_reasons)
+    ]
+    results = [RewardResult("scored", float(i), {}) for i in range(len(samples))]
+    return form_groups(samples, results, size=len(samples), normalization="centered")
+
+
+def test_truncated_completions_are_masked_after_the_group_statistics():
+    batch = batch_of(["length", "stop", "stop", "stop"])
+    kept = batch.train_samples(mask_truncated=True)
+    assert [sample.advantage for sample in kept] == [-0.5, 0.5, 1.5]
+    assert len(batch.train_samples(mask_truncated=False)) == 4
+
+
+def test_importance_weights_shrink_what_the_sampler_overrated(run):
+    class Boastful(LiveSampler):
+        def generate(self, requests, params):
+            done = super().generate(requests, params)
+            return [replace(c, logprobs=tuple(x + 1 for x in c.logprobs)) for c in done]
+
+    run.sampler = Boastful()
+    run(num_training_steps=1)
+    assert run.io.metrics()[0]["val/importance_weight"] == pytest.approx(math.exp(-1), rel=1e-3)
+    run("off", num_training_steps=1, truncated_importance_sampling_ratio_cap=0.0)
+    assert run.io.metrics()[0]["val/importance_weight"] == 1.0
+
+
+def test_prompts_come_once_an_epoch_and_epochs_differ():
+    steps = [prompt_batch(3, 7, 2, step) for step in range(6)]
+    assert [(batch.epoch, batch.cursor) for batch in steps] == [
+        (0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4),
+    ]  # fmt: skip
+    first = [i for batch in steps[:3] for i in batch.indices]
+    second = [i for batch in steps[3:] for i in batch.indices]
+    assert len(set(first)) == len(set(second)) == 6
+    assert first != second
+
+
+def test_too_few_prompts_for_a_step_are_refused(run):
+    with pytest.raises(DataError, match="num_unique_prompts_rollout"):
+        run(num_unique_prompts_rollout=8)
+
+
+def test_lengths_that_cannot_work_are_refused_before_sampling(run):
+    write_prompts(
+        run.root / "data/rl_train.parquet",
+        [*prompts(6), PromptRow("long", "q", "t", (5,) * 40, "{}")],
+    )
+    with pytest.raises(ConfigurationError, match=r"long.*pack_length=46"):
+        run(pack_length=44)
+    with pytest.raises(ConfigurationError, match="max_token_length"):
+        run(max_token_length=40)
+    assert run.sampler.calls == 0
+    run(max_token_length=42, pack_length=42, num_training_steps=2)
+    lengths = {
+        row["sample_id"]: len(row["response_ids"])
+        for rows in run.io.rollouts().values()
+        for row in rows
+    }
+    assert lengths.get("long", 0) <= 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_stage(run):
+    run.rewards = lambda items, *_: [
+        RewardResult("scored", math.nan if i == 0 else float(i), {}) for i in range(len(items))
+    ]
+    with pytest.raises(StageFailed, match="grpo step 1"):
+        run()
+
+
+def test_unsupported_settings_are_refused_before_anything_is_loaded(run):
+    with pytest.raises(UnsupportedError, match="generation_backend"):
+        run(generation_backend="vllm")
