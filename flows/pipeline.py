@@ -19,9 +19,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Literal, Protocol
 
 from flows.drawer import DRAWN, NO_SERVER
 from flows.feed import END_LINE, Drawing, drawing_of, header_line, view_line
@@ -35,6 +36,8 @@ from refiner_core.contract.views import StageView
 #: How long a finished run waits for its picture.
 CATCH_UP_S = 20.0
 _REFRESH_S = 0.5
+#: Signals closer together than this are one wish: a shell and a scheduler may send several.
+_ONE_PRESS_S = 1.0
 _TRIES = 2
 _LOGS_KEPT = 20
 
@@ -104,6 +107,8 @@ def run_pictured(
         return views
     finally:
         console.close()
+        if picture:
+            picture.leave()
 
 
 def _until_joined(
@@ -111,7 +116,7 @@ def _until_joined(
 ) -> dict[str, StageView]:
     joiner = _Joiner(campaign)
     joiner.start()
-    asked = False
+    asked_at = 0.0
     while True:
         try:
             while not joiner.over.wait(_REFRESH_S):
@@ -121,11 +126,11 @@ def _until_joined(
                     picture.show(views)
             return joiner.views()
         except KeyboardInterrupt:
-            if asked:
+            if asked_at and time.monotonic() - asked_at > _ONE_PRESS_S:
                 raise
-            asked = True
-            console.note("Stopping: running stages save at their next step. Ctrl-C again leaves.")
+            asked_at = asked_at or time.monotonic()
             campaign.request_stop("Ctrl-C")
+            console.note("Stopping: running stages save at their next step. Ctrl-C again leaves.")
 
 
 class _Joiner(threading.Thread):
@@ -158,7 +163,7 @@ class Picture:
         self._drawing, self._console = drawing, console
         self._views: dict[str, StageView] = {}
         self._changed = threading.Condition()
-        self._ending = False
+        self._ending: Literal["", "complete", "broken off"] = ""
         self._closing = threading.Event()  # the orchestrator leaves and wants no more messages
         self._process: subprocess.Popen[str] | None = None
         self._gone = ""
@@ -179,7 +184,7 @@ class Picture:
     def end(self, timeout_s: float) -> None:
         """Nothing more will change. Wait a while for the picture to be complete, then leave."""
         with self._changed:
-            self._ending = True
+            self._ending = "complete"
             self._changed.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -188,7 +193,13 @@ class Picture:
                 f"The picture in Prefect is not complete yet; process {pid} goes on with it for up "
                 "to two minutes. The results are not affected."
             )
+
+    def leave(self) -> None:
+        """Send no more; stages that have not ended are shown as crashed. Does not wait."""
         self._closing.set()
+        with self._changed:
+            self._ending = self._ending or "broken off"
+            self._changed.notify_all()
 
     # ------------------------------------------------------------ in the thread
 
@@ -245,7 +256,7 @@ class Picture:
                 if sent.get(name) != view:
                     stream.write(view_line(view))
             sent = dict(views)
-            stream.write(END_LINE if ending else "")
+            stream.write(END_LINE if ending == "complete" else "")
             stream.flush()
             if ending:
                 stream.close()

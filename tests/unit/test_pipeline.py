@@ -97,7 +97,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_leaves(plan: Plan) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_pictured(campaign, plan, "r1", use_server=False, console=console)
     assert campaign.stopped_for == "Ctrl-C"
-    assert console.presses == 2
+    assert console.presses > 2  # within a second they are one wish
 
 
 def test_the_graph_survives_the_pipe(drawing: Drawing) -> None:
