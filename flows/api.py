@@ -127,12 +127,15 @@ def check_supported(config: RecipeConfig) -> None:
 
     Raises:
         UnsupportedError: names the field.
+        ConfigurationError: a Hub data set without a pinned revision.
     """
     from refiner_core.contract.errors import UnsupportedError
+    from refiner_core.data.sources import resolve_source
     from refiner_core.training.support import refuse_unsupported
 
-    if {"sft", "grpo"} & set(config.stages):
-        refuse_unsupported(config)
+    for which in ("sft", "rl"):
+        resolve_source(config.data, which)  # refuses a revision that may move
+    refuse_unsupported(config)
     if config.publish.target == "hub" and "publish" in config.stages:
         raise UnsupportedError(
             "publish.target is hub, which this version does not upload to.",

@@ -1,8 +1,8 @@
 """Publishing: a run's records become a card, and weights and card go to where people find them.
 
 In: the work of a ``publish`` or ``card`` stage. Out: a folder in Hub layout, and a report that says
-what lies there. The card is a pure function of records (:mod:`refiner_core.cards`); this module only
-collects the facts.
+what lies there. The card is a pure function of records (:mod:`refiner_core.cards`); this module
+only collects the facts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def publish(work: StageWork) -> dict[str, Any]:
     card = build_card(facts)
     (work.output_dir / CARD_FILE).write_text(card, encoding="utf-8")
     target = _target(work, facts.repo_id)
-    manifest = publish_to_folder(work.inputs["weights"] / "model", card, target)
+    published = publish_to_folder(work.inputs["weights"] / "model", card, target)
     return {
         "repo_id": facts.repo_id,
         "target": str(target),
         "step": facts.step,
-        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in manifest],
+        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in published.files],
         "card": card,
     }
 
@@ -67,7 +67,7 @@ def card_facts(
     work: StageWork, records: Mapping[str, StageRecord], evaluations: Sequence[Mapping[str, Any]]
 ) -> CardFacts:
     """What the card says, read from records. ``records`` maps stage names to records."""
-    config, model = work.config, work.spec.model or str(work.spec.identity["model_name"])
+    config, model = work.config, work.spec.model
     trained = records[model].result
     assert trained is not None, "an input of a running stage is done"
     step = int(trained.report["steps"])
@@ -80,7 +80,7 @@ def card_facts(
         stage=model,
         step=step,
         final=True,
-        command=shlex.join(["refiner", "run", config.recipe, *(run.overrides if run else ())]),
+        command=_command(config.recipe, run),
         license=config.publish.license,
         reports={n: r.result.report for n, r in records.items() if r.result is not None},
         evaluations=evaluations,
@@ -90,6 +90,12 @@ def card_facts(
         if static
         else (),
     )
+
+
+def _command(recipe: str, run: RunRecord | None) -> str:
+    """The command that made it, without where it ran: that is nobody else's folder."""
+    overrides = [o for o in (run.overrides if run else ()) if not o.startswith("workspace=")]
+    return shlex.join(["refiner", "run", recipe, *overrides])
 
 
 def _provenance(

@@ -209,6 +209,9 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        # Bars that redraw themselves are rubble in a log.
+        "TQDM_DISABLE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
     path = os.environ.get("PYTHONPATH", "")
     if code is not None:

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _say(
-            f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is lost. "
-            "To mend it: run the same command with --debug and report the traceback.",
+            f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is "
+            "lost. To mend it: run the same command with --debug and report the traceback.",
             70,
         )
 

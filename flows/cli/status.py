@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from refiner_core.contract.records import RunRecord, StageRecord
 
 _FOLLOW_S = 0.5
+_KINDS = ("data", "sft", "grpo", "publish", "evaluate", "card")
 
 
 @click.command("status")
@@ -59,13 +60,18 @@ def stage_rows(workspace: Workspace, run: RunRecord) -> list[dict[str, Any]]:
     observer = Observer(workspace, SubmititDispatcher(workspace), timeout_s)
     records, observed = observer.look(run.stages.values())
     rows = []
-    for name, stage_id in run.stages.items():
+    for name, stage_id in sorted(run.stages.items(), key=lambda item: _order(item[1])):
         record, seen = records.get(stage_id), observed.attempts.get(stage_id)
-        state = "waiting" if record is None else record.state
+        state: str = "waiting" if record is None else record.state
         if seen is not None:
             state = {"live": "running", "hung": "hung", "dead": "killed"}.get(seen.sight, state)
         rows.append({"name": name, "id": stage_id, "state": state, **_details(workspace, record)})
     return rows
+
+
+def _order(stage_id: str) -> int:
+    """Position of a stage's kind in a plan; stage ids begin with the kind."""
+    return _KINDS.index(stage_id.rpartition("-")[0])
 
 
 def _details(workspace: Workspace, record: StageRecord | None) -> dict[str, Any]:

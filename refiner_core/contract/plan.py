@@ -65,6 +65,12 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
 }
 #: ``evaluate.models`` says which evaluations exist, not what one of them is.
 _NOT_IN_EVALUATION = ("evaluate.models",)
+#: Where something lies is no part of what it is, once its content is known by a source's digest.
+_NAMED_BY_SOURCE = {
+    "data.sft_path": "data.sft",
+    "data.rl_path": "data.rl",
+    "model.name_or_path": "model",
+}
 
 _SOURCES: dict[StageKind, tuple[str, ...]] = {
     "data": ("data.sft", "data.rl", "model"),
@@ -147,10 +153,12 @@ class _Builder:
 
     def add(self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = "") -> str:
         values = identity_values(self.config, STAGE_FIELDS[kind])
-        values = {k: v for k, v in values.items() if k not in _NOT_IN_EVALUATION}
+        values = {
+            path: value
+            for path, value in values.items()
+            if path not in _NOT_IN_EVALUATION and _NAMED_BY_SOURCE.get(path) not in self.sources
+        }
         wanted = {k: self.sources[k] for k in _SOURCES[kind] if k in self.sources}
-        if kind in ("publish", "card", "evaluate"):
-            values["model_name"] = model
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
         section = getattr(self.config, "publish" if kind == "card" else kind)
         self.stages[name] = PlannedStage(

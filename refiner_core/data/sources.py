@@ -70,8 +70,11 @@ class Source:
     seed: int = 0
 
 
-def resolve_source(config: DataConfig, which: Which) -> Source:
+def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> Source:
     """Decide what ``data.{which}_path`` means.
+
+    ``pinned=False`` lets a moving revision such as ``main`` pass: a plan may be looked at before
+    somebody has chosen a commit, but nothing is run on it.
 
     Raises
     ------
@@ -116,12 +119,14 @@ def resolve_source(config: DataConfig, which: Which) -> Source:
         )
     looks_local = suffix in (*_JSON_SUFFIXES, ".parquet", ".csv", ".arrow", ".gz", ".zst")
     if _HUB_ID.fullmatch(path) and not looks_local and not local.parent.is_dir():
-        return _hub_source(which, path, split, revision)
+        return _hub_source(which, path, split, revision, pinned)
     raise _missing(which, path, local)
 
 
-def _hub_source(which: Which, path: str, split: str, revision: str | None) -> Source:
-    if not revision or revision in _MOVING_REVISIONS:
+def _hub_source(
+    which: Which, path: str, split: str, revision: str | None, pinned: bool
+) -> Source:
+    if not revision or (pinned and revision in _MOVING_REVISIONS):
         found = f"the moving revision {revision!r}" if revision else "no revision"
         raise ConfigurationError(
             f"data.{which}_path={path} is no local file or folder; taken as a Hub data set it has "
@@ -160,7 +165,7 @@ def source_digest(config: DataConfig, which: Which) -> str:
     ConfigurationError
         If a Hub id has no pinned revision.
     """
-    source = resolve_source(config, which)
+    source = resolve_source(config, which, pinned=False)
     if source.kind == "none":
         return "none"
     if source.kind == "hub":

@@ -107,6 +107,18 @@ def test_content_of_data_and_model_is_part_of_the_fingerprint() -> None:
     assert one["grpo"] != two["grpo"]
 
 
+def test_moving_a_file_does_not_run_anything_again() -> None:
+    sources = {"data.sft": "a", "data.rl": "b", "model": "c"}
+    moved = replace_fields(
+        RecipeConfig(),
+        {"data.sft_path": "/new/a.jsonl", "data.rl_path": "/new/b.jsonl", "model.name_or_path": "m"},
+    )
+    for one, two in zip(
+        make_plan(RecipeConfig(), sources).stages, make_plan(moved, sources).stages, strict=True
+    ):
+        assert one.fingerprint == two.fingerprint
+
+
 def test_a_field_added_later_keeps_old_fingerprints_at_its_legacy_value() -> None:
     legacy = [p for p, info in FIELDS.items() if info.mark == "identity" and _has_legacy(info)]
     assert "reward.instance_rubrics_only" in legacy

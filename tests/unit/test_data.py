@@ -281,7 +281,12 @@ def test_a_digest_follows_content_and_not_the_path(tmp_path: Path):
 def test_a_hub_data_set_without_a_pinned_revision_is_refused(revision: str | None):
     config = DataConfig(rl_path="somebody/some-rows", rl_revision=revision)
     with pytest.raises(ConfigurationError, match=r"data\.rl_revision=COMMIT"):
-        source_digest(config, "rl")
+        resolve_source(config, "rl")
+
+
+def test_a_plan_may_be_looked_at_before_a_commit_is_chosen():
+    config = DataConfig(rl_path="somebody/some-rows", rl_revision="main")
+    assert source_digest(config, "rl") == "hub:somebody/some-rows@main/train"
 
 
 def test_a_pinned_hub_data_set_is_identified_without_network():
