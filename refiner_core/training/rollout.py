@@ -30,6 +30,9 @@ from refiner_core.contract.types import (
 from refiner_core.rewards import RewardInput
 from refiner_core.training.advantages import GroupAdvantages, Normalization, group_advantages
 
+#: Components that count things in an answer. Watch claims: rewards can rise while answers say less.
+COUNT_COMPONENTS = ("claims", "uncited")
+
 RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
 
 
@@ -274,7 +277,9 @@ def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
 
 
 def metric_name(component: str) -> str:
-    """``objective/<component>_reward``, as the reference names them."""
+    """``objective/<component>_reward``, the name of the reference; counts go under ``val/``."""
+    if component in COUNT_COMPONENTS:
+        return f"val/{component}_per_answer"
     return f"objective/{component.removesuffix('_reward')}_reward"
 
 

@@ -43,13 +43,14 @@ class Run:
         self.root = root
         save_data(root / "data")
         save_tiny_model(root / "model")
-        self.sampler = LiveSampler()
+        self.sampler: LiveSampler | None = LiveSampler()
         self.rewards = count_low_words
         load = engine.load
 
         def load_and_tell(*args):
             loaded = load(*args)
-            self.sampler.model = loaded.model
+            if self.sampler is not None:
+                self.sampler.model = loaded.model
             return loaded
 
         monkeypatch.setattr(engine, "load", load_and_tell)
@@ -109,6 +110,26 @@ def test_the_first_step_is_on_policy(run):
     assert abs(row["objective/kl1_avg"]) < 1e-6
     assert row["val/sampler_logprob_gap"] < 1e-5
     assert row["val/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_embedded_sampler_and_the_trainer_agree(run):
+    """Log-probs of the default generator are those that the update computes from its packs."""
+    run.sampler = None
+    run(num_training_steps=2, temperature=0.8)
+    for row in run.io.metrics():
+        assert row["val/sampler_logprob_gap"] < 1e-4
+        assert row["optimizer_steps"] == 1
+
+
+def test_it_runs_with_the_real_rewards(run):
+    """The tiny model writes no answers: every rollout is malformed, stored, and trains nothing."""
+    run.sampler = run.rewards = None
+    report = run(num_training_steps=1)
+    assert report["counts"]["samples/malformed"] == 12
+    metrics = run.io.metrics()[0]
+    assert metrics["scores"] == 0
+    assert {"objective/rubric_reward", "val/claims_per_answer"} <= metrics.keys()
+    assert "reward/format_bonus" in run.io.rollouts()[1][0]
 
 
 def test_the_reward_rises(run):
