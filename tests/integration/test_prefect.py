@@ -132,6 +132,12 @@ def test_the_graph_is_the_plan(
     assert prefect.edges(flow_run["id"]) == wanted
 
 
+def test_task_runs_cost_no_concurrency_slot(
+    flow_run: Mapping[str, Any], prefect: PrefectApi
+) -> None:
+    assert all(run["tags"] == [] for run in prefect.task_runs(flow_run["id"]).values())
+
+
 def test_states_say_how_each_stage_ended(flow_run: Mapping[str, Any], prefect: PrefectApi) -> None:
     found = eventually(
         lambda: (s := states(prefect, flow_run)) and s["card"][0] == "CANCELLED" and s, 15
