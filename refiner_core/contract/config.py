@@ -170,7 +170,9 @@ class GrpoConfig:
     generation_backend: Literal["transformers", "vllm"] = identity(
         "transformers", doc="what samples the rollouts"
     )
-    generation_batch_size: int = execution(256, doc="samples decoded together by transformers")
+    generation_batch_size: int = identity(
+        256, doc="samples decoded together; sums are taken in another order with another number"
+    )
     save_freq: int = execution(50, doc="steps between checkpoints")
     keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
     deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
@@ -276,7 +278,9 @@ class EvaluateConfig:
     top_p: float = identity(1.0, doc="nucleus sampling of the sampled decoding; 1 is off")
     bootstrap_samples: int = identity(2000, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
-    batch_size: int = execution(256, doc="samples decoded together")
+    batch_size: int = identity(
+        256, doc="samples decoded together; sums are taken in another order with another number"
+    )
     resources: Resources = section(Resources, doc="resources of the evaluation job")
 
 

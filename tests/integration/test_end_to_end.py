@@ -1,0 +1,224 @@
+"""The main job, end to end, through the command: what a newcomer and a script see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from refiner_core.cards import lint_card
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.marks import walk
+from refiner_core.contract.config import RecipeConfig
+from tests.support.command import SMALL, Finished, Stage, refiner
+
+KINDS = ["data", "sft", "grpo", "publish", "evaluate", "evaluate", "evaluate", "card"]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("end-to-end") / "runs"
+
+
+@pytest.fixture(scope="session")
+def finished(workspace: Path) -> Finished:
+    """The small recipe, run once for all tests here."""
+    done = refiner("run", "tiny", f"workspace={workspace}", *SMALL, "--no-server", "--json")
+    assert done.code == 0, done.stderr
+    return done
+
+
+def test_a_run_brings_about_every_stage(finished: Finished) -> None:
+    stages = finished.json["stages"]
+    assert [s["stage"] for s in stages] == KINDS
+    assert {s["state"] for s in stages} == {"done"}
+    assert len({s["fingerprint"] for s in stages}) == len(stages)
+    assert all(s["seconds"] > 0 for s in stages)
+
+
+def test_evaluations_carry_their_evidence(finished: Finished) -> None:
+    numbers = finished.json["evaluations"]
+    keys = {"stage", "protocol", "decoding", "metric", "value", "low", "high", "n"}
+    assert all(keys <= set(n) for n in numbers)
+    assert {n["stage"] for n in numbers} == {"base", "sft", "grpo", "random_copier"}
+    for model in ("base", "sft", "grpo", "random_copier"):
+        for decoding in ("greedy", "sampled"):
+            here = [n for n in numbers if (n["stage"], n["decoding"]) == (model, decoding)]
+            assert {"format_valid", "citation_f1", "rubric_score", "reward", "oracle"} <= {
+                n["metric"] for n in here
+            }
+            assert {n["n"] for n in here if n["value"] is not None} <= {4}, "prompts evaluated"
+
+
+def test_models_are_measured_by_one_protocol(finished: Finished) -> None:
+    by_metric: dict[tuple[str, str], set[str]] = {}
+    for n in finished.json["evaluations"]:
+        by_metric.setdefault((n["decoding"], n["metric"]), set()).add(n["protocol"])
+    assert all(len(protocols) == 1 for protocols in by_metric.values())
+
+
+def test_running_again_does_nothing_and_says_so(finished: Finished, workspace: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in workspace.glob("stages/*/**/*") if p.is_file()}
+    again = refiner("run", "tiny", f"workspace={workspace}", *SMALL, "--no-server", "--json")
+    assert again.code == 0
+    assert {s["state"] for s in again.json["stages"]} == {"skipped"}
+    assert again.json["evaluations"] == finished.json["evaluations"]
+    after = {p: p.stat().st_mtime_ns for p in workspace.glob("stages/*/**/*") if p.is_file()}
+    assert after == before
+
+
+def test_the_plan_says_skip_and_explain_says_which_field(
+    finished: Finished, workspace: Path
+) -> None:
+    where = (f"workspace={workspace}", *SMALL)
+    plan = refiner("plan", "tiny", *where, "--json").json
+    assert {s["action"] for s in plan["stages"]} == {"skip"}
+    changed = refiner("plan", "tiny", *where, "grpo.beta=0.5", "--json").json
+    actions = {s["name"]: s["action"] for s in changed["stages"]}
+    assert actions == {
+        "data": "skip",
+        "sft": "skip",
+        "grpo": "run",
+        "publish": "run",
+        "evaluate-base": "skip",
+        "evaluate-sft": "skip",
+        "evaluate-grpo": "run",
+        "card": "run",
+    }
+    why = refiner("explain", "grpo", "tiny", *where, "grpo.beta=0.5")
+    assert "grpo.beta: 0.001 → 0.5" in why.stdout
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
+    done = refiner("run", "tiny", f"workspace={tmp_path}/none", "--dry-run", "--json")
+    assert done.code == 0
+    assert [s["action"] for s in done.json["stages"]] == ["run"] * len(KINDS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_published_loads_and_answers(finished: Finished, workspace: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = workspace / "published" / "refiner" / "tiny-seed1"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
+        p.name for p in folder.iterdir()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    chat = [{"role": "user", "content": "<query>Hello?</query>"}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > 4
+
+
+def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace: Path) -> None:
+    card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
+    assert lint_card(card) == []
+    oracle = next(
+        n
+        for n in finished.json["evaluations"]
+        if (n["stage"], n["decoding"], n["metric"]) == ("grpo", "greedy", "oracle")
+    )
+    assert f"{oracle['value']:.3f}" in card
+    assert "refiner run tiny " in card
+    assert str(workspace) not in card, "a card is for others; our folders are not"
+    assert "kl3" in card
+    assert "0.2" in card
+
+
+def test_the_cards_command_plans_the_same_fingerprints(
+    finished: Finished, workspace: Path
+) -> None:
+    card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
+    line = next(x for x in card.splitlines() if x.startswith("refiner run tiny "))
+    again = refiner("plan", *line.split()[2:], f"workspace={workspace}", "--json").json
+    assert [s["fingerprint"] for s in again["stages"]] == [
+        s["fingerprint"] for s in finished.json["stages"]
+    ]
+
+
+def test_every_rollout_is_kept_with_its_reward_components(
+    finished: Finished, workspace: Path
+) -> None:
+    attempt = Stage(workspace, "grpo").attempts[-1]
+    files = sorted((attempt / "rollouts").glob("step-*.parquet"))
+    assert len(files) == 5
+    rows = pq.read_table(files[0]).to_pylist()
+    assert len(rows) == 8
+    wanted = {"reward/rubric", "reward/citation", "reward/format_bonus", "advantage", "response_ids"}
+    assert wanted <= set(rows[0])
+    assert "truth" not in json.dumps(rows[0]), "the truth never reaches what a reward could see"
+
+
+def test_metrics_bear_the_references_names(finished: Finished, workspace: Path) -> None:
+    trace = Stage(workspace, "grpo").trace()
+    assert [step for step, _ in trace] == [1, 2, 3, 4, 5]
+    wanted = {
+        "objective/kl3_avg",
+        "loss/policy_avg",
+        "loss/kl_avg",
+        "loss/total_avg",
+        "policy/clipfrac_avg",
+        "val/ratio",
+        "val/sequence_lengths",
+        "val/stop_rate",
+        "scores",
+        "packed_ratio",
+        "episode",
+        "training_step",
+    }
+    assert wanted <= set(trace[-1][1])
+
+
+def test_records_tell_what_it_was_made_with(finished: Finished, workspace: Path) -> None:
+    result = Stage(workspace, "grpo").result()
+    assert result["provenance"]["versions"]["torch"]
+    assert result["provenance"]["seeds"]["run"] == 1
+    run = json.loads((workspace / "runs" / finished.json["run"] / "run.json").read_text())
+    assert run["provenance"]["commit"] or run["code"]
+    assert run["overrides"][1:] == list(SMALL)
+    assert (workspace / "code" / run["code"] / "flows" / "worker.py").is_file()
+
+
+def test_status_and_logs_show_what_became_of_it(finished: Finished, workspace: Path) -> None:
+    status = refiner("status", f"workspace={workspace}", "--json").json
+    assert {s["state"] for s in status["stages"]} == {"done"}
+    logs = refiner("logs", "grpo", f"workspace={workspace}")
+    assert logs.code == 0
+    assert "step 5" in logs.stdout
+
+
+def test_execution_settings_leave_the_outputs_bitwise_equal(
+    finished: Finished, workspace: Path, tmp_path: Path
+) -> None:
+    """Every execution field that the local executor can take another value of."""
+    other = tmp_path / "other"
+    settings = (
+        f"workspace={other}",
+        "grpo.save_freq=3",
+        "grpo.keep=1",
+        "sft.save_freq=3",
+        "sft.eval_freq=1",
+        "model.gradient_checkpointing=true",
+        "log_level=debug",
+        "tracking.wandb=offline",
+        "tracking.project=another",
+        "dispatch.max_parallel=1",
+        "dispatch.poll_s=0.2",
+        "grpo.resources.memory_gb=8",
+        "judge.concurrency=3",
+        "evaluate.models=[grpo]",
+    )
+    small = [o for o in SMALL if o.split("=")[0] not in {s.split("=")[0] for s in settings}]
+    done = refiner("run", "tiny", *small, *settings, "--no-server", "--json")
+    assert done.code == 0, done.stderr
+    for kind in ("data", "sft", "grpo"):
+        ours, theirs = Stage(workspace, kind).hashes(), Stage(other, kind).hashes()
+        assert ours == theirs, kind
+    assert Stage(workspace, "grpo").trace() == Stage(other, "grpo").trace()
+    marks = {path: info.mark for path, info in walk(RecipeConfig)}
+    assert all(marks[s.split("=")[0]] == "execution" for s in settings[:-1])
+    assert replace_fields(RecipeConfig(), {"grpo.keep": 1}) != RecipeConfig()

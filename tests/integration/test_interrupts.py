@@ -1,0 +1,122 @@
+"""Killed, stopped, run twice: the same command goes on, and nobody can tell from the result."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import (
+    SMALL,
+    Finished,
+    Stage,
+    kill_orchestrator,
+    refiner,
+    start,
+    wait_until,
+)
+
+#: Long enough to be hit in the middle, short enough for CI; only up to the weights.
+TRAINING = (
+    *(o for o in SMALL if not o.startswith(("grpo.num_training", "sft.max_train"))),
+    "sft.max_train_steps=8",
+    "grpo.num_training_steps=10",
+    "stages=[data,sft,grpo]",
+)
+
+
+def run(workspace: Path) -> Finished:
+    done = refiner("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server", "--json")
+    assert done.code == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workspace = tmp_path_factory.mktemp("undisturbed") / "runs"
+    run(workspace)
+    return workspace
+
+
+def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "runs"
+    arguments = ("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    sft, grpo = Stage(workspace, "sft"), Stage(workspace, "grpo")
+
+    # kill -9 of orchestrator and worker in the middle of SFT
+    process = start(*arguments)
+    wait_until(lambda: len(sft.steps()) >= 3, "SFT's third step")
+    kill_orchestrator(process)
+    sft.kill()
+
+    # kill -9 of the worker alone while a checkpoint is being written: this call goes on by itself
+    process = start(*arguments)
+    wait_until(lambda: len(grpo.steps()) >= 2 and grpo.is_saving, "a save of GRPO")
+    grpo.kill()
+    wait_until(lambda: len(grpo.attempts) == 2 and len(grpo.steps()) >= 4, "the second attempt")
+
+    # kill -9 of both in the middle of generation
+    wait_until(lambda: grpo.phase == "generate", "generation")
+    kill_orchestrator(process)
+    grpo.kill()
+
+    # Ctrl-C: saved, exit code 6, and the way on is named
+    process = start(*arguments)
+    wait_until(lambda: len(grpo.attempts) == 3 and len(grpo.steps()) >= 7, "the third attempt")
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 6, told
+    assert "refiner run tiny" in told
+
+    done = run(workspace)
+    assert {s["state"] for s in done.json["stages"]} <= {"done", "skipped"}
+    for stage in ("sft", "grpo"):
+        ours, theirs = Stage(workspace, stage), Stage(undisturbed, stage)
+        assert len(ours.attempts) > 1
+        assert ours.trace() == theirs.trace(), "loss trace, with no doubled or missing step"
+        assert ours.hashes() == theirs.hashes(), "weights"
+    rollouts = [sorted(p.name for p in s.attempts[-1].glob("rollouts/*")) for s in (grpo,)][0]
+    assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 11)]
+
+
+def test_a_killed_orchestrator_finds_its_jobs_again(tmp_path: Path) -> None:
+    workspace = tmp_path / "runs"
+    arguments = ("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    process = start(*arguments)
+    sft = Stage(workspace, "sft")
+    wait_until(lambda: sft.steps(), "SFT's first step")
+    kill_orchestrator(process)
+    assert sft.worker is not None
+    assert sft.worker.alive, "a job outlives its orchestrator"
+    plan = refiner("plan", "tiny", f"workspace={workspace}", *TRAINING, "--json").json
+    assert {s["name"]: s["action"] for s in plan["stages"]}["sft"] in ("reattach", "skip")
+    run(workspace)
+    assert len(sft.attempts) == 1, "it was waited for, not started again"
+
+
+def test_sigterm_is_a_request_to_stop(tmp_path: Path) -> None:
+    workspace = tmp_path / "runs"
+    process = start("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    wait_until(lambda: Stage(workspace, "sft").steps(), "SFT's first step")
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 6
+
+
+def test_two_calls_at_once_run_everything_once(undisturbed: Path, tmp_path: Path) -> None:
+    workspace = tmp_path / "runs"
+    ended: list[Finished] = []
+    calls = [threading.Thread(target=lambda: ended.append(run(workspace))) for _ in range(2)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert len(ended) == 2
+    for kind in ("data", "sft", "grpo"):
+        stage = Stage(workspace, kind)
+        assert len(stage.attempts) == 1, kind
+        assert stage.hashes() == Stage(undisturbed, kind).hashes()

@@ -1,0 +1,180 @@
+"""The `refiner` command as a user runs it: a process of its own, its output, its records."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.processes import ProcessId
+from infra.stage_io import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The tiny recipe cut down to a few seconds a stage. Everything on the path is the real thing.
+SMALL = (
+    "data.synthetic_sft_rows=160",
+    "data.synthetic_rl_rows=40",
+    "sft.max_train_steps=4",
+    "sft.eval_freq=2",
+    "sft.save_freq=1",
+    "grpo.num_training_steps=5",
+    "grpo.num_unique_prompts_rollout=2",
+    "grpo.num_samples_per_prompt_rollout=4",
+    "grpo.save_freq=1",
+    "evaluate.max_prompts=4",
+    "evaluate.num_samples=2",
+    "evaluate.bootstrap_samples=200",
+    "tracking.wandb=disabled",
+)
+#: What a clock has to do with; never part of a comparison of two runs.
+TIMED = ("time/", "tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A call that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """What ``--json`` printed."""
+        return json.loads(self.stdout)
+
+
+def command(*args: str) -> list[str]:
+    """The command line of a process that is not in the checkout's folder."""
+    return [sys.executable, "-m", "flows.cli.main", *args]
+
+
+def environment() -> dict[str, str]:
+    """As a user's shell would have it, with our packages importable."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def refiner(*args: str, cwd: Path | None = None, timeout_s: float = 280) -> Finished:
+    """Run the command to its end."""
+    done = subprocess.run(
+        command(*args),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment(),
+        timeout=timeout_s,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def start(*args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """Start the command in a process group of its own, as a shell would."""
+    return subprocess.Popen(
+        command(*args),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+    """The first true value of ``condition``.
+
+    Raises:
+        TimeoutError: it stayed false.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+
+
+class Stage:
+    """One stage's files in a workspace, while it runs and after."""
+
+    def __init__(self, workspace: Path, kind: str) -> None:
+        self.workspace, self.kind = workspace, kind
+
+    @property
+    def folder(self) -> Path | None:
+        """The stage's folder, once there is one."""
+        return next(iter(sorted(self.workspace.glob(f"stages/{self.kind}-*"))), None)
+
+    @property
+    def attempts(self) -> list[Path]:
+        """Attempt folders, oldest first."""
+        return sorted(self.folder.glob("attempts/0*")) if self.folder else []
+
+    @property
+    def phase(self) -> str:
+        """What the newest attempt's heartbeat says it is doing."""
+        beat = self._json("heartbeat.json")
+        return str((beat.get("progress") or {}).get("phase", ""))
+
+    @property
+    def worker(self) -> ProcessId | None:
+        """The newest attempt's worker."""
+        found = self._json("started.json").get("process")
+        return ProcessId.parse(found) if found else None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is half-written right now."""
+        return bool(self.folder and list(self.folder.glob("checkpoints/.tmp-*")))
+
+    def steps(self) -> list[int]:
+        """Steps that the newest attempt's metrics have."""
+        path = self.attempts[-1] / "metrics.jsonl" if self.attempts else None
+        return [line.step for line in read_metrics(path)] if path and path.exists() else []
+
+    def trace(self) -> list[tuple[int, dict[str, Any]]]:
+        """Every metric of every step of the newest attempt, without what a clock has measured."""
+        return [
+            (
+                line.step,
+                {k: v for k, v in line.metrics.items() if not k.startswith(TIMED)},
+            )
+            for line in read_metrics(self.attempts[-1] / "metrics.jsonl")
+        ]
+
+    def result(self) -> dict[str, Any]:
+        """The finished stage's result."""
+        assert self.folder is not None
+        value: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return value
+
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of every output file."""
+        return {f["path"]: f["sha256"] for f in self.result()["files"]}
+
+    def kill(self) -> None:
+        """``kill -9`` of the worker and everything it has started."""
+        assert self.worker is not None
+        self.worker.kill_group()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value: dict[str, Any] = json.loads((self.attempts[-1] / name).read_text())
+        except (IndexError, FileNotFoundError):
+            return {}
+        return value
+
+
+def kill_orchestrator(process: subprocess.Popen[str]) -> None:
+    """``kill -9`` of a started command; its jobs live on."""
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
