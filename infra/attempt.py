@@ -124,15 +124,11 @@ class AttemptRun:
         # Handlers first: whoever sees the start may ask to stop at once.
         for number in (signal.SIGTERM, signal.SIGINT):
             self._old_handlers[number] = signal.signal(number, self._note_signal)
-        with no_space_guard(self.paths.data, "starting the attempt"):
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            token = {"process": str(ProcessId.of()), "started_at": now_text()}
-            if not self.workspace.start_attempt(self.stage_id, self.number, token):
-                raise AttemptClosed(
-                    f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
-                    "has another worker",
-                    fix="nothing; whoever gave it up goes on",
-                )
+        try:
+            self._take_token()
+        except BaseException:
+            self._restore_handlers()
+            raise
         if self._own_log:
             self._redirect_output()
         self.heartbeat.start()
@@ -146,8 +142,7 @@ class AttemptRun:
     ) -> None:
         self.heartbeat.stop()
         self.tracker.finish(0 if error is None else 1)
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+        self._restore_handlers()
 
     def finish(self, report: Mapping[str, Any]) -> StageResult:
         """Publish the result: hash the output, check the fence, write ``result.json`` last.
@@ -198,6 +193,21 @@ class AttemptRun:
             )
 
     # ------------------------------------------------------------ parts
+
+    def _take_token(self) -> None:
+        with no_space_guard(self.paths.data, "starting the attempt"):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            token = {"process": str(ProcessId.of()), "started_at": now_text()}
+            if not self.workspace.start_attempt(self.stage_id, self.number, token):
+                raise AttemptClosed(
+                    f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
+                    "has another worker",
+                    fix="nothing; whoever gave it up goes on",
+                )
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)

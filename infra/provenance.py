@@ -30,7 +30,8 @@ _DISTRIBUTIONS = (
 _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<digest>/
 DIFF_LIMIT_BYTES = 1 << 20
 _MASK = "***"
-_SECRET_NAME = r"[\w.-]*(?:token|secret|password|passwd|api[_-]?key|auth)[\w.-]*"
+# The last word counts: `hub.token` is a secret, `max_token_length` is not.
+_SECRET_NAME = r"(?:[\w.-]*[._-])?(?:token|secret|password|passwd|api[_-]?key|auth(?:orization)?)"
 _MASKS = (
     (re.compile(rf"(?i)^(-{{0,2}}{_SECRET_NAME}=)(?!\s*$).+$"), rf"\g<1>{_MASK}"),
     (re.compile(r"(?i)(://[^/\s:@]+:)[^/\s@]+@"), rf"\g<1>{_MASK}@"),

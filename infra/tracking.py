@@ -1,8 +1,9 @@
 """W&B as a second place for metrics; our own JSON lines are the truth.
 
 In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
-group is the recipe and whose job type is the stage's kind. It starts with the first metric (starting
-costs a second or two), and whatever goes wrong in it is one warning in the log, never an error.
+group is the recipe and whose job type is the stage's kind. It starts with the first metric
+(starting costs a second or two), and whatever goes wrong in it is one warning in the log, never an
+error.
 """
 
 from __future__ import annotations

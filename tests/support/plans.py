@@ -1,0 +1,60 @@
+"""Small plans and open workspaces for tests of `infra`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from infra.dispatch import SubmititDispatcher
+from infra.workspace import Claim, Workspace
+from refiner_core.contract.config import DispatchConfig, RecipeConfig, TrackingConfig
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.records import RunRecord
+
+SOURCES = {"data.sft": "rows-1", "data.rl": "rows-2", "model": "weights-1"}
+OWNER = "elsewhere:1:1.00"
+FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
+
+
+def small_config(*stages: str, **dispatch: object) -> RecipeConfig:
+    """A recipe without a tracker and with quick polls."""
+    return replace(
+        RecipeConfig(recipe="small"),
+        stages=stages or ("data", "sft"),
+        tracking=TrackingConfig(wandb="disabled"),
+        dispatch=replace(DispatchConfig(poll_s=0.05, grace_s=20.0), **dispatch),  # type: ignore[arg-type]
+    )
+
+
+def small_plan(*stages: str, **dispatch: object) -> Plan:
+    """``data → sft`` unless other stages are named."""
+    return make_plan(small_config(*stages, **dispatch), SOURCES)
+
+
+def claim(workspace: Workspace, plan: Plan, name: str, after: int = 0) -> PlannedStage:
+    """Claim the next attempt at a stage, as an orchestrator on another host."""
+    stage = plan.by_name[name]
+    inputs = {role: plan.by_name[n].id for role, n in stage.inputs.items()}
+    attempt = workspace.claim_attempt(stage, plan.config, inputs, Claim(OWNER, "local", after))
+    assert attempt is not None
+    return stage
+
+
+def run_record(workspace: Workspace, plan: Plan) -> RunRecord:
+    """A call on the plan, with the code as it is imported."""
+    return RunRecord(
+        version=1,
+        run=workspace.new_run_id(plan.recipe),
+        recipe=plan.recipe,
+        overrides=(),
+        command=("refiner", "run", plan.recipe),
+        config={},
+        stages={s.name: s.id for s in plan.stages},
+        code="",
+        started_at="2026-11-21T00:00:00+00:00",
+    )
+
+
+def fake_dispatcher(workspace: Workspace) -> SubmititDispatcher:
+    """Real jobs through submitit that run the fake worker."""
+    return SubmititDispatcher(workspace, worker=(str(FAKE_WORKER),))

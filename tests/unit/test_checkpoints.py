@@ -1,0 +1,217 @@
+"""A checkpoint is there completely or not at all, and there is never one too few."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from infra import atomic, disk
+from infra.attempt import AttemptClosed
+from infra.checkpoints import MARKER, CheckpointStore, step_name
+from refiner_core.contract.errors import Interrupted, NoSpaceError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def save(store: CheckpointStore, step: int, text: str = "state") -> None:
+    with store.new(step) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "state.bin").write_text(text)
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [c.step for c in store.complete()]
+
+
+def test_there_is_none_before_the_first(folder: Path) -> None:
+    assert CheckpointStore(folder, 1).latest() is None
+
+
+def test_the_newest_is_found_by_number_and_knows_its_attempt(folder: Path) -> None:
+    for attempt, step in ((1, 9), (2, 10), (3, 123_456_789)):
+        save(CheckpointStore(folder, attempt, keep=9), step)
+    latest = CheckpointStore(folder, 4).latest()
+    assert latest is not None
+    assert (latest.step, latest.attempt) == (123_456_789, 3)
+    assert (latest.path / "sub" / "state.bin").read_text() == "state"
+
+
+def test_a_checkpoint_is_invisible_until_it_is_complete(folder: Path) -> None:
+    store = CheckpointStore(folder, 1)
+    with store.new(1) as path:
+        (path / "state.bin").write_text("half")
+        assert store.latest() is None
+    assert steps(store) == [1]
+
+
+def test_an_error_while_saving_leaves_nothing_of_it(folder: Path) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    with pytest.raises(Interrupted), store.new(2) as path:
+        (path / "state.bin").write_text("half")
+        raise Interrupted("stopped")
+    assert [p.name for p in folder.iterdir()] == [step_name(1)]
+
+
+def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> None:
+    folder.mkdir()
+    left = folder / f"{atomic.TEMPORARY}{step_name(3)}-a1"
+    left.mkdir()
+    (left / "state.bin").write_text("half")
+    store = CheckpointStore(folder, 2)
+    assert store.latest() is None
+    save(store, 4)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("damage", ["no marker", "cut marker", "cut file", "file gone"])
+def test_a_damaged_newest_is_passed_over_with_a_warning(
+    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    save(store, 2)
+    newest = folder / step_name(2)
+    if damage == "no marker":
+        (newest / MARKER).unlink()
+    elif damage == "cut marker":
+        (newest / MARKER).write_text('{"step": 2, "fil')
+    elif damage == "cut file":
+        (newest / "sub" / "state.bin").write_text("st")
+    else:
+        (newest / "sub" / "state.bin").unlink()
+    latest = CheckpointStore(folder, 2).latest()
+    assert latest is not None
+    assert latest.step == 1
+    assert step_name(2) in caplog.text
+    save(CheckpointStore(folder, 2), 2, "state again")
+    assert (newest / "sub" / "state.bin").read_text() == "state again"
+
+
+# ---------------------------------------------------------------- retention
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3])
+def test_the_newest_ones_are_kept_and_never_fewer_than_one(folder: Path, keep: int) -> None:
+    store = CheckpointStore(folder, 1, keep=keep)
+    for step in range(1, 6):
+        save(store, step)
+    assert steps(store) == [1, 2, 3, 4, 5][-max(1, keep) :]
+
+
+def test_room_is_made_before_a_save_but_the_last_complete_one_stays(folder: Path) -> None:
+    store = CheckpointStore(folder, 1, keep=2)
+    save(store, 1)
+    save(store, 2)
+    with store.new(3) as path:
+        assert steps(store) == [2], "two on disk and one being written would be keep + 1"
+        (path / "state.bin").write_text("x")
+    assert steps(store) == [2, 3]
+
+
+def test_with_keep_one_the_only_one_goes_after_its_successor_is_complete(folder: Path) -> None:
+    store = CheckpointStore(folder, 1, keep=1)
+    save(store, 1)
+    with store.new(2) as path:
+        assert steps(store) == [1]
+        (path / "state.bin").write_text("x")
+    assert steps(store) == [2]
+
+
+def test_saving_a_step_again_never_leaves_a_moment_without_it(folder: Path) -> None:
+    save(CheckpointStore(folder, 1), 5, "first")
+    store = CheckpointStore(folder, 2, keep=2)
+    with store.new(5) as path:
+        assert steps(store) == [5]
+        (path / "state.bin").write_text("x")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.attempt == 1
+
+
+# ---------------------------------------------------------------- fence and order
+
+
+def test_a_stale_attempt_makes_nothing_visible(folder: Path) -> None:
+    def stale() -> None:
+        raise AttemptClosed("a newer attempt exists")
+
+    with pytest.raises(AttemptClosed):
+        save(CheckpointStore(folder, 1, fence=stale), 7)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_was_logged_is_durable_before_the_marker_exists(folder: Path) -> None:
+    seen = []
+
+    def flush() -> None:
+        seen.append(list(folder.rglob(MARKER)))
+
+    save(CheckpointStore(folder, 1, before_commit=flush), 1)
+    assert seen == [[]]
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        type("SafetensorError", (Exception,), {})("I/O error: Disk quota exceeded (os error 122)"),
+        OSError("4096 requested and 0 written"),
+    ],
+)
+def test_every_way_of_saying_that_the_disk_is_full_is_understood(
+    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    monkeypatch.setattr(disk, "has_room", lambda *_: False)
+    with pytest.raises(NoSpaceError, match="checkpoint of step 2"), store.new(2) as path:
+        (path / "half.bin").write_text("half")
+        raise error
+    assert [p.name for p in folder.iterdir()] == [step_name(1)]
+    assert steps(store) == [1]
+
+
+def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> None:
+    error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    with pytest.raises(RuntimeError, match="PytorchStreamWriter"), CheckpointStore(
+        folder, 1
+    ).new(1):
+        raise error
+
+
+@pytest.mark.parametrize("call", ["fsync", "open"])
+def test_no_room_for_the_marker_leaves_the_previous_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    with pytest.raises(NoSpaceError), store.new(2) as path:
+        (path / "state.bin").write_text("x")
+        monkeypatch.setattr(os, call, full)
+    monkeypatch.undo()
+    assert steps(store) == [1]
+    save(store, 2)
+    assert steps(store) == [1, 2]
+
+
+def test_the_marker_names_every_file_with_its_size(folder: Path) -> None:
+    save(CheckpointStore(folder, 3), 1)
+    marker = json.loads((folder / step_name(1) / MARKER).read_text())
+    assert marker == {"step": 1, "attempt": 3, "files": {"sub/state.bin": 5}}

@@ -1,0 +1,128 @@
+"""Every way to end has a class, and the class says what happens next."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from infra import disk
+from infra.disk import has_room, is_no_space
+from infra.failures import CLASSES, MESSAGE_LIMIT, classify, classify_silent_end
+from refiner_core.contract.errors import (
+    EXIT_CODES,
+    ConfigurationError,
+    DataError,
+    Interrupted,
+    JudgeOutage,
+    NoSpaceError,
+    UnsupportedError,
+    WorkspaceError,
+)
+from refiner_core.contract.records import FailureClass
+
+
+def test_every_class_has_a_rule_and_every_rule_a_documented_exit_code() -> None:
+    assert set(CLASSES) == set(get_args(FailureClass))
+    assert {rule.exit_code for rule in CLASSES.values()} <= set(EXIT_CODES)
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "decision", "code"),
+    [
+        (Interrupted("x"), "interrupted", "resume", 6),
+        (KeyboardInterrupt(), "interrupted", "resume", 6),
+        (NoSpaceError("x"), "disk_full", "resume", 5),
+        (OSError(errno.EDQUOT, "x"), "disk_full", "resume", 5),
+        (JudgeOutage("x"), "judge_outage", "resume", 7),
+        (ConfigurationError("x"), "bad_configuration", "stop", 2),
+        (DataError("x"), "bad_data", "stop", 3),
+        (WorkspaceError("x"), "bug", "stop", 4),
+        (UnsupportedError("x"), "unsupported", "stop", 8),
+        (MemoryError(), "out_of_memory", "stop", 1),
+        (OutOfMemoryError("CUDA out of memory"), "out_of_memory", "stop", 1),
+        (FloatingPointError("loss is nan"), "not_finite", "stop", 1),
+        (ImportError("no module named x"), "bug", "stop", 70),
+        (ValueError("x"), "bug", "stop", 70),
+    ],
+)
+def test_exceptions_become_outcomes(
+    error: BaseException, failure: str, decision: str, code: int
+) -> None:
+    outcome = classify(error)
+    assert (outcome.failure, outcome.decision, outcome.exit_code) == (failure, decision, code)
+
+
+def test_a_full_disk_is_found_behind_what_hides_it() -> None:
+    try:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("saving failed") from error
+    except RuntimeError as error:
+        assert classify(error).failure == "disk_full"
+    group = ExceptionGroup("several", [ValueError("x"), OSError(errno.EDQUOT, "y")])
+    assert classify(group).failure == "disk_full"
+
+
+def test_an_error_about_writing_is_settled_by_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("PytorchStreamWriter failed writing file data/3")
+    assert not is_no_space(error, tmp_path)
+    monkeypatch.setattr(disk, "has_room", lambda _: False)
+    assert is_no_space(error, tmp_path)
+    assert not is_no_space(ValueError("learning rate"), tmp_path)
+
+
+def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert has_room(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_are_short_and_name_the_error() -> None:
+    assert classify(KeyError("beta")).message == "KeyError: 'beta'"
+    assert len(classify(ValueError("x" * 10_000)).message) == MESSAGE_LIMIT
+    assert classify(ConfigurationError("It is so", fix="do this")).message == (
+        "It is so. To mend it: do this."
+    )
+
+
+IMPORT_ERROR = """Traceback (most recent call last):
+  File "worker.py", line 1, in <module>
+ModuleNotFoundError: No module named 'flows'
+
+The above exception was the direct cause of the following exception:
+subprocess.CalledProcessError: Command '['env']' returned non-zero exit status 1.
+submitit.core.utils.FailedJobError: Traceback
+"""
+
+
+@pytest.mark.parametrize(
+    ("started", "printed", "failure"),
+    [
+        (True, "", "killed"),
+        (False, "", "killed"),
+        (False, IMPORT_ERROR, "bug"),
+        (True, "died with <Signals.SIGKILL: 9>.", "killed"),
+        (True, "returned non-zero exit status 5.", "disk_full"),
+        (True, "returned non-zero exit status 6.", "interrupted"),
+        (False, "OSError: [Errno 122] Disk quota exceeded", "disk_full"),
+    ],
+)
+def test_a_job_that_left_no_word_is_judged_by_what_it_printed(
+    started: bool, printed: str, failure: str
+) -> None:
+    assert classify_silent_end(started, printed).failure == failure
+
+
+def test_an_import_error_is_shown_and_not_retried() -> None:
+    outcome = classify_silent_end(False, IMPORT_ERROR)
+    assert outcome.decision == "stop"
+    assert "No module named 'flows'" in outcome.message

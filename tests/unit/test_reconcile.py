@@ -1,0 +1,363 @@
+"""What to do next follows from what is recorded and what lives, and from nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from infra.failures import CLASSES, outcome_of
+from infra.reconcile import (
+    Action,
+    Block,
+    CloseAttempt,
+    Done,
+    Fail,
+    Launch,
+    Observed,
+    Policy,
+    Seen,
+    Sight,
+    Wait,
+    reconcile,
+)
+from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
+from refiner_core.contract.records import (
+    Attempt,
+    FailureClass,
+    Outcome,
+    StageRecord,
+    StageResult,
+    StageSpec,
+)
+from tests.support.plans import small_plan
+
+ME, OTHER = "here:1:1.00", "here:2:1.00"
+PLAN = small_plan("data", "sft", "evaluate")
+DATA, SFT = PLAN.by_name["data"], PLAN.by_name["sft"]
+POLICY = Policy(owner=ME, max_attempts=3, max_parallel=2)
+RESUMABLE = [c for c, rule in CLASSES.items() if rule.decision == "resume"]
+FINAL = [c for c, rule in CLASSES.items() if rule.decision == "stop"]
+
+
+def spec(stage: PlannedStage) -> StageSpec:
+    return StageSpec(
+        *(1, stage.name, stage.kind, stage.fingerprint, stage.model, STAGE_VERSIONS[stage.kind]),
+        *(stage.identity, stage.sources, stage.input_fingerprints),
+    )
+
+
+def attempt(number: int, outcome: FailureClass | None = None, owner: str = ME) -> Attempt:
+    ended = None if outcome is None else outcome_of(outcome)
+    return Attempt(number, f"c{number}", "local", owner, "t", outcome=ended)
+
+
+def record(stage: PlannedStage, *attempts: Attempt, done: bool = False) -> StageRecord:
+    made = StageResult(1, len(attempts), "output", (), {}, {}, 1.0, "t") if done else None
+    return StageRecord(spec(stage), attempts, made)
+
+
+def decide(
+    records: list[tuple[PlannedStage, StageRecord]],
+    seen: Mapping[str, Seen] | None = None,
+    policy: Policy = POLICY,
+    room: bool = True,
+) -> dict[str, Action]:
+    actions = reconcile(
+        PLAN, {s.id: r for s, r in records}, Observed(seen or {}, room=room), policy
+    )
+    return {a.stage.name: a for a in actions}
+
+
+DATA_DONE = (DATA, record(DATA, attempt(1, "none"), done=True))
+
+
+# ---------------------------------------------------------------- beginning
+
+
+def test_nothing_recorded_launches_only_what_needs_no_input() -> None:
+    actions = decide([])
+    assert actions["data"] == Launch(DATA, 0)
+    assert all(isinstance(a, Wait) for n, a in actions.items() if n != "data")
+
+
+def test_inputs_done_launch_in_the_plans_order_up_to_the_limit() -> None:
+    actions = decide([DATA_DONE])
+    assert isinstance(actions["data"], Done)
+    assert isinstance(actions["sft"], Launch)
+    assert isinstance(actions["evaluate-base"], Launch)
+    assert isinstance(actions["evaluate-sft"], Wait)
+    one = decide([DATA_DONE], policy=replace(POLICY, max_parallel=1))
+    assert one["evaluate-base"] == Wait(
+        PLAN.by_name["evaluate-base"], "waits for a free slot (dispatch.max_parallel)"
+    )
+
+
+@pytest.mark.parametrize(("local", "launched"), [(True, False), (False, True)])
+def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
+    actions = decide(
+        [DATA_DONE, (SFT, record(SFT, attempt(1)))],
+        {SFT.id: Seen(1, "live", local)},
+        replace(POLICY, max_parallel=1),
+    )
+    assert isinstance(actions["evaluate-base"], Launch) is launched
+
+
+def test_one_stage_under_two_names_is_launched_once() -> None:
+    twin = replace(SFT, name="sft-again")
+    plan = Plan("twins", PLAN.config, (DATA, SFT, twin))
+    actions = reconcile(plan, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
+    assert [type(a) for a in actions] == [Done, Launch, Wait]
+
+
+# ---------------------------------------------------------------- an attempt without an outcome
+
+
+@pytest.mark.parametrize("owner", [ME, OTHER])
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_live_attempt_is_waited_for_whoever_started_it(owner: str, stopping: bool) -> None:
+    policy = replace(POLICY, stopping=stopping)
+    actions = decide(
+        [(DATA, record(DATA, attempt(1, owner=owner)))], {DATA.id: Seen(1, "live")}, policy
+    )
+    assert actions["data"] == Wait(DATA, "runs", 1)
+
+
+@pytest.mark.parametrize("seen", [{}, {DATA.id: Seen(1, "unknown")}, {DATA.id: Seen(7, "dead")}])
+def test_an_attempt_that_was_not_looked_at_is_never_given_up(seen: Mapping[str, Seen]) -> None:
+    assert isinstance(decide([(DATA, record(DATA, attempt(1)))], seen)["data"], Wait)
+
+
+def test_a_dead_attempt_is_closed_before_the_next_begins() -> None:
+    silent = outcome_of("killed", "gone")
+    seen = {DATA.id: Seen(1, "dead", silent_end=silent)}
+    assert decide([(DATA, record(DATA, attempt(1)))], seen)["data"] == CloseAttempt(DATA, 1, silent)
+
+
+def test_a_hung_attempt_is_closed_as_hung() -> None:
+    action = decide([(DATA, record(DATA, attempt(1)))], {DATA.id: Seen(1, "hung")})["data"]
+    assert isinstance(action, CloseAttempt)
+    assert action.outcome.failure == "hung"
+
+
+def test_a_result_counts_even_if_the_outcome_is_missing() -> None:
+    stage = (DATA, record(DATA, attempt(1), done=True))
+    assert isinstance(decide([stage], {DATA.id: Seen(1, "dead")})["data"], Done)
+
+
+# ---------------------------------------------------------------- after an attempt
+
+
+@pytest.mark.parametrize("failure", RESUMABLE)
+def test_what_can_be_resumed_is_tried_again_within_the_budget(failure: FailureClass) -> None:
+    tries = [attempt(n, failure) for n in (1, 2)]
+    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 2)
+    last = decide([(DATA, record(DATA, *tries, attempt(3, failure)))])["data"]
+    assert isinstance(last, Fail)
+    assert last.state == CLASSES[failure].exhausted
+
+
+@pytest.mark.parametrize("failure", FINAL)
+def test_what_another_try_would_only_repeat_stops_and_blocks_what_follows(
+    failure: FailureClass,
+) -> None:
+    actions = decide([(DATA, record(DATA, attempt(1, failure)))])
+    assert isinstance(actions["data"], Fail)
+    assert actions["data"].state == "failed"
+    assert actions["sft"] == Block(SFT, "data", "blocked")
+    assert actions["evaluate-sft"] == Block(PLAN.by_name["evaluate-sft"], "data", "blocked")
+
+
+@pytest.mark.parametrize("failure", [*RESUMABLE, *FINAL])
+def test_what_ended_before_this_call_is_tried_again(failure: FailureClass) -> None:
+    """A user mends a bug, frees space, waits for the judge, and gives the same command."""
+    tries = [attempt(n, failure) for n in (1, 2, 3)]
+    policy = replace(POLICY, ended_before={DATA.id: 3})
+    assert decide([(DATA, record(DATA, *tries))], policy=policy)["data"] == Launch(DATA, 3)
+
+
+def test_attempts_of_other_calls_use_up_nothing_of_this_ones_budget() -> None:
+    tries = [attempt(n, "killed", OTHER) for n in range(1, 9)]
+    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 8)
+
+
+def test_a_full_disk_is_not_run_into_again_while_it_is_full() -> None:
+    full = [(DATA, record(DATA, attempt(1, "disk_full")))]
+    assert decide(full, room=True)["data"] == Launch(DATA, 1)
+    action = decide(full, room=False)["data"]
+    assert isinstance(action, Fail)
+    assert (action.state, action.outcome.exit_code) == ("interrupted", 5)
+
+
+def test_a_stage_that_could_not_be_launched_ends_unless_another_call_makes_it() -> None:
+    policy = replace(POLICY, refused={DATA.id: outcome_of("disk_full")})
+    action = decide([], policy=policy)["data"]
+    assert isinstance(action, Fail)
+    assert action.state == "interrupted"
+    assert isinstance(decide([DATA_DONE], policy=policy)["data"], Done)
+
+
+# ---------------------------------------------------------------- stopping
+
+
+def test_a_stop_begins_nothing_and_retries_nothing() -> None:
+    policy = replace(POLICY, stopping=True)
+    stopped = (SFT, record(SFT, attempt(1, "interrupted")))
+    actions = decide([DATA_DONE, stopped], policy=policy)
+    assert isinstance(actions["sft"], Fail)
+    assert {n: getattr(a, "state", None) for n, a in actions.items()} == {
+        "data": None,
+        "sft": "interrupted",
+        "evaluate-base": "interrupted",
+        "evaluate-sft": "interrupted",
+    }
+
+
+# ---------------------------------------------------------------- whole campaigns under faults
+
+
+@dataclass
+class Job:
+    """A simulated job: ends after ``left`` ticks, in ``end``."""
+
+    left: int
+    end: str  # none, a failure class, or silent (killed without a word)
+
+
+@dataclass
+class World:
+    """Workspace, scheduler and clock in one: what orchestrators see and do in virtual time."""
+
+    plan: Plan
+    dice: random.Random
+    faults: bool = True
+    attempts: dict[str, list[Attempt]] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    launches: int = 0
+
+    def records(self) -> dict[str, StageRecord]:
+        by_id = {s.id: s for s in self.plan.stages}
+        return {
+            i: record(by_id[i], *tries, done=i in self.done) for i, tries in self.attempts.items()
+        }
+
+    def observed(self) -> Observed:
+        seen = {}
+        for stage_id, tries in self.attempts.items():
+            if stage_id in self.done or tries[-1].outcome is not None:
+                continue
+            sight: Sight = "live" if stage_id in self.jobs else "dead"
+            seen[stage_id] = Seen(tries[-1].number, sight)
+        return Observed(seen, room=not self.faults or self.dice.random() < 0.8)
+
+    def apply(self, actions: tuple[Action, ...], owner: str) -> bool:
+        """True if anything changed."""
+        changed = False
+        for action in actions:
+            tries = self.attempts.setdefault(action.stage.id, [])
+            if isinstance(action, Launch) and len(tries) == action.after:
+                self.launch(action.stage, owner)
+                changed = True
+            elif isinstance(action, CloseAttempt) and tries[-1].outcome is None:
+                tries[-1] = replace(tries[-1], outcome=action.outcome)
+                changed = True
+        self.attempts = {i: t for i, t in self.attempts.items() if t}
+        return changed
+
+    def launch(self, stage: PlannedStage, owner: str) -> None:
+        assert stage.id not in self.jobs, "two jobs of one stage at a time"
+        assert stage.id not in self.done, "a finished stage must not run again"
+        for name in stage.inputs.values():
+            assert self.plan.by_name[name].id in self.done, "an input is not done"
+        self.launches += 1
+        tries = self.attempts[stage.id]
+        tries.append(attempt(len(tries) + 1, owner=owner))
+        if self.faults and self.dice.random() < 0.1:
+            return  # the orchestrator died between claim and submit
+        ends = ["none", "silent", "preempted", "disk_full", "judge_outage", "bug"]
+        end = self.dice.choice(ends) if self.faults else "none"
+        self.jobs[stage.id] = Job(self.dice.randint(0, 4), end)
+
+    def tick(self) -> None:
+        for stage_id, job in list(self.jobs.items()):
+            job.left -= 1
+            if job.left > 0:
+                continue
+            del self.jobs[stage_id]
+            last = self.attempts[stage_id][-1]
+            outcome: Outcome | None = None
+            if job.end == "none":
+                self.done.add(stage_id)
+                # A kill between result and outcome leaves the result alone.
+                outcome = None if self.dice.random() < 0.2 else Outcome("none", "finish")
+            elif job.end != "silent":
+                outcome = outcome_of(job.end)  # type: ignore[arg-type]
+            self.attempts[stage_id][-1] = replace(last, outcome=outcome)
+
+    def ended(self) -> dict[str, int]:
+        return {
+            i: len(t) - (i in self.jobs and t[-1].outcome is None) for i, t in self.attempts.items()
+        }
+
+
+def drive(world: World, owners: list[str], ticks: int) -> dict[str, tuple[Action, ...]]:
+    """Several orchestrators, each looking at its own pace; the last actions of each."""
+    policies = {o: Policy(owner=o, max_parallel=2, ended_before=world.ended()) for o in owners}
+    last: dict[str, tuple[Action, ...]] = {}
+    for _ in range(ticks):
+        looks: list[tuple[str, Callable[[], tuple[Action, ...]]]] = []
+        for owner in owners:
+            if world.dice.random() < 0.7:
+                # Decide on what was seen at the beginning of the tick, act on what is there then.
+                actions = reconcile(
+                    world.plan, world.records(), world.observed(), policies[owner]
+                )
+                looks.append((owner, lambda actions=actions: actions))  # type: ignore[misc]
+        for owner, actions_of in looks:
+            last[owner] = actions_of()
+            world.apply(last[owner], owner)
+        world.tick()
+    return last
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_under_random_faults_nothing_runs_twice_and_all_ends_well_when_they_stop(
+    block: int,
+) -> None:
+    plan = small_plan("data", "sft", "grpo", "publish", "evaluate")
+    for seed in range(block * 30, block * 30 + 30):
+        dice = random.Random(seed)
+        world = World(plan, dice)
+        for call in range(dice.randint(1, 4)):  # calls that die, one after another
+            drive(world, [f"a{call}:1:1", f"b{call}:1:1"][: dice.randint(1, 2)], dice.randint(1, 25))
+        world.faults = False
+        for call in range(2):  # a second call may be needed for jobs that still fail from before
+            drive(world, [f"z{call}:1:1"], 120)
+        assert world.done == {s.id for s in plan.stages}, f"seed {seed}"
+        assert not world.jobs
+        # Reconciled again, by anybody, nothing changes any more.
+        policy = Policy(owner="late:1:1", ended_before=world.ended())
+        actions = reconcile(plan, world.records(), world.observed(), policy)
+        assert all(isinstance(a, Done) for a in actions)
+        assert not world.apply(actions, "late:1:1")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_call_ends_with_every_stage_in_a_final_state(seed: int) -> None:
+    """However it goes, `refiner run` returns: no schedule of faults leaves it waiting for ever."""
+    plan = small_plan("data", "sft", "grpo", "publish", "evaluate")
+    world = World(plan, random.Random(seed))
+    last = drive(world, [ME], 400)[ME]
+    assert all(isinstance(a, Done | Fail | Block) for a in last), last
+    assert world.launches <= 3 * len(plan.stages)
+
+
+def test_reconcile_does_not_change_what_it_is_given() -> None:
+    records = {DATA.id: record(DATA, attempt(1, "killed"))}
+    observed, before = Observed({}), dict(records)
+    first = reconcile(PLAN, records, observed, POLICY)
+    assert reconcile(PLAN, records, observed, POLICY) == first
+    assert records == before

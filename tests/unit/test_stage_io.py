@@ -1,0 +1,269 @@
+"""What a stage logs is there once per step, however often it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.attempt import AttemptClosed, AttemptRun
+from infra.checkpoints import CheckpointStore
+from infra.stage_io import AttemptIO, list_rollouts, read_metrics, read_rollouts
+from infra.tracking import TrackedRun, Tracker
+from infra.workspace import Workspace
+from refiner_core.contract.config import TrackingConfig
+from refiner_core.contract.errors import Interrupted, WorkspaceError
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.types import Progress
+from tests.support.plans import claim, small_plan
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+@pytest.fixture
+def stage(workspace: Workspace) -> PlannedStage:
+    return claim(workspace, small_plan(), "data")
+
+
+def make_io(workspace: Workspace, stage_id: str, attempt: int) -> AttemptIO:
+    paths = workspace.layout.stage(stage_id)
+    store = CheckpointStore(paths.checkpoints, attempt, keep=2, before_commit=lambda: io.flush())
+    io = AttemptIO(paths, attempt, store)
+    return io
+
+
+def train(io: AttemptIO, until: int, save_every: int = 2) -> None:
+    """As a training stage does: go on, log, store, save."""
+    latest = io.latest_checkpoint()
+    for step in range(1 if latest is None else latest.step + 1, until + 1):
+        io.log_metrics(step, {"loss": 1 / step, "attempt": io.checkpoints.attempt})
+        io.save_rollouts(step, [{"text": f"{step}", "reward": 0.5}])
+        if step % save_every == 0:
+            with io.new_checkpoint(step) as folder:
+                (folder / "state").write_text(str(step))
+    io.close()
+
+
+# ---------------------------------------------------------------- metrics and rollouts
+
+
+def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage.id, 1), 5)  # killed after step 5, saved at 4
+    train(make_io(workspace, stage.id, 2), 7)  # goes on from 4, saved at 6
+    train(make_io(workspace, stage.id, 3), 9)
+    paths = workspace.layout.attempt(stage.id, 3)
+    lines = read_metrics(paths.metrics)
+    assert [m.step for m in lines] == list(range(1, 10))
+    assert [m.metrics["attempt"] for m in lines] == [1, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert [p.stem for p in list_rollouts(paths.rollouts)] == [f"step-{n:08d}" for n in range(1, 10)]
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert json.loads(paths.resumed.read_text()) == {"step": 6, "from_attempt": 2}
+
+
+def test_an_attempt_that_resumes_from_nothing_begins_anew(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage.id, 1), 1)
+    train(make_io(workspace, stage.id, 2), 3)
+    lines = read_metrics(workspace.layout.attempt(stage.id, 2).metrics)
+    assert [(m.step, m.metrics["attempt"]) for m in lines] == [(1, 2), (2, 2), (3, 2)]
+
+
+def test_the_maker_of_the_checkpoint_is_asked_and_not_the_attempt_before(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage.id, 1), 4)
+    interrupted = make_io(workspace, stage.id, 2)
+    interrupted.latest_checkpoint()
+    interrupted.log_metrics(5, {"attempt": 2})  # killed before it saved anything
+    train(make_io(workspace, stage.id, 3), 6)
+    lines = read_metrics(workspace.layout.attempt(stage.id, 3).metrics)
+    assert [(m.step, m.metrics["attempt"]) for m in lines[3:]] == [(4, 1), (5, 3), (6, 3)]
+
+
+def test_a_line_that_was_cut_short_by_a_kill_is_left_out(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage.id, 1), 3)
+    path = workspace.layout.attempt(stage.id, 1).metrics
+    with path.open("a") as file:
+        file.write('{"step": 4, "metr')
+    assert [m.step for m in read_metrics(path)] == [1, 2, 3]
+    train(make_io(workspace, stage.id, 2), 4)
+    assert len(read_metrics(workspace.layout.attempt(stage.id, 2).metrics)) == 4
+
+
+def test_steps_never_go_back_and_numbers_that_are_not_finite_are_missing(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    io = make_io(workspace, stage.id, 1)
+    io.log_metrics(2, {"loss": math.nan, "kl": math.inf, "lr": 0.1})
+    io.log_metrics(2, {"validation_loss": 1})
+    with pytest.raises(ValueError, match="step 1 after those of step 2"):
+        io.log_metrics(1, {"loss": 0.0})
+    first = read_metrics(workspace.layout.attempt(stage.id, 1).metrics)[0]
+    assert first.metrics == {"loss": None, "kl": None, "lr": 0.1}
+
+
+def test_rollouts_come_back_as_they_went_in(workspace: Workspace, stage: PlannedStage) -> None:
+    rows = [
+        {"text": "a", "ids": [1, 2], "reward": None, "components": {"x": 0.5}, "empty": {}},
+        {"text": "b", "ids": [], "reward": 1.0, "components": {"y": 1}, "mixed": [1, "a"]},
+    ]
+    make_io(workspace, stage.id, 1).save_rollouts(3, rows)
+    back = read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0])
+    assert back[0] == {**rows[0], "mixed": None}
+    assert back[1] == {**rows[1], "empty": None}
+
+
+def test_a_step_without_rollouts_is_a_file_without_rows(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    make_io(workspace, stage.id, 1).save_rollouts(1, [])
+    assert read_rollouts(list_rollouts(workspace.layout.attempt(stage.id, 1).rollouts)[0]) == []
+
+
+# ---------------------------------------------------------------- tracking
+
+
+def tracked(folder: Path) -> TrackedRun:
+    return TrackedRun("sft-0123", "sft", "tiny", "sft", folder / "wandb", {"seed": 1})
+
+
+def test_a_tracker_that_is_off_imports_nothing(tmp_path: Path) -> None:
+    before = "wandb" in sys.modules
+    tracker = Tracker(TrackingConfig(wandb="disabled"), tracked(tmp_path))
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish()
+    assert ("wandb" in sys.modules) == before
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_a_tracker_that_fails_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now fails
+    monkeypatch.setenv("WANDB_DIR", "")
+    tracker = Tracker(TrackingConfig(wandb="offline"), tracked(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            tracker.log(step, {"loss": 1.0})
+        tracker.finish()
+    assert len([r for r in caplog.records if "W&B" in r.message]) == 1
+
+
+# ---------------------------------------------------------------- the attempt from the inside
+
+
+@pytest.fixture
+def running(workspace: Workspace, stage: PlannedStage) -> Iterator[AttemptRun]:
+    with AttemptRun(workspace, stage.id, 1, own_log=False) as attempt:
+        yield attempt
+
+
+def test_a_finished_attempt_leaves_hashed_outputs_a_report_and_an_outcome(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun
+) -> None:
+    (running.output_dir / "rows").mkdir()
+    (running.output_dir / "rows" / "a.txt").write_text("hello")
+    running.io.progress(Progress(1, 1, "writing"))
+    running.finish({"rows": 1, "undefined": math.nan})
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert record.result is not None
+    assert record.state == "done"
+    assert record.result.report == {"rows": 1, "undefined": None}
+    assert [(f.path, f.bytes, f.sha256[:8]) for f in record.result.files] == [
+        ("rows/a.txt", 5, "2cf24dba")
+    ]
+    assert record.attempts[0].outcome is not None
+    assert record.attempts[0].outcome.failure == "none"
+    beat = workspace.read_heartbeat(stage.id, 1)
+    assert beat is not None
+    assert beat["progress"] == {"done": 1, "total": 1, "phase": "writing", "values": {}}
+
+
+def test_the_next_stage_finds_its_inputs(workspace: Workspace, running: AttemptRun) -> None:
+    (running.output_dir / "rows.txt").write_text("rows")
+    running.finish({"rows": 7})
+    stage = claim(workspace, small_plan(), "sft")
+    following = AttemptRun(workspace, stage.id, 1)
+    assert (following.inputs["data"] / "rows.txt").read_text() == "rows"
+    assert following.input_reports["data"] == {"rows": 7}
+    assert following.config == small_plan().config
+
+
+def test_an_input_that_is_not_done_is_refused(workspace: Workspace, stage: PlannedStage) -> None:
+    following = claim(workspace, small_plan(), "sft")
+    with pytest.raises(WorkspaceError, match=f"data .{stage.id}. .* is not done"):
+        AttemptRun(workspace, following.id, 1)
+
+
+def test_a_stale_attempt_publishes_nothing(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun
+) -> None:
+    claim(workspace, small_plan(), "data", after=1)
+    with pytest.raises(AttemptClosed), running.io.new_checkpoint(1):
+        pass
+    with pytest.raises(AttemptClosed) as caught:
+        running.finish({})
+    assert running.fail(caught.value).failure == "interrupted"
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert record.result is None
+    assert all(a.outcome is None for a in record.attempts), "its outcome is for others to write"
+
+
+def test_an_attempt_runs_once(workspace: Workspace, stage: PlannedStage) -> None:
+    for _ in range(2):
+        second = AttemptRun(workspace, stage.id, 1, own_log=False)
+        if not workspace.layout.attempt(stage.id, 1).started.exists():
+            with second:
+                pass
+            continue
+        with pytest.raises(AttemptClosed, match="given up before it started"):
+            second.__enter__()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_only_raises_a_flag(running: AttemptRun, number: int) -> None:
+    assert not running.io.should_stop()
+    os.kill(os.getpid(), number)
+    assert running.io.should_stop()
+    outcome = running.fail(Interrupted("stopped on request"))
+    assert (outcome.failure, outcome.decision, outcome.exit_code) == ("interrupted", "resume", 6)
+
+
+def test_progress_with_numbers_that_are_not_finite_is_no_end_of_the_heartbeat(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun
+) -> None:
+    running.io.progress(Progress(1, 2, "steps", {"loss": math.nan}))
+    running.heartbeat.stop()
+    beat = workspace.read_heartbeat(stage.id, 1)
+    assert beat is not None
+    assert beat["progress"]["values"] == {"loss": None}
+
+
+def test_the_number_of_checkpoints_kept_is_the_stages_own(workspace: Workspace) -> None:
+    plan = small_plan("data", "grpo")
+    config = replace(plan.config, grpo=replace(plan.config.grpo, keep=7))
+    plan = replace(plan, config=config)
+    data = claim(workspace, plan, "data")
+    with AttemptRun(workspace, data.id, 1, own_log=False) as attempt:
+        attempt.finish({})
+    grpo = claim(workspace, plan, "grpo")
+    assert AttemptRun(workspace, grpo.id, 1).io.checkpoints.keep == 7

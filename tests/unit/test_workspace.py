@@ -1,0 +1,385 @@
+"""A workspace can be opened, claimed and read by several at once, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra import atomic
+from infra.explain import explain_difference, observe_actions
+from infra.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
+from infra.publishing import publish_to_folder, update_card
+from infra.snapshot import code_digest, snapshot_code
+from infra.workspace import FORMAT, Claim, Workspace
+from refiner_core.contract.config import GrpoConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    NoSpaceError,
+    StageFailed,
+    WorkspaceError,
+)
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Outcome, StageResult
+from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return small_plan()
+
+
+def result_of(attempt: int) -> StageResult:
+    return StageResult(
+        1, attempt, f"attempts/{attempt:04d}/output", (), {"n": 1}, {}, 1.5, "2026-11-21T00:00:00"
+    )
+
+
+# ---------------------------------------------------------------- opening
+
+
+def test_opening_makes_a_workspace_and_opening_again_keeps_it(tmp_path: Path) -> None:
+    first = Workspace.open(tmp_path / "a" / "ws")
+    text = first.layout.format_file.read_text()
+    assert json.loads(text)["format"] == FORMAT
+    assert Workspace.open(tmp_path / "a" / "ws").layout.format_file.read_text() == text
+
+
+def test_planning_looks_at_a_workspace_that_is_not_there_and_makes_none(
+    tmp_path: Path, plan: Plan
+) -> None:
+    absent = Workspace.read_only(tmp_path / "ws")
+    actions = observe_actions(plan, absent)
+    assert [(a.stage.name, a.action, a.reason) for a in actions] == [
+        ("data", "run", "never run"),
+        ("sft", "run", "never run"),
+    ]
+    assert not (tmp_path / "ws").exists()
+
+
+def test_planning_writes_nothing_into_a_workspace(workspace: Workspace, plan: Plan) -> None:
+    claim(workspace, plan, "data")
+    before = sorted((p, p.stat().st_mtime_ns) for p in workspace.root.rglob("*"))
+    observe_actions(plan, Workspace.read_only(workspace.root))
+    assert sorted((p, p.stat().st_mtime_ns) for p in workspace.root.rglob("*")) == before
+
+
+def test_a_file_in_the_place_of_the_workspace_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ws").write_text("not a folder")
+    for opening in (Workspace.open, Workspace.read_only):
+        with pytest.raises(WorkspaceError, match="is not a folder"):
+            opening(tmp_path / "ws")
+
+
+def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "workspace.json").write_text(json.dumps({"format": FORMAT + 1}))
+    with pytest.raises(WorkspaceError, match=f"has format {FORMAT + 1}"):
+        Workspace.open(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["workspace.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_workspace_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WorkspaceError, match="Permission denied"):
+        Workspace.open(tmp_path / "ws")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_at_opening_is_a_state_and_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(atomic, "_write_new", refuse)
+    with pytest.raises(NoSpaceError, match="No room left"):
+        Workspace.open(tmp_path / "ws")
+
+
+def test_files_follow_the_umask_so_that_a_group_can_share(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        workspace = Workspace.open(tmp_path / "ws")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(workspace.layout.format_file.stat().st_mode) == 0o664
+    assert stat.S_IMODE(workspace.layout.stages.stat().st_mode) == 0o775
+
+
+# ---------------------------------------------------------------- claims
+
+
+def test_of_many_claims_at_once_exactly_one_wins(workspace: Workspace, plan: Plan) -> None:
+    stage, won, barrier = plan.by_name["data"], [], threading.Barrier(8)
+
+    def compete(number: int) -> None:
+        barrier.wait()
+        mine = Claim(f"host:{number}:1.0", "local")
+        won.append(workspace.claim_attempt(stage, plan.config, {}, mine))
+
+    threads = [threading.Thread(target=compete, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [a for a in won if a is not None]
+    assert len(winners) == 1
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert [a.comment for a in record.attempts] == [winners[0].comment]
+    assert not list(workspace.layout.stage(stage.id).attempts.glob(".tmp-*"))
+
+
+def test_a_claim_after_an_attempt_that_is_no_longer_the_newest_fails(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    claim(workspace, plan, "data", after=1)
+    for seen in (0, 1):
+        assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", seen)) is None
+
+
+def test_a_stage_that_became_done_meanwhile_is_not_run_again(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    assert workspace.publish_result(stage.id, result_of(1))
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "local", 1)) is None
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert record.state == "done"
+
+
+def test_a_record_tells_how_far_a_stage_has_come(workspace: Workspace, plan: Plan) -> None:
+    stage = plan.by_name["data"]
+    assert workspace.read_record(stage.id) is None
+    claim(workspace, plan, "data")
+    states = []
+
+    def note() -> None:
+        record = workspace.read_record(stage.id)
+        assert record is not None
+        states.append(record.state)
+
+    note()
+    workspace.close_attempt(stage.id, 1, Outcome("killed", "resume"))
+    note()
+    claim(workspace, plan, "data", after=1)
+    workspace.close_attempt(stage.id, 2, Outcome("bug", "stop"))
+    note()
+    workspace.publish_result(stage.id, result_of(2))
+    note()
+    assert states == ["claimed", "interrupted", "failed", "done"]
+    assert not workspace.publish_result(stage.id, result_of(1)), "a result is written once"
+    assert not workspace.close_attempt(stage.id, 2, Outcome("none", "finish"))
+
+
+def test_an_attempt_that_was_given_up_cannot_start_any_more(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    assert workspace.void_attempt(stage.id, 1)
+    assert not workspace.start_attempt(stage.id, 1, {"process": "a:1:1"})
+    claim(workspace, plan, "data", after=1)
+    assert workspace.start_attempt(stage.id, 2, {"process": "a:1:1"})
+    assert not workspace.void_attempt(stage.id, 2), "it has started: it must be waited for"
+
+
+def test_an_older_attempt_is_stale_as_soon_as_there_is_a_newer_one(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    assert not workspace.is_stale(stage.id, 1)
+    claim(workspace, plan, "data", after=1)
+    assert workspace.is_stale(stage.id, 1)
+    assert not workspace.is_stale(stage.id, 2)
+
+
+def test_a_damaged_record_names_its_file(workspace: Workspace, plan: Plan) -> None:
+    stage = claim(workspace, plan, "data")
+    workspace.layout.stage(stage.id).spec.write_text('{"version": 1')
+    with pytest.raises(WorkspaceError, match=r"spec\.json"):
+        workspace.read_record(stage.id)
+    workspace.layout.stage(stage.id).spec.write_text('{"version": 99}')
+    with pytest.raises(WorkspaceError, match="version 99"):
+        workspace.read_record(stage.id)
+
+
+def test_a_workspace_can_be_moved(workspace: Workspace, plan: Plan) -> None:
+    stage = claim(workspace, plan, "data")
+    workspace.publish_result(stage.id, result_of(1))
+    moved = workspace.root.rename(workspace.root.with_name("moved"))
+    there = Workspace.open(moved)
+    assert there.output_dir(stage.id) == moved / "stages" / stage.id / "attempts/0001/output"
+
+
+# ---------------------------------------------------------------- atomic files
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_remains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    atomic.write_json(path, {"v": 1})
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic.write_json(path, {"v": 2})
+    assert json.loads(path.read_text()) == {"v": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_an_exclusive_write_works_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    assert atomic.create_json(tmp_path / "a.json", {"v": 1})
+    assert not atomic.create_json(tmp_path / "a.json", {"v": 2})
+    assert atomic.read_json(tmp_path / "a.json") == {"v": 1}
+
+
+# ---------------------------------------------------------------- runs, code, provenance
+
+
+def test_runs_sort_by_time_and_read_back(workspace: Workspace, plan: Plan) -> None:
+    runs = [run_record(workspace, plan) for _ in range(3)]
+    for run in runs:
+        workspace.write_run(run)
+    assert workspace.run_ids() == sorted(r.run for r in runs)
+    assert workspace.read_run(runs[0].run) == runs[0]
+    with pytest.raises(ConfigurationError, match="has no run 'nope'"):
+        workspace.read_run("nope")
+
+
+def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
+    first, second = snapshot_code(workspace), snapshot_code(workspace)
+    assert first == second
+    assert first.id == code_digest()
+    assert (first.path / "infra" / "workspace.py").is_file()
+    assert not list(first.path.rglob("*.pyc"))
+    assert [p.name for p in workspace.layout.code.iterdir()] == [first.id]
+
+
+def test_secrets_in_a_command_line_are_masked() -> None:
+    command = ["refiner", "run", "--token", "abc", "judge.api_key=xyz", "--hub-token=q", "seed=1"]
+    command += ["hf_abcdefghijklmnop", "http://me:pw@host/x", "grpo.max_token_length=8"]
+    text = " ".join(masked_command(command))
+    for secret in ("abc ", "xyz", "=q", "abcdefghijklmnop", "pw@"):
+        assert secret not in text
+    assert "seed=1" in text
+
+
+def test_lengths_in_tokens_are_not_secrets() -> None:
+    fields = ["data.max_prompt_token_length=100", "grpo.max_token_length=8192"]
+    fields += ["judge.max_tokens=5", "model.tokenizer_name_or_path=x"]
+    assert masked_command(fields) == fields
+
+
+def test_provenance_names_machine_and_versions_but_no_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "very-secret-value")
+    found = run_provenance(["refiner", "run"], "0123", checkout_of())
+    assert "very-secret-value" not in json.dumps(found)
+    assert {"torch", "submitit"} <= set(found["versions"])
+    assert host()["cores"] > 0
+    assert limited_diff("x" * 100, 10).startswith("x" * 10 + "\n")
+
+
+# ---------------------------------------------------------------- explaining
+
+
+def test_a_changed_field_is_named_with_both_values(workspace: Workspace) -> None:
+    config = small_config("data", "grpo")
+    old = make_plan(replace(config, grpo=GrpoConfig(beta=0.001)), SOURCES)
+    new = make_plan(replace(config, grpo=GrpoConfig(beta=0.01)), SOURCES)
+    claim(workspace, old, "data")
+    claim(workspace, old, "grpo")
+    assert explain_difference(new.by_name["grpo"], workspace) == ["grpo.beta: 0.001 → 0.01"]
+    assert explain_difference(new.by_name["data"], workspace) == []
+
+
+def test_other_input_data_is_named(workspace: Workspace, plan: Plan) -> None:
+    claim(workspace, plan, "data")
+    other = make_plan(plan.config, {**SOURCES, "data.sft": "rows-9"})
+    assert explain_difference(other.by_name["data"], workspace) == [
+        "source data.sft: rows-1 → rows-9"
+    ]
+
+
+# ---------------------------------------------------------------- publishing into a folder
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "optimizer.pt"):
+        (folder / name).write_text(f'"{name}"')
+    (folder / "model.safetensors").write_bytes(b"w" * 1000)
+    return folder
+
+
+def test_a_published_folder_has_the_layout_of_the_hub(export: Path, tmp_path: Path) -> None:
+    published = publish_to_folder(export, "# card", tmp_path / "out" / "name")
+    names = {f.path for f in published.files}
+    assert names == {
+        *("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"),
+        "README.md",
+    }
+    assert set(published.changed) == names
+    assert (tmp_path / "out/name/README.md").read_text() == "# card"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["name"]
+
+
+def test_publishing_again_touches_nothing_and_a_new_card_no_weights(
+    export: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "name"
+    publish_to_folder(export, "# card", target)
+    inode = (target / "model.safetensors").stat().st_ino
+    assert publish_to_folder(export, "# card", target).changed == ()
+    assert update_card(target, "# numbers").changed == ("README.md",)
+    assert publish_to_folder(export, "# other", target).changed == ("README.md",)
+    assert (target / "model.safetensors").stat().st_ino == inode
+    assert (target / "README.md").read_text() == "# other"
+
+
+def test_a_folder_of_somebody_else_is_refused(export: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigurationError, match="was not published by refiner"):
+        publish_to_folder(export, "# card", target)
+    with pytest.raises(ConfigurationError):
+        update_card(target, "# card")
+    assert [p.name for p in target.iterdir()] == ["thesis.tex"]
+
+
+def test_an_export_without_weights_is_refused(export: Path, tmp_path: Path) -> None:
+    (export / "model.safetensors").unlink()
+    with pytest.raises(StageFailed, match=r"model\.safetensors"):
+        publish_to_folder(export, "# card", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
