@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.evaluation.protocol import Protocol
-from refiner_core.evaluation.samples import METRICS, write_samples
+from refiner_core.evaluation.samples import METRICS, metric_kind, write_samples
 from refiner_core.evaluation.statistics import estimate
 
 RESULTS_VERSION = 1
@@ -47,6 +47,7 @@ def metric_entries(
         found = estimate(
             measured.rows,
             metric,
+            kind=metric_kind(metric, config.reward),
             resamples=config.evaluate.bootstrap_samples,
             seed=config.evaluate.seed,
         )

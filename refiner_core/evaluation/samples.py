@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import PromptRow, RewardResult
 from refiner_core.data.truth import score_truth
+from refiner_core.evaluation.statistics import Kind
 
 #: Metric to reward component.
 _FROM_REWARD = {
@@ -50,6 +52,18 @@ METRICS = (
     "oracle_given_valid",
     "judge_failed",
 )
+#: What they are, for their intervals; all others are shares in [0, 1].
+YES_NO = frozenset({"format_valid", "stop_rate", "judge_failed"})
+NUMBERS = frozenset({"reward", "claims", "uncited", "length_tokens"})
+
+
+def metric_kind(metric: str, config: RewardConfig) -> Kind:
+    """Which interval a metric may have."""
+    if metric in YES_NO:
+        return "yes_no"
+    # The recorded alternatives of the aggregation leave [0, 1].
+    unbounded = metric == "rubric_score" and config.rubric_aggregation != "weighted_mean"
+    return "number" if metric in NUMBERS or unbounded else "share"
 
 
 def sample_row(

@@ -5,7 +5,8 @@ Out: an estimate or a paired difference with an interval.
 
 Which interval, and why:
 
-- A share of independent yes/no samples (greedy: one sample per prompt) has a Wilson interval.
+- A yes/no metric with independent samples (greedy: one sample per prompt) has a Wilson interval.
+  A metric is yes/no because it is declared so, not because its values happen to be 0 and 1.
 - Everything else has a bootstrap over *prompts*: samples of one prompt resemble each other, and
   treating them as independent would make intervals too narrow. A prompt is one resampled unit, the
   statistic is sum over samples / number of samples.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ from refiner_core.contract.errors import ConfigurationError
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
+#: ``yes_no``: 0 or 1 per sample; ``share``: in [0, 1]; ``number``: anything.
+Kind = Literal["yes_no", "share", "number"]
 Floats = npt.NDArray[np.float64]
 
 
@@ -120,7 +123,12 @@ def cluster_bootstrap(
 
 
 def estimate(
-    rows: Sequence[Row], metric: str, *, resamples: int = 2000, seed: int = 0
+    rows: Sequence[Row],
+    metric: str,
+    *,
+    kind: Kind = "number",
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> Estimate | None:
     """Mean of a metric over the samples that have it, with its interval.
 
@@ -135,13 +143,13 @@ def estimate(
         return None
     numerator, denominator, n = float(values.sum()), len(values), len(groups)
     mean = numerator / denominator
-    binary = bool(np.isin(values, (0.0, 1.0)).all())
     low: float | None = None
     high: float | None = None
-    if binary and denominator == n:
-        name, (low, high) = "wilson", wilson(int(numerator), denominator)
-    elif binary and mean in (0.0, 1.0):
-        # Resampling equal values says nothing. As if each prompt were one sample: never too narrow.
+    if kind == "yes_no" and denominator == n:
+        name, (low, high) = "wilson", wilson(round(numerator), denominator)
+    elif kind != "number" and mean in (0.0, 1.0):
+        # Resampling equal values says nothing. As if each prompt were one yes or no: of all that
+        # lies in [0, 1], that spreads most.
         name, (low, high) = "wilson over prompts", wilson(int(mean) * n, n)
     elif n == 1:
         name = "none"

@@ -28,7 +28,7 @@ from refiner_core.evaluation.compare import compare_results
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.run import evaluate_model
-from refiner_core.evaluation.samples import METRICS, load_samples
+from refiner_core.evaluation.samples import METRICS, load_samples, metric_kind
 from refiner_core.judges import LexicalJudge
 
 END = 0
@@ -222,6 +222,17 @@ def test_numbers_come_with_interval_protocol_and_evidence(bench: Bench) -> None:
     assert sampled["interval"] == "bootstrap over prompts"
     assert sampled["protocol"] != valid["protocol"]
     assert load_results(folder)["protocols"][valid["protocol"]]["num_prompts"] == 8
+
+
+def test_each_metric_has_the_interval_of_its_kind(bench: Bench) -> None:
+    folder, _ = bench.run("sft", lambda row, _: good_answer(row))
+    found = numbers(folder)
+    assert found["greedy", "format_valid"]["interval"] == "wilson"
+    assert found["sampled", "oracle"]["interval"] == "wilson over prompts"
+    assert found["greedy", "claims"]["interval"] == "constant"
+    signed = dataclasses.replace(CONFIG.reward, rubric_aggregation="signed_mean")
+    assert metric_kind("rubric_score", CONFIG.reward) == "share"
+    assert metric_kind("rubric_score", signed) == "number"
 
 
 def test_every_number_can_be_recomputed_from_its_file(bench: Bench) -> None:

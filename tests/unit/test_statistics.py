@@ -29,7 +29,7 @@ def rows(values: Any, metric: str = "m") -> list[dict[str, Any]]:
 
 
 def test_one_yes_or_no_per_prompt_has_a_wilson_interval() -> None:
-    result = estimate(rows([1.0] * 8 + [0.0] * 2), "m")
+    result = estimate(rows([1.0] * 8 + [0.0] * 2), "m", kind="yes_no")
     assert result is not None
     assert (result.value, result.numerator, result.denominator, result.n) == (0.8, 8.0, 10, 10)
     # Wilson 1927 for 8 of 10 at 95 %.
@@ -41,7 +41,7 @@ def test_samples_of_one_prompt_are_not_taken_for_independent() -> None:
     """20 prompts x 4 equal samples know as much as 20 samples, not as 80."""
     rng = np.random.default_rng(0)
     per_prompt = rng.integers(0, 2, 20).astype(float)
-    clustered = estimate(rows([[v] * 4 for v in per_prompt]), "m")
+    clustered = estimate(rows([[v] * 4 for v in per_prompt]), "m", kind="yes_no")
     assert clustered is not None
     assert clustered.low is not None
     assert clustered.high is not None
@@ -88,10 +88,21 @@ def test_values_that_are_missing_are_excluded_not_zero() -> None:
 
 def test_a_perfect_score_still_has_an_interval() -> None:
     """Resampling forty ones gives [1, 1], which claims more than forty prompts can."""
-    result = estimate(rows([[1.0] * 4] * 10), "m")
-    assert result is not None
-    assert result.high == 1.0
-    assert result.low == pytest.approx(wilson(10, 10)[0])
+    for kind in ("yes_no", "share"):
+        result = estimate(rows([[1.0] * 4] * 10), "m", kind=kind)  # type: ignore[arg-type]
+        assert result is not None
+        assert result.high == 1.0
+        assert result.low == pytest.approx(wilson(10, 10)[0])
+
+
+def test_a_count_that_happens_to_be_0_or_1_is_no_proportion() -> None:
+    """One claim in every answer is not "between 72 % and 100 %"."""
+    ones = estimate(rows([1.0] * 10), "m")
+    assert ones is not None
+    assert (ones.low, ones.high, ones.interval) == (1.0, 1.0, "constant")
+    mixed = estimate(rows([1.0, 0.0] * 5), "m")
+    assert mixed is not None
+    assert mixed.interval == "bootstrap over prompts"
 
 
 def test_one_prompt_has_no_interval_and_a_constant_has_a_point() -> None:
