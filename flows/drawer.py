@@ -19,17 +19,18 @@ import os
 import sys
 import threading
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import IO
 
-from flows.feed import Feed, read_header
+from flows.feed import Drawing, Feed, read_header
 from infra.processes import ProcessId
 from infra.server import ServerError, ServerInfo, ensure_server
 
 #: Exit codes, for the orchestrator.
-DRAWN, NO_SERVER, SERVER_GONE, LATE = 0, 3, 4, 5
+DRAWN, FAILED, NO_SERVER, SERVER_GONE, LATE = 0, 1, 3, 4, 5
 _SERVER_WAIT_S = 120.0
 _LATEST_S = 120.0
 _LOOK_EVERY_S = 2.0
@@ -55,12 +56,21 @@ def main() -> int:
     tell(server=server.url)
     _in_background(lambda: _watch_server(server, tell))
     os.environ.update(server.client_env())
+    try:
+        _draw(drawing, feed, tell)
+    except Exception as error:  # whatever Prefect raises; the orchestrator warns and works on
+        traceback.print_exc()
+        tell(gone=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}.")
+        return FAILED
+    return DRAWN
+
+
+def _draw(drawing: Drawing, feed: Feed, tell: Tell) -> None:
     from flows.leftovers import close_leftovers  # Prefect reads its settings when it is imported
     from flows.picture import draw
 
     close_leftovers(drawing)
     draw(drawing, feed, lambda flow_run: tell(flow_run=flow_run))
-    return DRAWN
 
 
 def _teller() -> Tell:

@@ -107,7 +107,11 @@ def flow_run(drawn: object, prefect: PrefectApi) -> dict[str, Any]:
 def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
     """Type, name and message of each task run's state by stage name."""
     return {
-        name.split(" ")[0]: (run["state_type"], run["state_name"], run["state"]["message"])
+        name.split(" ")[0]: (
+            run["state_type"],
+            run["state_name"],
+            (run["state"] or {}).get("message"),  # a run has no state before its first event is in
+        )
         for name, run in prefect.task_runs(flow_run["id"]).items()
     }
 
@@ -209,8 +213,8 @@ def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(prefect: PrefectA
         run = eventually(lambda: _in_state(prefect, "run-killed", "RUNNING"))
         process.kill()
         run = eventually(lambda: _in_state(prefect, "run-killed", "CRASHED"), 30)
-    found = eventually(lambda: (s := states(prefect, run)) and s["sft"][0] == "CRASHED" and s, 15)
-    assert "The same command takes up" in found["sft"][2]
+    found = eventually(lambda: _stage_in_state(prefect, run, "sft", "CRASHED"), 15)
+    assert "The same command takes up" in found
 
 
 def test_killed_with_its_picture_it_is_closed_by_the_next_run(
@@ -218,6 +222,7 @@ def test_killed_with_its_picture_it_is_closed_by_the_next_run(
 ) -> None:
     with orchestrator("run-vanished") as process:
         run = eventually(lambda: _in_state(prefect, "run-vanished", "RUNNING"))
+        eventually(lambda: _stage_in_state(prefect, run, "sft", "RUNNING") is not None)
         for child in process.children():
             child.send_signal(signal.SIGSTOP)  # it must not see its orchestrator die
         children = process.children()
@@ -228,12 +233,22 @@ def test_killed_with_its_picture_it_is_closed_by_the_next_run(
     run_pictured(FakeCampaign(plan), plan, "run-next", use_server=True, console=Heard())
     run = eventually(lambda: _in_state(prefect, "run-vanished", "CRASHED"), 5)
     assert "was killed" in run["state"]["message"]
+    found = eventually(lambda: _stage_in_state(prefect, run, "sft", "CRASHED"), 15)
+    assert "was killed" in found
     assert _in_state(prefect, "run-next", "COMPLETED")
 
 
 def _in_state(prefect: PrefectApi, run: str, state: str) -> dict[str, Any] | None:
     found = prefect.flow_run(run)
     return found if found and found["state_type"] == state else None
+
+
+def _stage_in_state(
+    prefect: PrefectApi, run: Mapping[str, Any], stage: str, state: str
+) -> str | None:
+    """The state's message once the stage is in it, None before."""
+    found = states(prefect, run).get(stage, ("", "", ""))
+    return (found[2] or "") if found[0] == state else None
 
 
 def test_work_goes_on_when_the_server_dies_and_the_picture_is_drawn_again(
@@ -258,6 +273,19 @@ def test_work_goes_on_when_the_server_dies_and_the_picture_is_drawn_again(
     again = PrefectApi(ensure_server(60))
     assert again.info.pid != prefect.info.pid
     eventually(lambda: _in_state(again, "run-lost", "COMPLETED"))
+
+
+def test_a_server_of_the_users_that_is_down_costs_one_warning(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setenv("REFINER_STATE_DIR", str(tmp_path))
+    heard = Heard()
+    views = run_pictured(FakeCampaign(plan), plan, "run-alone", use_server=True, console=heard)
+    assert {view.state for view in views.values()} == {"done"}
+    assert len(heard.warnings) == 1
+    assert "refused" in heard.warnings[0]
+    assert server_status().state == "yours"  # and none of ours was started
 
 
 @pytest.mark.browser
