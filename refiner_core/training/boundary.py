@@ -68,14 +68,25 @@ class Boundary:
         Raises
         ------
         Interrupted
-            If a stop was asked for and steps are left; the checkpoint is complete by then.
+            See :meth:`stop_if_asked`.
         """
         self.io.progress(Progress(step, self.total_steps, "train", values))
-        finished = step >= self.total_steps
-        stop = not finished and self.io.should_stop()
-        if stop or finished or step % max(1, self.save_freq) == 0:
+        self.stop_if_asked(step, progress)
+        if step >= self.total_steps or step % max(1, self.save_freq) == 0:
             self.save(step, progress)
-        if stop:
+
+    def stop_if_asked(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Save and stop, where somebody asks for it and steps are left after ``step``.
+
+        May be called wherever the state is that of the end of ``step``.
+
+        Raises
+        ------
+        Interrupted
+            The checkpoint is complete by then.
+        """
+        if step < self.total_steps and self.io.should_stop():
+            self.save(step, progress)
             raise Interrupted(
                 f"{self.stage} stopped on request after step {step} of {self.total_steps}",
                 fix="run the same command again to go on from there",

@@ -6,9 +6,6 @@ an exported folder that ``from_pretrained`` takes.
 Loading checks what training relies on, on the model itself: that packed sequences do not see each
 other, and that output head times last hidden state is all there is to a logit. A model that does
 otherwise (linear attention, soft-capped logits) is refused instead of trained wrongly.
-
-Not here yet, and refused by :func:`refuse_unsupported`: DeepSpeed, more than one GPU or node,
-off-loading, and rollouts by vLLM.
 """
 
 from __future__ import annotations
@@ -16,12 +13,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
+from refiner_core.contract.config import ModelConfig, Resources
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.checkpoint import full_disk_is_no_space
 from refiner_core.training.logprobs import hidden_states
@@ -49,32 +46,6 @@ class Loaded:
     def pad_id(self) -> int:
         """What padding is made of; any token would do, since nothing sees it."""
         return int(self.tokenizer.pad_token_id or 0)
-
-
-def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
-    """Refuse what this version does not do, for one training stage or both.
-
-    Raises
-    ------
-    UnsupportedError
-        Names the field: ``*.deepspeed_stage``, ``*.resources.gpus`` or ``nodes`` above 1,
-        ``grpo.generation_backend=vllm``, ``grpo.offload_optimizer``. All of these are later work.
-    """
-    for name, section in (("sft", config.sft), ("grpo", config.grpo)):
-        if stage not in (None, name):
-            continue
-        if section.deepspeed_stage is not None:
-            raise _unsupported(f"{name}.deepspeed_stage={section.deepspeed_stage}", "null")
-        for count in ("gpus", "nodes"):
-            if getattr(section.resources, count) > 1:
-                value = getattr(section.resources, count)
-                raise _unsupported(f"{name}.resources.{count}={value}", "1")
-    if stage in (None, "grpo"):
-        if config.grpo.generation_backend != "transformers":
-            backend = config.grpo.generation_backend
-            raise _unsupported(f"grpo.generation_backend={backend}", "transformers")
-        if config.grpo.offload_optimizer:
-            raise _unsupported("grpo.offload_optimizer=true", "false")
 
 
 def set_threads(config: ModelConfig) -> None:
@@ -206,15 +177,6 @@ def _can_share_prompts(model: Any) -> bool:
 
 def _revision(ref: str, config: ModelConfig) -> str:
     return config.revision if ref == config.name_or_path and not Path(ref).exists() else "main"
-
-
-def _unsupported(setting: str, value: str) -> UnsupportedError:
-    field = setting.partition("=")[0]
-    return UnsupportedError(
-        f"{setting} is not supported by this version",
-        expected=f"{field}={value}",
-        fix=f"set {field}={value}",
-    )
 
 
 def _cannot_train(model: Any, what: str, expected: str) -> UnsupportedError:

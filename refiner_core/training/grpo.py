@@ -8,6 +8,8 @@ One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> r
 step whose groups all lack spread changes no weight, but it counts and is logged.
 
 Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone.
+A stop that is asked for before a step's update gives the step up and saves the state before it:
+what was sampled comes out the same again, and the time to save may be short.
 Measured times go under ``time/`` and ``tokens_per_second``; nothing else depends on a clock.
 """
 
@@ -38,6 +40,7 @@ from refiner_core.training.rollout import (
     sample_rollouts,
     score_rollouts,
 )
+from refiner_core.training.supported import refuse_unsupported
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -99,9 +102,9 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.engine.refuse_unsupported`.
+        See :func:`refiner_core.training.supported.refuse_unsupported`.
     """
-    engine.refuse_unsupported(config)
+    refuse_unsupported(config, "grpo")
     run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards)
     run.train()
     engine.export(run.loaded.model, run.loaded.tokenizer, output_dir / "model")
@@ -156,6 +159,7 @@ class _GrpoRun:
 
     def train(self) -> None:
         """Every step that is left."""
+        self.boundary.stop_if_asked(self.progress["step"], self.progress)
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
             clock = _Clock()
             try:
@@ -200,6 +204,7 @@ class _GrpoRun:
                 generator=self.generator,
                 decode=self._decode,
             )
+        self.boundary.stop_if_asked(step - 1, self.progress)
         self._tell(step, "judge")
         with clock.time("judge"):
             results = score_rollouts(
@@ -209,6 +214,7 @@ class _GrpoRun:
                 rewards=self.rewards,
                 max_failed_share=self.config.judge.max_failed_share,
             )
+        self.boundary.stop_if_asked(step - 1, self.progress)
         return form_groups(
             samples,
             results,

@@ -35,6 +35,7 @@ from refiner_core.training.packing import (
     pack_samples,
     to_device,
 )
+from refiner_core.training.supported import refuse_unsupported
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
@@ -70,9 +71,9 @@ def train_sft(
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.engine.refuse_unsupported`.
+        See :func:`refiner_core.training.supported.refuse_unsupported`.
     """
-    engine.refuse_unsupported(config)
+    refuse_unsupported(config, "sft")
     run = _SftRun(config, data_dir, model_ref, io)
     run.train()
     engine.export(run.loaded.model, run.loaded.tokenizer, output_dir / "model")
@@ -113,6 +114,7 @@ class _SftRun:
 
     def train(self) -> None:
         """Every step that is left."""
+        self.boundary.stop_if_asked(self.progress["step"], self.progress)
         for index in range(self.progress["step"], len(self.steps)):
             started = time.perf_counter()
             metrics = self._step(index)

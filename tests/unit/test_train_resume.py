@@ -34,12 +34,13 @@ class Stage:
         self.kind, self.root, self.inputs = kind, root, inputs
         self.config = recipe(**sections)
         self.io = FolderStageIO(root / "io")
-        self.sampler = LiveSampler()
+        self.sampler: LiveSampler | None = LiveSampler()
         load = engine.load
 
         def load_and_tell(*args: Any) -> Any:
             loaded = load(*args)
-            self.sampler.model = loaded.model
+            if self.sampler is not None:
+                self.sampler.model = loaded.model
             return loaded
 
         monkeypatch.setattr(engine, "load", load_and_tell)
@@ -184,6 +185,50 @@ def test_a_crash_while_generating_repeats_the_same_rollouts(
     stage.sampler.fail_at_call = fail_at_call
     with pytest.raises(RuntimeError, match="while generating"):
         stage.run()
+    assert stage.run() == report
+    assert stage.outcome() == whole.outcome()
+
+
+def test_a_stop_while_generating_gives_the_step_up_and_keeps_those_before(
+    inputs, tmp_path, tmp_path_factory, monkeypatch
+):
+    sections = {"grpo": {"save_freq": 100}}
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch, **sections)
+        report = whole.run()
+    stage = Stage("grpo", inputs, tmp_path, monkeypatch, **sections)
+    monkeypatch.setattr(stage.io, "should_stop", lambda: stage.sampler.calls == 4)
+    with pytest.raises(Interrupted, match="after step 3"):
+        stage.run()
+    assert stage.io.checkpoint_steps() == [3]
+    stage.sampler.calls = 100
+    assert stage.run() == report
+    assert stage.outcome() == whole.outcome()
+
+
+def test_a_stop_before_the_first_step_leaves_nothing(stage, monkeypatch):
+    stage = stage()
+    monkeypatch.setattr(stage.io, "should_stop", lambda: True)
+    with pytest.raises(Interrupted, match="after step 0"):
+        stage.run()
+    assert stage.io.checkpoint_steps() == []
+    assert stage.io.metrics() == []
+
+
+def test_with_the_embedded_sampler_it_resumes_bitwise_too(
+    inputs, tmp_path, tmp_path_factory, monkeypatch
+):
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch)
+        whole.sampler = None
+        report = whole.run()
+    stage = Stage("grpo", inputs, tmp_path, monkeypatch)
+    stage.sampler = None
+    for stop_at in (1, 3):
+        stage.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            stage.run()
+    stage.io.stop_at = None
     assert stage.run() == report
     assert stage.outcome() == whole.outcome()
 

@@ -18,6 +18,7 @@ from refiner_core.contract.errors import NoSpaceError, UnsupportedError, Workspa
 from refiner_core.training import checkpoint, engine
 from refiner_core.training.checkpoint import full_disk_is_no_space, load_state, save_state
 from refiner_core.training.optim import Updater
+from refiner_core.training.supported import refuse_unsupported
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -42,9 +43,11 @@ def test_what_is_not_built_yet_is_refused_by_name(section, changes, field):
     config = RecipeConfig()
     config = replace(config, **{section: replace(getattr(config, section), **changes)})
     with pytest.raises(UnsupportedError, match=field):
-        engine.refuse_unsupported(config)
+        refuse_unsupported(config)
+    with pytest.raises(UnsupportedError, match=field):
+        refuse_unsupported(replace(config, stages=()), section)
     other = "grpo" if section == "sft" else "sft"
-    engine.refuse_unsupported(config, other)
+    refuse_unsupported(replace(config, stages=("data", other)), other)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
