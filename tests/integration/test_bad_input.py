@@ -1,0 +1,180 @@
+"""What cannot be meant or done ends in one paragraph, a documented exit code, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import SMALL, Finished, refiner
+from tests.support.require import require
+
+ROW: dict[str, Any] = {
+    "conversations": [
+        {
+            "role": "user",
+            "content": "<query>What is it?</query>\n<tool_output>\n<snippet id=S_1>It is it.</snippet>"
+            "\n</tool_output>",
+        }
+    ],
+    "rubrics": json.dumps(
+        {"positive_rubrics": [{"title": "t", "description": "d"}], "negative_rubrics": []}
+    ),
+    "metadata": {"sample_id": "a", "tool_query": "What is it?", "refiner_mode": "answer_only"},
+}
+ONLY_DATA = ("stages=[data]", "data.sft_path=null")
+
+
+def check_refusal(done: Finished, code: int, *says: str) -> None:
+    """One paragraph on stderr with what, expected and how to mend it; no traceback."""
+    assert done.code == code, done.stderr
+    assert "Traceback" not in done.stderr
+    for text in says:
+        assert text in done.stderr, done.stderr
+    assert "Expected" in done.stderr
+    assert "To mend it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["runn", "tiny"], 2, ["Did you mean 'run'?"]),
+        (["run", "tinny"], 2, ["Did you mean 'tiny'?"]),
+        (["run", "my/recipe.yaml"], 2, ["my/recipe.yaml"]),
+        (["run", "tiny", "grpo.betta=1"], 2, ["Did you mean 'grpo.beta'?"]),
+        (["run", "tiny", "grpo.beta=lots"], 2, ["`grpo.beta` is 'lots'", "a number"]),
+        (["run", "tiny", "grpo.pack_length=64"], 2, ["cannot hold a prompt"]),
+        (["plan", "tiny", "data.rl_path=gone.jsonl"], 3, ["gone.jsonl", "data.rl_path="]),
+        (["plan", "tiny", "data.rl_path=who/what"], 2, ["data.rl_revision=COMMIT"]),
+        (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
+        (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
+        (["run", "refiner-gpt54", "data.rl_revision=abc123"], 8, ["grpo.deepspeed_stage"]),
+        (["run", "tiny", "publish.target=hub"], 8, ["publish.target=folder"]),
+        (["run", "tiny", "dispatch.executor=slurm"], 8, ["dispatch.executor=local"]),
+        (["run", "tiny", "workspace=/proc/refiner"], 4, ["workspace=DIR"]),
+        (["logs", "grpo"], 2, ["no run is recorded"]),
+    ],
+)
+def test_refused_before_anything_starts(
+    argv: list[str], code: int, says: list[str], tmp_path: Path
+) -> None:
+    check_refusal(refiner(*argv, cwd=tmp_path), code, *says)
+    left = [p for p in tmp_path.rglob("*") if p.is_file() and p.name != "workspace.json"]
+    assert left == [], "nothing half-written"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = refiner("run", "tinny", "--debug", cwd=tmp_path)
+    assert "Traceback" in done.stderr
+
+
+def test_a_usage_error_has_the_documented_code(tmp_path: Path) -> None:
+    done = refiner("run", cwd=tmp_path)
+    assert done.code == 2
+    assert "RECIPE" in done.stderr
+
+
+def run_data(tmp_path: Path, text: str, *overrides: str) -> Finished:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    where = f"workspace={tmp_path}/runs"
+    return refiner(
+        "run", "tiny", where, f"data.rl_path={path}", *ONLY_DATA, *overrides, "--no-server"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ["rows.jsonl", "holds no rows"]),
+        (json.dumps(ROW) + "\n{broken\n", ["rows.jsonl:2"]),
+        (json.dumps({**ROW, "rubrics": "{"}) + "\n", ["rows.jsonl:1", "rubrics"]),
+        (json.dumps({"text": "hello"}) + "\n", ["rows.jsonl:1", "conversations"]),
+        (
+            json.dumps({**ROW, "conversations": [{"role": "user", "content": "no evidence"}]}),
+            ["rows.jsonl", "tool_output"],
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
+    done = run_data(tmp_path, text)
+    assert done.code == 3, done.stderr
+    for word in says:
+        assert word in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "runs").glob("stages/*/result.json")) == []
+
+
+def test_prompts_longer_than_the_window_name_the_field(tmp_path: Path) -> None:
+    done = run_data(tmp_path, json.dumps(ROW) + "\n", "data.max_prompt_token_length=8")
+    assert done.code == 3
+    assert "data.max_prompt_token_length" in done.stderr
+
+
+def test_mended_input_is_taken_by_the_same_command(tmp_path: Path) -> None:
+    assert run_data(tmp_path, "{broken\n").code == 3
+    rows = "".join(
+        json.dumps(
+            {
+                **ROW,
+                "conversations": [
+                    {
+                        "role": "user",
+                        "content": ROW["conversations"][0]["content"].replace("it?", f"it {n}?"),
+                    }
+                ],
+                "metadata": {**ROW["metadata"], "sample_id": str(n), "tool_query": f"it {n}?"},
+            }
+        )
+        + "\n"
+        for n in range(10)
+    )
+    assert run_data(tmp_path, rows).code == 0
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of 3 MiB: enough to begin, not enough to finish."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=3m", "refiner-test", str(folder)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        == 0
+    )
+    require("quota", mounted, "needs root and mount(8)")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.quota
+def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
+    full_disk: Path,
+) -> None:
+    arguments = ("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")
+    # Weights of 4 MB do not fit.
+    done = refiner(*arguments, "stages=[data,sft]")
+    assert done.code == 5, done.stderr
+    assert "Traceback" not in done.stderr
+    subprocess.run(["mount", "-o", "remount,size=200m", str(full_disk)], check=True)
+    done = refiner(*arguments, "stages=[data,sft]")
+    assert done.code == 0, done.stderr
+
+
+@pytest.mark.quota
+def test_no_room_at_all_is_said_before_anything_starts(full_disk: Path) -> None:
+    with pytest.raises(OSError, match="No space"):
+        (full_disk / "filler").write_bytes(b"x" * 4 * 2**20)
+    done = refiner("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")
+    check_refusal(done, 5)
