@@ -133,9 +133,10 @@ def test_it_runs_with_the_real_rewards(run):
 
 
 def test_the_reward_rises(run):
-    report = run(num_training_steps=25, beta=0.0, num_samples_per_prompt_rollout=8)
+    run.sampler = None  # the embedded one is faster
+    report = run(num_training_steps=16, beta=0.0, num_samples_per_prompt_rollout=8)
     scores = [value for _, value in report["curves"]["scores"]]
-    assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.1
+    assert sum(scores[-4:]) / 4 > sum(scores[:4]) / 4 + 0.1
 
 
 def test_without_kl_there_is_no_reference_and_no_kl_metric(run, monkeypatch):

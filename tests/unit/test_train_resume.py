@@ -83,13 +83,20 @@ def inputs(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=["sft", "grpo"])
-def reference(request, inputs, tmp_path_factory):
-    """(kind, report, outcome) of an uninterrupted run."""
-    with pytest.MonkeyPatch.context() as patch:
-        stage = Stage(request.param, inputs, tmp_path_factory.mktemp("reference"), patch)
-        report = stage.run()
-        return request.param, report, stage.outcome()
+@pytest.fixture(scope="module")
+def references(inputs, tmp_path_factory):
+    """(kind, report, outcome) of an uninterrupted run of either kind."""
+    done = {}
+    for kind in ("sft", "grpo"):
+        with pytest.MonkeyPatch.context() as patch:
+            stage = Stage(kind, inputs, tmp_path_factory.mktemp(kind), patch)
+            done[kind] = (kind, stage.run(), stage.outcome())
+    return done
+
+
+@pytest.fixture(params=["sft", "grpo"])
+def reference(request, references):
+    return references[request.param]
 
 
 @pytest.fixture
@@ -176,34 +183,27 @@ def test_recomputing_activations_changes_nothing(reference, stage):
 
 @pytest.mark.parametrize("fail_at_call", [1, 2, 4])
 def test_a_crash_while_generating_repeats_the_same_rollouts(
-    inputs, tmp_path, tmp_path_factory, monkeypatch, fail_at_call
+    references, inputs, tmp_path, monkeypatch, fail_at_call
 ):
-    with pytest.MonkeyPatch.context() as patch:
-        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch)
-        report = whole.run()
     stage = Stage("grpo", inputs, tmp_path, monkeypatch)
     stage.sampler.fail_at_call = fail_at_call
     with pytest.raises(RuntimeError, match="while generating"):
         stage.run()
-    assert stage.run() == report
-    assert stage.outcome() == whole.outcome()
+    assert stage.run() == references["grpo"][1]
+    assert stage.outcome() == references["grpo"][2]
 
 
 def test_a_stop_while_generating_gives_the_step_up_and_keeps_those_before(
-    inputs, tmp_path, tmp_path_factory, monkeypatch
+    references, inputs, tmp_path, monkeypatch
 ):
-    sections = {"grpo": {"save_freq": 100}}
-    with pytest.MonkeyPatch.context() as patch:
-        whole = Stage("grpo", inputs, tmp_path_factory.mktemp("whole"), patch, **sections)
-        report = whole.run()
-    stage = Stage("grpo", inputs, tmp_path, monkeypatch, **sections)
+    stage = Stage("grpo", inputs, tmp_path, monkeypatch, grpo={"save_freq": 100})
     monkeypatch.setattr(stage.io, "should_stop", lambda: stage.sampler.calls == 4)
     with pytest.raises(Interrupted, match="after step 3"):
         stage.run()
     assert stage.io.checkpoint_steps() == [3]
     stage.sampler.calls = 100
-    assert stage.run() == report
-    assert stage.outcome() == whole.outcome()
+    assert stage.run() == references["grpo"][1]
+    assert stage.outcome() == references["grpo"][2]
 
 
 def test_a_stop_before_the_first_step_leaves_nothing(stage, monkeypatch):
