@@ -46,10 +46,12 @@ def _table(
 ) -> Table:
     models = sorted({entry["stage"] for entry in entries}, key=_rank)
     metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
-    cells = {(entry["metric"], entry["stage"]): cell(entry) for entry in entries}
+    sizes = {entry["n"] for entry in entries}
+    cells = {(e["metric"], e["stage"]): cell(e, with_n=len(sizes) > 1) for e in entries}
     name = entries[0].get("protocol_name") or "protocol"
+    size = f", n = {sizes.pop()}" if len(sizes) == 1 else ""
     return Table(
-        title=f"{name}, {decoding} decoding (protocol `{protocol[:12]}`)",
+        title=f"{name}, {decoding} decoding{size} (protocol `{protocol[:12]}`)",
         header=("metric", *(_label(model, facts.stage) for model in models)),
         rows=tuple(
             (f"`{metric}`", *(cells.get((metric, model), _MISSING) for model in models))
@@ -67,13 +69,14 @@ def _label(model: str, own: str) -> str:
     return f"**{label} (this model)**" if model == own else label
 
 
-def cell(entry: Mapping[str, Any]) -> str:
+def cell(entry: Mapping[str, Any], *, with_n: bool = True) -> str:
     """``0.512 [0.480, 0.543], n = 64``; a dash where there is no number."""
+    n = f", n = {entry['n']}" if with_n else ""
     value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
     if value is None:
-        return f"{_MISSING} (n = {entry['n']})"
+        return f"{_MISSING}{n}"
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{value:.3f}{interval}, n = {entry['n']}"
+    return f"{value:.3f}{interval}{n}"
 
 
 def without_value(facts: CardFacts) -> list[str]:
@@ -105,7 +108,7 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
         result["metrics"].append(
             {
                 "type": entry["metric"],
-                "name": f"{entry['metric']} ({decoding}, n = {entry['n']})",
+                "name": f"{entry['metric']} ({decoding}, n = {entry['n']} prompts)",
                 "value": round(value, 6),
             }
         )
