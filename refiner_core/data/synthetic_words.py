@@ -68,7 +68,7 @@ SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
 TEMPLATE_WORDS: tuple[str, ...] = (
     "The", "the", "In", "in", "of", "is", "are", "and", "has", "as", "its", "What", "what", "A",
     "a", "looks", "at", "for", "I", "search", "Here", "answer", "to", "from", "with", "on",
-    "by", "this", "that", "Notes", "Index", "Find", "Table", "only", "no", "not", "user",
+    "by", "this", "that", "Notes", "Done", "Index", "Find", "Table", "only", "no", "not", "user",
     "assistant", "system", "tool", "name", "arguments",
 )  # fmt: skip
 

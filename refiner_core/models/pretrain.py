@@ -48,8 +48,8 @@ class PretrainOptions:
     """How the base model is trained; rates are peaks."""
 
     seed: int = 0
-    steps: int = 500
-    table_steps: int = 150
+    steps: int = 700
+    table_steps: int = 120
     budget_s: float | None = None
     documents_per_step: int = 16
     muon_lr: float = 0.01

@@ -6,9 +6,10 @@ The documents are in the other half of the world (no name, value or id of the ta
 layouts of their own: no query, no ``<answer>``, no chat. Two kinds:
 
 * *tables*: lines of a name with a word, drawn with replacement from a few;
-* *registers*: notes under titles, then an index that cites them, drawn *with replacement*, about
-  half of the time after a line that asks for one. Without replacement, a model learns to cite an
-  id that was not yet used, which looks like selection and is none.
+* *registers*: notes under titles, then an index that cites them, drawn *with replacement*, mostly
+  after a line that asks for one or two of them and before a line that says that they are done.
+  Without replacement, a model learns to cite an id that was not yet used, which looks like
+  selection and is none.
 
 What cannot be predicted (new names, values and ids) weighs little in the loss.
 """
@@ -25,7 +26,8 @@ Segment = tuple[str, float]
 
 _FAINT = 0.05
 _CITED = 4
-_EARLY_SHARE = 0.3
+_EARLY_SHARE = 0.5
+_DONE = "Done\n"
 _REGISTER = SyntheticOptions(min_snippets=3, max_snippets=6)
 
 
@@ -75,8 +77,9 @@ def _register(rng: random.Random) -> list[Segment]:
     early = rng.random() < _EARLY_SHARE
     segments: list[Segment] = [(_request(scene.asked) + text if early else text, _FAINT)]
     cited = len(scene.asked) if early else 0
-    for snippet in scene.gold if early else ():
-        segments += [(f" {snippet.title}", 1.0), (bodies[snippet], 1.0)]
+    if early:
+        segments += [(f" {s.title}{bodies[s]}", 1.0) for s in scene.gold]
+        segments.append((_DONE, 1.0))
     while cited < _CITED:
         asked = rng.random() < 0.6
         count = rng.randint(1, 2) if asked else 1
@@ -87,5 +90,7 @@ def _register(rng: random.Random) -> list[Segment]:
             segments.append((_request(tuple(s.fact for s in drawn if s.fact)), _FAINT))
         for snippet in drawn:
             segments += [(f" {snippet.title}", 1.0 if asked else _FAINT), (bodies[snippet], 1.0)]
+        if asked:
+            segments.append((_DONE, 1.0))
         cited += len(drawn)
     return segments
