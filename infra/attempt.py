@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -167,7 +168,7 @@ class AttemptRun:
             self.check_fence()
             if not self.workspace.publish_result(self.stage_id, result):
                 raise AttemptClosed(f"{self.stage_id} was finished by another attempt")
-            self._close(Outcome("none", "finish"))
+        self._after_result()
         return result
 
     def fail(self, error: BaseException) -> Outcome:
@@ -178,6 +179,9 @@ class AttemptRun:
         if isinstance(error, AttemptClosed):
             return outcome  # the outcome file is somebody else's by now
         try:
+            if outcome.failure == "disk_full" and not self.stage_paths.result.exists():
+                # Half an output is of no use to anybody, and the outcome needs a little room.
+                shutil.rmtree(self.output_dir, ignore_errors=True)
             self._close(outcome)
         except OSError as second:
             log.error("the outcome could not be written: %s", second)
@@ -260,6 +264,16 @@ class AttemptRun:
         if kept != to_json(report):
             log.warning("numbers of the report that are not finite are recorded as missing")
         return kept
+
+    def _after_result(self) -> None:
+        """The stage is done; what is left to do may fail without undoing that."""
+        for number in self.stage_paths.attempt_numbers():
+            if number != self.number:  # the result names this attempt's output and no other
+                shutil.rmtree(self.stage_paths.attempt(number).output, ignore_errors=True)
+        try:
+            self._close(Outcome("none", "finish"))
+        except OSError as error:
+            log.warning("the stage is done, but the outcome could not be written: %s", error)
 
     def _close(self, outcome: Outcome) -> None:
         self.heartbeat.stop()

@@ -74,8 +74,9 @@ class Campaign:
         self._left_alone: dict[str, str] = {}
         self._views: dict[str, StageView] = {}
         self._error: BaseException | None = None
+        self._event_log_works = True
         self._changed = threading.Condition()
-        self._wake = threading.Event()
+        self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="campaign", daemon=True)
 
     # ------------------------------------------------------------ for the caller
@@ -125,8 +126,9 @@ class Campaign:
         Raises:
             Exception: whatever ended the campaign's thread.
         """
-        while self._thread.is_alive():
-            self._thread.join(1.0)  # with a time-out, so that Ctrl-C gets through
+        # Not Thread.join: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+        while not self._ended.wait(1.0):
+            pass
         if self._error is not None:
             raise self._error
         return self.views()
@@ -141,6 +143,7 @@ class Campaign:
         except BaseException as error:  # it surfaces in wait() and join()
             log.debug("the campaign ends with an error", exc_info=error)
             self._error = error
+        self._ended.set()
         with self._changed:
             self._changed.notify_all()
 
@@ -216,7 +219,7 @@ class Campaign:
             log.warning("submitting %s failed", stage.title, exc_info=error)
             outcome = classify(error, self.workspace.root)
             if self._give_up_attempt(stage.id, attempt.number, outcome):
-                self._refuse(stage.id, outcome)
+                self._refused.setdefault(stage.id, outcome)
             return
         self._note({"event": "submit", "stage": stage.name, "job": job_id})
 
@@ -231,8 +234,8 @@ class Campaign:
                 return False
             self.workspace.close_attempt(stage_id, number, outcome)
         except OSError as error:
-            # A full disk: the attempt stays open and is closed by a later call.
-            log.warning("attempt %d of %s could not be closed: %s", number, stage_id, error)
+            # A full disk: the attempt stays open, and a later call closes it.
+            self._refuse(stage_id, classify(error, self.workspace.root))
         return True
 
     def _close(self, action: CloseAttempt, record: StageRecord) -> None:
@@ -333,7 +336,9 @@ class Campaign:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": now_text(), **event}) + "\n")
         except OSError as error:
-            log.warning("the event log cannot be written: %s", error)
+            if self._event_log_works:
+                log.warning("the event log cannot be written: %s", error)
+            self._event_log_works = False
 
 
 def _state(view: StageView | None) -> tuple[Any, ...]:

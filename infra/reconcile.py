@@ -50,7 +50,7 @@ class Policy:
 
     ``ended_before`` maps stage ids to the newest attempt that had ended when this call began: what
     failed then is history, and the same command tries again. ``refused`` holds stages that this
-    call could not launch at all.
+    call could not launch, or whose end it could not record.
     """
 
     owner: str
@@ -165,8 +165,7 @@ class _Step:
         if last is not None and last.outcome is None:
             return self._open_attempt(stage, last)
         if stage.id in self.policy.refused:
-            outcome = self.policy.refused[stage.id]
-            return Fail(stage, outcome, CLASSES[outcome.failure].exhausted)
+            return self._refused(stage)
         if record is not None and last is not None and last.outcome is not None:
             end = self._after_end(stage, record, last.outcome)
             if end is not None:
@@ -179,11 +178,17 @@ class _Step:
             return Wait(stage, "not looked at yet", last.number)
         if seen.sight == "live":
             return Wait(stage, "runs", last.number)
+        if stage.id in self.policy.refused:
+            return self._refused(stage)  # not even its outcome could be written
         if seen.sight == "hung":
             outcome = outcome_of("hung", "it runs, but has shown no sign of life for too long")
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
         return CloseAttempt(stage, last.number, outcome)
+
+    def _refused(self, stage: PlannedStage) -> Action:
+        outcome = self.policy.refused[stage.id]
+        return Fail(stage, outcome, CLASSES[outcome.failure].exhausted)
 
     def _after_end(
         self, stage: PlannedStage, record: StageRecord, outcome: Outcome

@@ -26,6 +26,12 @@ def save(store: CheckpointStore, step: int, text: str = "state") -> None:
         (folder / "sub" / "state.bin").write_text(text)
 
 
+def save_and_fail(store: CheckpointStore, step: int, error: Exception) -> None:
+    with store.new(step) as folder:
+        (folder / "half.bin").write_text("half")
+        raise error
+
+
 def steps(store: CheckpointStore) -> list[int]:
     return [c.step for c in store.complete()]
 
@@ -54,9 +60,8 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(folder: Path) -> None:
 def test_an_error_while_saving_leaves_nothing_of_it(folder: Path) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
-    with pytest.raises(Interrupted), store.new(2) as path:
-        (path / "state.bin").write_text("half")
-        raise Interrupted("stopped")
+    with pytest.raises(Interrupted):
+        save_and_fail(store, 2, Interrupted("stopped"))
     assert [p.name for p in folder.iterdir()] == [step_name(1)]
 
 
@@ -181,18 +186,18 @@ def test_every_way_of_saying_that_the_disk_is_full_is_understood(
     store = CheckpointStore(folder, 1)
     save(store, 1)
     monkeypatch.setattr(disk, "has_room", lambda *_: False)
-    with pytest.raises(NoSpaceError, match="checkpoint of step 2"), store.new(2) as path:
-        (path / "half.bin").write_text("half")
-        raise error
+    with pytest.raises(NoSpaceError, match="checkpoint of step 2"):
+        save_and_fail(store, 2, error)
     assert [p.name for p in folder.iterdir()] == [step_name(1)]
     assert steps(store) == [1]
 
 
 def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> None:
     error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-    with pytest.raises(RuntimeError, match="PytorchStreamWriter"), CheckpointStore(
-        folder, 1
-    ).new(1):
+    with (
+        pytest.raises(RuntimeError, match="PytorchStreamWriter"),
+        CheckpointStore(folder, 1).new(1),
+    ):
         raise error
 
 
@@ -202,10 +207,11 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
 ) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
-    with pytest.raises(NoSpaceError), store.new(2) as path:
-        (path / "state.bin").write_text("x")
-        monkeypatch.setattr(os, call, full)
+    store = CheckpointStore(folder, 1, before_commit=lambda: monkeypatch.setattr(os, call, full))
+    with pytest.raises(NoSpaceError):
+        save(store, 2)
     monkeypatch.undo()
+    store = CheckpointStore(folder, 1)
     assert steps(store) == [1]
     save(store, 2)
     assert steps(store) == [1, 2]

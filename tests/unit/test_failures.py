@@ -60,13 +60,9 @@ def test_exceptions_become_outcomes(
 
 
 def test_a_full_disk_is_found_behind_what_hides_it() -> None:
-    try:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise RuntimeError("saving failed") from error
-    except RuntimeError as error:
-        assert classify(error).failure == "disk_full"
+    hidden = RuntimeError("saving failed")
+    hidden.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert classify(hidden).failure == "disk_full"
     group = ExceptionGroup("several", [ValueError("x"), OSError(errno.EDQUOT, "y")])
     assert classify(group).failure == "disk_full"
 

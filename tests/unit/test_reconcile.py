@@ -199,6 +199,12 @@ def test_a_stage_that_could_not_be_launched_ends_unless_another_call_makes_it() 
     assert isinstance(decide([DATA_DONE], policy=policy)["data"], Done)
 
 
+def test_an_end_that_cannot_be_written_down_is_no_endless_loop() -> None:
+    policy = replace(POLICY, refused={DATA.id: outcome_of("disk_full")})
+    action = decide([(DATA, record(DATA, attempt(1)))], {DATA.id: Seen(1, "dead")}, policy)["data"]
+    assert isinstance(action, Fail)
+
+
 # ---------------------------------------------------------------- stopping
 
 
@@ -312,9 +318,7 @@ def drive(world: World, owners: list[str], ticks: int) -> dict[str, tuple[Action
         for owner in owners:
             if world.dice.random() < 0.7:
                 # Decide on what was seen at the beginning of the tick, act on what is there then.
-                actions = reconcile(
-                    world.plan, world.records(), world.observed(), policies[owner]
-                )
+                actions = reconcile(world.plan, world.records(), world.observed(), policies[owner])
                 looks.append((owner, lambda actions=actions: actions))  # type: ignore[misc]
         for owner, actions_of in looks:
             last[owner] = actions_of()
@@ -332,7 +336,9 @@ def test_under_random_faults_nothing_runs_twice_and_all_ends_well_when_they_stop
         dice = random.Random(seed)
         world = World(plan, dice)
         for call in range(dice.randint(1, 4)):  # calls that die, one after another
-            drive(world, [f"a{call}:1:1", f"b{call}:1:1"][: dice.randint(1, 2)], dice.randint(1, 25))
+            drive(
+                world, [f"a{call}:1:1", f"b{call}:1:1"][: dice.randint(1, 2)], dice.randint(1, 25)
+            )
         world.faults = False
         for call in range(2):  # a second call may be needed for jobs that still fail from before
             drive(world, [f"z{call}:1:1"], 120)

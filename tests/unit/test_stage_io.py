@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from infra.stage_io import AttemptIO, list_rollouts, read_metrics, read_rollouts
 from infra.tracking import TrackedRun, Tracker
 from infra.workspace import Workspace
 from refiner_core.contract.config import TrackingConfig
-from refiner_core.contract.errors import Interrupted, WorkspaceError
+from refiner_core.contract.errors import Interrupted, NoSpaceError, WorkspaceError
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan
@@ -68,7 +69,9 @@ def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
     lines = read_metrics(paths.metrics)
     assert [m.step for m in lines] == list(range(1, 10))
     assert [m.metrics["attempt"] for m in lines] == [1, 1, 1, 1, 2, 2, 3, 3, 3]
-    assert [p.stem for p in list_rollouts(paths.rollouts)] == [f"step-{n:08d}" for n in range(1, 10)]
+    assert [p.stem for p in list_rollouts(paths.rollouts)] == [
+        f"step-{n:08d}" for n in range(1, 10)
+    ]
     record = workspace.read_record(stage.id)
     assert record is not None
     assert json.loads(paths.resumed.read_text()) == {"step": 6, "from_attempt": 2}
@@ -267,3 +270,30 @@ def test_the_number_of_checkpoints_kept_is_the_stages_own(workspace: Workspace) 
         attempt.finish({})
     grpo = claim(workspace, plan, "grpo")
     assert AttemptRun(workspace, grpo.id, 1).io.checkpoints.keep == 7
+
+
+def test_no_room_for_the_last_word_does_not_undo_a_finished_stage(
+    workspace: Workspace,
+    stage: PlannedStage,
+    running: AttemptRun,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (running.output_dir / "rows.txt").write_text("rows")
+
+    def full(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(workspace, "close_attempt", full)
+    running.finish({})
+    running.fail(NoSpaceError("later"))
+    output = workspace.output_dir(stage.id)
+    assert output is not None
+    assert (output / "rows.txt").exists()
+
+
+def test_half_an_output_gives_its_room_back_when_the_disk_is_full(
+    workspace: Workspace, stage: PlannedStage, running: AttemptRun
+) -> None:
+    (running.output_dir / "rows.txt").write_text("half")
+    assert running.fail(NoSpaceError("no room")).failure == "disk_full"
+    assert not running.output_dir.exists()

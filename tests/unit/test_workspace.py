@@ -1,4 +1,4 @@
-"""A workspace can be opened, claimed and read by several at once, and says what is wrong with it."""
+"""A workspace can be opened, claimed and read by several at once, and says what is wrong."""
 
 from __future__ import annotations
 

@@ -1,0 +1,492 @@
+"""Whole campaigns with real jobs: whoever dies, each stage is made once and nothing is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.attempt import AttemptRun
+from infra.campaign import Campaign
+from infra.dispatch import SubmititDispatcher, job_settings
+from infra.explain import observe_actions
+from infra.processes import ProcessId
+from infra.snapshot import snapshot_code
+from infra.stage_io import read_metrics
+from infra.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.errors import NoSpaceError, UnsupportedError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import StageRecord
+from refiner_core.contract.views import StageView
+from tests.support.plans import claim, fake_dispatcher, run_record, small_plan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Iterator[Workspace]:
+    workspace = Workspace.open(tmp_path / "ws")
+    yield workspace
+    for path in workspace.layout.stages.glob("*/attempts/*/*.json"):
+        if path.name in ("started.json", "job.json"):
+            process = json.loads(path.read_text()).get("process")
+            if process is not None:
+                ProcessId.parse(process).kill_group()
+
+
+def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
+    (workspace.root / "behaviour.json").write_text(json.dumps(behaviour))
+
+
+def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Campaign:
+    run = run_record(workspace, plan)
+    return Campaign(plan, workspace, fake_dispatcher(workspace), run=run, **more)
+
+
+def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    return campaign.join()
+
+
+def orchestrator(workspace: Workspace, *stages: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.run_campaign", str(workspace.root), *stages],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"waited {PATIENCE_S} s for {what}")
+
+
+def journal(workspace: Workspace) -> list[tuple[str, str, str]]:
+    """(word, stage, attempt) in the order in which it happened."""
+    try:
+        lines = (workspace.root / "journal.txt").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [(w[2], w[3], w[4]) for w in map(json.loads, lines)]
+
+
+def record(workspace: Workspace, plan: Plan, name: str) -> StageRecord:
+    found = workspace.read_record(plan.by_name[name].id)
+    assert found is not None
+    return found
+
+
+def worker_of(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) -> ProcessId | None:
+    path = workspace.layout.attempt(plan.by_name[name].id, attempt).started
+    started = workspace.read_control(path)
+    return ProcessId.parse(started["process"]) if started else None
+
+
+def steps_done(workspace: Workspace, plan: Plan, name: str, attempt: int = 1) -> int:
+    return len(read_metrics(workspace.layout.attempt(plan.by_name[name].id, attempt).metrics))
+
+
+# ---------------------------------------------------------------- all goes well
+
+
+def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft", "publish", "evaluate")
+    views = run_to_end(workspace, plan)
+    assert list(views) == [s.name for s in plan.stages]
+    assert {v.state for v in views.values()} == {"done"}
+    assert views["sft"].report["inputs"] == ["data"]
+    assert all(v.attempt == 1 and v.seconds > 0 and Path(v.log).exists() for v in views.values())
+    before = journal(workspace)
+    assert {v.state for v in run_to_end(workspace, plan).values()} == {"skipped"}
+    assert journal(workspace) == before
+    assert {a.action for a in observe_actions(plan, workspace)} == {"skip"}
+    run = workspace.run_ids()[0]
+    events = [json.loads(x) for x in workspace.layout.run(run).events.read_text().splitlines()]
+    assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
+
+
+def test_views_show_progress_while_a_stage_runs_and_waiting_ends_with_it(
+    workspace: Workspace,
+) -> None:
+    tell(workspace, data={"steps": 40, "step_s": 0.05})
+    plan, seen = small_plan("data"), []
+    campaign = campaign_on(workspace, plan, on_event=seen.append)
+    campaign.start()
+    assert campaign.wait("data", timeout_s=0.01).state in ("waiting", "running")
+    view = campaign.wait("data", PATIENCE_S)
+    campaign.join()
+    assert (view.state, view.progress and view.progress.done) == ("done", 40)
+    assert list(dict.fromkeys(v.state for v in seen)) == ["waiting", "running", "done"]
+
+
+def test_a_picture_that_fails_does_not_stop_the_work(workspace: Workspace) -> None:
+    def broken(_: StageView) -> None:
+        raise RuntimeError("no server")
+
+    campaign = campaign_on(workspace, small_plan("data"), on_event=broken)
+    campaign.start()
+    assert campaign.join()["data"].state == "done"
+
+
+def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `infra/` in a user's working directory would run instead of ours."""
+    (tmp_path / "infra").mkdir()
+    (tmp_path / "infra" / "__init__.py").write_text("raise RuntimeError('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    snapshot = snapshot_code(workspace)
+    settings = {**os.environ, **job_settings(1, snapshot.path)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import infra.workspace as w; print(w.__file__)"],
+        env=settings,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(snapshot.path / "infra" / "workspace.py")
+    assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
+
+
+def test_no_secret_of_the_environment_is_written_down(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_averysecretvalue")
+    run_to_end(workspace, small_plan("data"))
+    for path in workspace.root.rglob("*"):
+        assert not path.is_file() or b"averysecret" not in path.read_bytes(), path
+
+
+# ---------------------------------------------------------------- several at once
+
+
+def test_two_orchestrators_on_one_plan_run_each_stage_once(workspace: Workspace) -> None:
+    stages = ("data", "sft", "grpo", "publish")
+    tell(workspace, data={"steps": 20}, sft={"steps": 20})
+    both = [orchestrator(workspace, *stages) for _ in range(2)]
+    outputs = [json.loads(p.communicate(timeout=PATIENCE_S)[0]) for p in both]
+    for views in outputs:
+        assert {v["state"] for v in views.values()} <= {"done", "skipped"}
+    begun = [stage for word, stage, _ in journal(workspace) if word == "begin"]
+    assert sorted(begun) == sorted(stages)
+
+
+def test_a_stop_leaves_the_job_of_another_living_call_alone(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 60, "step_s": 0.05})
+    other = orchestrator(workspace, "data")
+    until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    campaign.request_stop("Ctrl-C")
+    view = campaign.join()["data"]
+    assert (view.state, view.exit_code) == ("interrupted", 6)
+    assert "goes on" in view.message
+    assert json.loads(other.communicate(timeout=PATIENCE_S)[0])["data"]["state"] == "done"
+
+
+# ---------------------------------------------------------------- deaths
+
+
+def test_a_killed_orchestrator_leaves_its_job_running_and_the_next_one_reattaches(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data", "sft")
+    tell(workspace, data={"steps": 60, "step_s": 0.05})
+    first = orchestrator(workspace, "data", "sft")
+    worker = until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    os.killpg(first.pid, signal.SIGKILL)  # the whole terminal, not only the process
+    first.wait()
+    assert worker.alive
+    assert [a.action for a in observe_actions(plan, workspace)] == ["reattach", "run"]
+    states: list[str] = []
+    campaign = campaign_on(
+        workspace, plan, on_event=lambda v: states.append(v.state) if v.name == "data" else None
+    )
+    campaign.start()
+    views = campaign.join()
+    assert {v.state for v in views.values()} == {"done"}
+    assert "reattached" in states
+    assert [w[:2] for w in journal(workspace)].count(("begin", "data")) == 1
+
+
+def test_an_orchestrator_that_died_between_claim_and_submit_loses_nothing(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = str(ProcessId.of(gone.pid))
+    gone.communicate(b"\n")
+    from infra.workspace import Claim
+
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "local")) is not None
+    assert run_to_end(workspace, plan)["data"].state == "done"
+    outcomes = [a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts]
+    assert outcomes == ["killed", "none"]
+    with pytest.raises(Exception, match="given up before it started"):
+        AttemptRun(workspace, stage.id, 1, own_log=False).__enter__()
+
+
+def test_a_killed_worker_is_resumed_from_its_last_checkpoint(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 30, "step_s": 0.05, "save_every": 5})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: steps_done(workspace, plan, "data") >= 8, "eight steps")
+    worker = worker_of(workspace, plan, "data")
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    view = campaign.join()["data"]
+    assert (view.state, view.attempt) == ("done", 2)
+    first, second = record(workspace, plan, "data").attempts
+    assert first.outcome is not None
+    assert (first.outcome.failure, first.outcome.decision) == ("killed", "resume")
+    assert second.resumed_from_step is not None
+    assert second.resumed_from_step % 5 == 0
+    assert view.report["first"] == second.resumed_from_step + 1
+    metrics = read_metrics(workspace.layout.attempt(plan.by_name["data"].id, 2).metrics)
+    assert [m.step for m in metrics] == list(range(1, 31))
+
+
+def test_a_killed_job_with_all_its_helpers_is_resumed_too(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 30, "step_s": 0.05})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: steps_done(workspace, plan, "data") >= 2, "two steps")
+    fake_dispatcher(workspace).kill(plan.by_name["data"].id, 1)
+    view = campaign.join()["data"]
+    assert (view.state, view.attempt) == ("done", 2)
+
+
+# ---------------------------------------------------------------- stops
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft")
+    tell(workspace, data={"steps": 40, "step_s": 0.05, "save_every": 1000})
+    process = orchestrator(workspace, "data", "sft")
+    until(lambda: steps_done(workspace, plan, "data") >= 3, "three steps")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    views = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+    assert {n: (v["state"], v["exit_code"]) for n, v in views.items()} == {
+        "data": ("interrupted", 6),
+        "sft": ("interrupted", 6),
+    }
+    outcome = record(workspace, plan, "data").attempts[0].outcome
+    assert outcome is not None
+    assert (outcome.failure, outcome.exit_code) == ("interrupted", 6)
+    views_again = run_to_end(workspace, plan)
+    assert {v.state for v in views_again.values()} == {"done"}
+    assert views_again["data"].report["first"] > 1, "work up to the stop was kept"
+
+
+def test_a_worker_that_does_not_end_in_time_is_killed(workspace: Workspace) -> None:
+    plan = small_plan("data", grace_s=0.2)
+    tell(workspace, data={"steps": 1, "step_s": 120})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    worker = until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    campaign.request_stop("Ctrl-C")
+    view = campaign.join()["data"]
+    assert (view.state, worker.alive) == ("interrupted", False)
+    assert not any(
+        str(workspace.root) in " ".join(p.info["cmdline"] or ())
+        for p in psutil.process_iter(["cmdline"])
+        if p.pid != os.getpid()
+    ), "nothing of the job is left"
+
+
+def test_a_signal_to_the_worker_alone_is_resumed_by_the_call_that_waits(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 30, "step_s": 0.05})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: steps_done(workspace, plan, "data") >= 2, "two steps")
+    worker = worker_of(workspace, plan, "data")
+    assert worker is not None
+    worker.terminate()
+    view = campaign.join()["data"]
+    assert (view.state, view.attempt) == ("done", 2)
+    assert [a.outcome and a.outcome.failure for a in record(workspace, plan, "data").attempts] == [
+        "interrupted",
+        "none",
+    ]
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"), [("bug", 70), ("bad_configuration", 2), ("bad_data", 3)]
+)
+def test_a_failure_that_repeats_is_shown_once_and_blocks_what_follows(
+    workspace: Workspace, failure: str, code: int
+) -> None:
+    plan = small_plan("data", "sft", "evaluate")
+    tell(workspace, data={"steps": 5, "fail": failure})
+    views = run_to_end(workspace, plan)
+    assert (views["data"].state, views["data"].attempt) == ("failed", 1)
+    assert views["data"].exit_code == code
+    assert "told to fail" in views["data"].message
+    assert "told to fail" in Path(views["data"].log).read_text()
+    assert {v.state for n, v in views.items() if n != "data"} == {"blocked"}
+    tell(workspace, data={})
+    assert run_to_end(workspace, plan)["data"].state == "done", "mended: the same command goes on"
+
+
+def test_an_outage_is_tried_again_until_the_attempts_are_used_up(workspace: Workspace) -> None:
+    plan = small_plan("data", max_attempts=2)
+    tell(workspace, data={"steps": 9, "fail": "judge_outage"})
+    view = run_to_end(workspace, plan)["data"]
+    assert (view.state, view.attempt, view.exit_code) == ("interrupted", 2, 7)
+
+
+def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    dispatcher = SubmititDispatcher(workspace, worker=("-m", "no_such_worker"))
+    campaign = Campaign(plan, workspace, dispatcher, run=run_record(workspace, plan))
+    campaign.start()
+    view = campaign.join()["data"]
+    assert (view.state, view.attempt) == ("failed", 1)
+    assert "No module named no_such_worker" in view.message
+
+
+def test_an_error_in_the_campaign_surfaces_where_it_is_waited_for(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 30, "step_s": 0.05})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    workspace.layout.stage(plan.by_name["data"].id).spec.write_text("{")
+    for waiting in (campaign.join, lambda: campaign.wait("data")):
+        with pytest.raises(OSError, match=r"spec\.json"):
+            waiting()
+
+
+def test_slurm_is_refused_by_name(workspace: Workspace) -> None:
+    from infra.dispatch import make_dispatcher
+
+    with pytest.raises(UnsupportedError, match=r"dispatch\.executor"):
+        make_dispatcher(DispatchConfig(executor="slurm"), workspace)
+
+
+def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Workspace) -> None:
+    plan = small_plan("data", heartbeat_timeout_s=4.0)
+    tell(workspace, data={"steps": 4, "step_s": 0.3})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: steps_done(workspace, plan, "data") >= 1, "a step")
+    worker = worker_of(workspace, plan, "data")
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)  # as a process stuck in a dead file system
+    view = campaign.join()["data"]
+    assert (view.state, view.attempt) == ("done", 2)
+    first = record(workspace, plan, "data").attempts[0]
+    assert first.outcome is not None
+    assert first.outcome.failure == "hung"
+    assert not worker.alive
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        if "quota" in os.environ.get("REFINER_REQUIRE", "").split(","):
+            pytest.fail("quota tests are required here, but a tmpfs cannot be mounted")
+        pytest.skip("needs root, to mount a small tmpfs")
+    yield folder
+    deadline = time.monotonic() + 10
+    while subprocess.run(["umount", str(folder)], check=False, capture_output=True).returncode:
+        if time.monotonic() > deadline:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+            break
+        time.sleep(0.1)
+
+
+@pytest.mark.quota
+@pytest.mark.parametrize(
+    "behaviour",
+    [{"steps": 4, "bytes": 1_500_000}, {"steps": 2, "output_bytes": 9_000_000}],
+    ids=["checkpoint", "output"],
+)
+def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_room(
+    small_disk: Path, behaviour: dict[str, Any]
+) -> None:
+    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
+    filler = small_disk / "filler"
+    filler.write_bytes(os.urandom(1_200_000))
+    tell(workspace, data=behaviour)
+    view = run_to_end(workspace, plan)["data"]
+    assert (view.state, view.exit_code) == ("interrupted", 5), view
+    assert Workspace.open(small_disk / "ws").read_record(plan.by_name["data"].id) is not None
+    leftovers = list((small_disk / "ws").rglob(".tmp-*"))
+    assert not leftovers
+    filler.unlink()
+    tell(workspace, data={**behaviour, "output_bytes": 10})
+    view = run_to_end(workspace, plan)["data"]
+    assert view.state == "done"
+
+
+@pytest.mark.quota
+def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) -> None:
+    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
+    run = run_record(workspace, plan)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(os.urandom(4096))
+    with pytest.raises(NoSpaceError, match="No room left"):
+        Workspace.open(small_disk / "ws")
+    campaign = Campaign(plan, workspace, fake_dispatcher(workspace), run=run)
+    with pytest.raises(NoSpaceError, match="recording the run"):
+        campaign.start()
+    assert workspace.read_record(plan.by_name["data"].id) is None
+
+
+@pytest.mark.quota
+def test_a_result_that_does_not_fit_is_not_half_there(small_disk: Path) -> None:
+    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
+    stage = claim(workspace, plan, "data")
+    with AttemptRun(workspace, stage.id, 1, own_log=False) as attempt:
+        with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(os.urandom(4096))
+        with pytest.raises(NoSpaceError) as caught:
+            attempt.finish({"rows": "x" * 100_000})
+        assert attempt.fail(caught.value).failure == "disk_full"
+        (small_disk / "filler").unlink()
+    found = workspace.read_record(stage.id)
+    assert found is not None
+    assert found.result is None
+    assert threading.active_count() < 50
