@@ -30,12 +30,15 @@ _HEAD_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to train, its tokenizer, and how it wants its packs."""
+    """A model ready to train, its tokenizer, and how it wants its packs.
+
+    ``share_prompts`` and ``balance`` are what :mod:`refiner_core.training.packing` calls so.
+    """
 
     model: Any
     tokenizer: Any
     share_prompts: bool
-    one_row: bool
+    balance: float | None
 
     @property
     def device(self) -> Any:
@@ -81,7 +84,7 @@ def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
         model=model,
         tokenizer=load_tokenizer(model_ref, config),
         share_prompts=_can_share_prompts(model),
-        one_row=config.attn_implementation == "flash_attention_2",
+        balance=_attention_balance(model),
     )
     check_model(loaded)
     return loaded
@@ -173,6 +176,27 @@ def _can_share_prompts(model: Any) -> bool:
     full = all(kind == "full_attention" for kind in kinds)
     windowed = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
     return full and not windowed and config._attn_implementation in ("sdpa", "eager")
+
+
+def _attention_balance(model: Any) -> float | None:
+    """The row length at which dense attention costs as much as a layer's matrices; None for flash.
+
+    Per token and layer: 2 x parameters against 4 x length x attention width floating-point
+    operations, forward.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation == "flash_attention_2":
+        return None
+    layers = config.num_hidden_layers
+    embeddings = sum(p.numel() for p in {*_embeddings(model)})
+    per_layer = (sum(p.numel() for p in model.parameters()) - embeddings) / layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return float(per_layer / (2 * config.num_attention_heads * head_dim))
+
+
+def _embeddings(model: Any) -> list[Any]:
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [layer.weight for layer in layers if layer is not None]
 
 
 def _revision(ref: str, config: ModelConfig) -> str:

@@ -40,7 +40,7 @@ from refiner_core.training.rollout import (
     sample_rollouts,
     score_rollouts,
 )
-from refiner_core.training.supported import refuse_unsupported
+from refiner_core.training.support import refuse_unsupported
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -102,7 +102,7 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.supported.refuse_unsupported`.
+        See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, "grpo")
     run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards)

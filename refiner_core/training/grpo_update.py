@@ -116,7 +116,7 @@ class GrpoUpdate:
         size = self.grpo.per_device_train_batch_size
         for i in range(0, len(packs), size):
             batch = collate(
-                packs[i : i + size], pad_id=self.loaded.pad_id, one_row=self.loaded.one_row
+                packs[i : i + size], pad_id=self.loaded.pad_id, balance=self.loaded.balance
             )
             yield to_device(batch, self.loaded.device)
 
@@ -146,7 +146,7 @@ class GrpoUpdate:
         weight_F = self._weights(samples, buffers)
         losses: dict[str, float] = defaultdict(float)
         for batch in self._batches(samples):
-            totals.packs += 1
+            totals.packs += batch.packs
             for name, value in self._backward(batch, buffers, weight_F, totals).items():
                 losses[name] += value
         require_finite("grpo", step, loss=losses["total"])

@@ -13,18 +13,21 @@ Two ways to tell the model about it:
 
 * No shared prompt: ``attention_mask`` is None and the model finds the blocks from the restarting
   positions. transformers does so only with ``use_cache=False`` and *no* attention mask (with either
-  default it leaks silently), and FlashAttention only in one row, so batches for it are one row.
+  default it leaks silently), and FlashAttention only in one row.
 * A shared prompt: an explicit 4-D mask (sdpa and eager only).
 
-Padding, which only batches of several packs have, stands on the right and carries no loss, and
-causal attention never looks right. Its positions go on from the last sample's, so that rows of one
-sample each stay plain causal rows, for which attention needs no mask and takes half the time.
+A pack is what the recipe counts in: how much goes into a forward pass. How its units stand in the
+tensors is chosen for speed by :func:`collate`: one row for FlashAttention, else rows of which dense
+attention is cheap. Padding, which only several rows have, stands on the right and carries no loss,
+and causal attention never looks right. Its positions go on from the last sample's, so that rows of
+one sample each stay plain causal rows, for which attention needs no mask.
 
 Nothing is ever dropped or cut: a sample longer than a pack is an error.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +36,9 @@ from typing import Any
 import torch
 
 from refiner_core.contract.errors import ConfigurationError
+
+#: Row lengths that are tried, as multiples of the longest unit.
+_ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Batch:
-    """B packs as tensors: N = B*L positions, T targets.
+    """``packs`` packs of ``tokens`` tokens, laid out as B rows of L positions; T targets.
 
     ``attention_mask`` is None (positions tell the blocks apart) or boolean (B, 1, L, L), True where
     a query may look. ``source_T`` indexes the flattened positions.
@@ -104,6 +110,7 @@ class Batch:
     source_T: torch.Tensor
     target_T: torch.Tensor
     flat_T: torch.Tensor
+    packs: int
     tokens: int
 
 
@@ -170,12 +177,17 @@ def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
     return pack
 
 
-def collate(packs: Sequence[Pack], *, pad_id: int = 0, one_row: bool = False) -> Batch:
-    """Tensors of several packs: one row each, padded on the right, or all in ``one_row``.
+def collate(packs: Sequence[Pack], *, pad_id: int = 0, balance: float | None = None) -> Batch:
+    """Tensors of several packs, in one row or in many.
 
-    FlashAttention tells blocks apart in one row only, so batches for it must be ``one_row``.
+    Where the units stand changes what it costs and nothing else. ``balance`` None puts everything
+    in one row: FlashAttention skips what a block does not see, and tells blocks apart in one row
+    only. With dense attention, whose cost grows with the square of a row, units go to several rows
+    that are padded on the right; ``balance`` is the row length at which attention costs as much as
+    all the rest (see :func:`row_width`).
     """
-    rows = [_joined(packs)] if one_row else list(packs)
+    joined = _joined(packs)
+    rows = [joined] if balance is None else _rows(joined, balance)
     width = max(len(row) for row in rows)
     padded = [_padded(row, width, pad_id) for row in rows]
     source = [i * width + s for i, row in enumerate(rows) for s in row.source_T]
@@ -192,7 +204,21 @@ def collate(packs: Sequence[Pack], *, pad_id: int = 0, one_row: bool = False) ->
         source_T=torch.tensor(source, dtype=torch.long),
         target_T=torch.tensor([t for row in rows for t in row.target_T], dtype=torch.long),
         flat_T=torch.tensor([f for row in rows for f in row.flat_T], dtype=torch.long),
-        tokens=sum(len(row) for row in rows),
+        packs=len(packs),
+        tokens=len(joined),
+    )
+
+
+def row_width(lengths: Sequence[int], balance: float) -> int:
+    """The cheapest row length for these units: short rows attend to less, long rows pad less.
+
+    The cost of R rows of W tokens is taken as R * W * (1 + W / balance).
+    """
+    longest, total = max(lengths), sum(lengths)
+    widths = sorted({min(total, int(longest * factor)) for factor in _ROW_FACTORS})
+    return min(
+        widths,
+        key=lambda w: len(first_fit(lengths, w, decreasing=True)) * w * (1 + w / balance),
     )
 
 
@@ -261,6 +287,30 @@ def _append_response(
         pack.source_T.append(source)
         pack.target_T.append(token)
         pack.flat_T.append(sample.start + offset)
+
+
+def _rows(pack: Pack, balance: float) -> list[Pack]:
+    """The units of a pack, refitted to several rows of the best common length."""
+    ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
+    units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    lengths = [len(unit) for unit in units]
+    bins = first_fit(lengths, row_width(lengths, balance), decreasing=True)
+    return [_joined([units[i] for i in indices]) for indices in bins]
+
+
+def _slice(pack: Pack, start: int, end: int) -> Pack:
+    first = bisect_left(pack.source_T, start)
+    last = bisect_left(pack.source_T, end)
+    return Pack(
+        input_ids_L=pack.input_ids_L[start:end],
+        position_ids_L=pack.position_ids_L[start:end],
+        unit_L=[0] * (end - start),
+        branch_L=pack.branch_L[start:end],
+        loss_mask_L=pack.loss_mask_L[start:end],
+        source_T=[source - start for source in pack.source_T[first:last]],
+        target_T=pack.target_T[first:last],
+        flat_T=pack.flat_T[first:last],
+    )
 
 
 def _padded(row: Pack, width: int, pad_id: int) -> Pack:

@@ -35,7 +35,7 @@ from refiner_core.training.packing import (
     pack_samples,
     to_device,
 )
-from refiner_core.training.supported import refuse_unsupported
+from refiner_core.training.support import refuse_unsupported
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
@@ -71,7 +71,7 @@ def train_sft(
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.supported.refuse_unsupported`.
+        See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, "sft")
     run = _SftRun(config, data_dir, model_ref, io)
@@ -186,7 +186,7 @@ class _SftRun:
         return [
             to_device(
                 collate(
-                    packs[i : i + size], pad_id=self.loaded.pad_id, one_row=self.loaded.one_row
+                    packs[i : i + size], pad_id=self.loaded.pad_id, balance=self.loaded.balance
                 ),
                 self.loaded.device,
             )

@@ -9,7 +9,7 @@ from refiner_core.contract.errors import UnsupportedError
 
 
 def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
-    """Refuse what this version does not do, for one training stage or all of the recipe's.
+    """Refuse what this version does not do, for one training stage or all that the recipe lists.
 
     Raises
     ------
@@ -17,8 +17,9 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
         Names the field: ``*.deepspeed_stage``, ``*.resources.gpus`` or ``nodes`` above 1,
         ``grpo.generation_backend=vllm``, ``grpo.offload_optimizer``. All of these are later work.
     """
+    checked = config.stages if stage is None else (stage,)
     for name, section in (("sft", config.sft), ("grpo", config.grpo)):
-        if name not in config.stages or stage not in (None, name):
+        if name not in checked:
             continue
         if section.deepspeed_stage is not None:
             raise _unsupported(f"{name}.deepspeed_stage", section.deepspeed_stage, "null")
@@ -26,7 +27,7 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
             value = getattr(section.resources, count)
             if value > 1:
                 raise _unsupported(f"{name}.resources.{count}", value, "1")
-    if "grpo" in config.stages and stage in (None, "grpo"):
+    if "grpo" in checked:
         if config.grpo.generation_backend != "transformers":
             backend = config.grpo.generation_backend
             raise _unsupported("grpo.generation_backend", backend, "transformers")

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.training.logprobs import token_scores
-from refiner_core.training.packing import Sample, collate, first_fit, pack_samples
+from refiner_core.training.packing import (
+    Sample,
+    collate,
+    first_fit,
+    pack_samples,
+    row_width,
+)
 from tests.support.tiny_training import VOCABULARY, tiny_model
 
 SAMPLES = [
@@ -36,12 +42,12 @@ def random_samples(shape: list[tuple[int, list[int]]], seed: int = 0) -> list[Sa
 
 def flat_logprobs(model, samples, *, pack_length, batch_size=1, **layout) -> torch.Tensor:
     """(F,) log-probabilities of all response tokens, packed as told."""
-    one_row = layout.pop("one_row", False)
+    balance = layout.pop("balance", None)
     packs = pack_samples(samples, pack_length, **layout)
     flat = torch.full((sum(len(s.response_ids) for s in samples),), torch.nan)
     with torch.no_grad():
         for i in range(0, len(packs), batch_size):
-            batch = collate(packs[i : i + batch_size], pad_id=5, one_row=one_row)
+            batch = collate(packs[i : i + batch_size], pad_id=5, balance=balance)
             flat[batch.flat_T] = token_scores(model, batch).logprob_T
     return flat
 
@@ -109,11 +115,19 @@ SHAPE = [(5, [3, 1, 6]), (2, [4]), (7, [2, 2, 5, 3]), (1, [1, 6])]
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize(
-    ("pack_length", "batch_size", "one_row"),
-    [(13, 1, False), (20, 1, False), (64, 1, False), (20, 3, False), (20, 3, True), (13, 9, False)],
+    ("pack_length", "batch_size", "balance"),
+    [
+        (13, 1, None),
+        (64, 1, None),
+        (20, 3, None),
+        (64, 1, 1.0),
+        (64, 1, 40.0),
+        (20, 3, 10.0),
+        (13, 9, 1e9),
+    ],
 )
 def test_a_packed_sample_has_the_logprobs_it_has_alone(
-    attention, share_prompts, pack_length, batch_size, one_row
+    attention, share_prompts, pack_length, batch_size, balance
 ):
     model = tiny_model()
     samples = random_samples(SHAPE)
@@ -124,7 +138,7 @@ def test_a_packed_sample_has_the_logprobs_it_has_alone(
         samples,
         pack_length=pack_length,
         batch_size=batch_size,
-        one_row=one_row,
+        balance=balance,
         share_prompts=share_prompts,
     )
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
@@ -156,6 +170,18 @@ def test_shared_prompts_are_computed_once():
     plain = sum(map(len, pack_samples(samples, 100)))
     shared = sum(map(len, pack_samples(samples, 100, share_prompts=True)))
     assert (plain, shared) == (88, 28)
+
+
+def test_rows_are_short_where_attention_is_dear_and_full_where_it_is_cheap():
+    lengths = [10, 3, 3, 3]
+    assert row_width(lengths, balance=1.0) == 10
+    assert row_width(lengths, balance=1e9) == 19
+    samples = random_samples([(2, [4])] * 6)
+    (pack,) = pack_samples(samples, 64)
+    short = collate([pack], balance=1.0)
+    assert short.input_ids_BL.shape == (6, 6)
+    assert short.attention_mask is None
+    assert collate([pack]).input_ids_BL.shape == (1, 36)
 
 
 def test_chunked_logprobs_are_the_same(monkeypatch):
