@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 _NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = (
     "no space left on device",
-    "disk quota exceeded",
-    "quota exceeded",
+    "disk quota exceeded",  # and not only "quota exceeded": paid services say that of themselves
     "os error 28",  # Rust libraries (safetensors)
     "os error 122",
     "errno 28",

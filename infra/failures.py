@@ -97,11 +97,11 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     ``folder`` is where the attempt writes; it is probed when the exception only says that a write
     failed. An exception that no rule knows is a bug: another try would only repeat it.
     """
-    if isinstance(error, Exception) and is_no_space(error, folder):
-        return outcome_of("disk_full", _message(error))
     for kind, failure in _BY_TYPE:
         if isinstance(error, kind):
             return outcome_of(failure, _message(error))
+    if isinstance(error, Exception) and is_no_space(error, folder):
+        return outcome_of("disk_full", _message(error))
     if isinstance(error, StageFailed | WorkspaceError):
         return Outcome("bug", "stop", _message(error), error.exit_code)
     text = str(error).lower()

@@ -9,7 +9,7 @@
         attempts/0001/
           intent.json config.json inputs.json by the orchestrator that claimed it, all at once
           job.json                            by what submitted it
-          started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ wandb/
+          started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
                                               by the worker
           outcome.json                        by the worker, or by who found it dead; once
           submitit/                           submitit's own files
@@ -90,7 +90,7 @@ class AttemptPaths:
     @property
     def tracker(self) -> Path:
         """The tracker's files."""
-        return self.data / "wandb"
+        return self.data / "tracking"
 
     @property
     def metrics(self) -> Path:

@@ -59,7 +59,7 @@ class Tracker:
         if run is None:
             return
         try:
-            run.finish(exit_code=exit_code, quiet=True)
+            run.finish(exit_code=exit_code)
         except Exception as error:  # as above
             self._give_up("finishing the W&B run", error)
 

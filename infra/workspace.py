@@ -151,9 +151,17 @@ class Workspace:
         if spec is None:
             return None
         # Attempts first: a result that lands in between then only shows too little, not too much.
-        attempts = [self.read_attempt(stage_id, n) for n in paths.attempt_numbers()]
+        found = {n: self.read_attempt(stage_id, n) for n in paths.attempt_numbers()}
         result = self._load(StageResult, paths.result)
-        return StageRecord(spec, tuple(a for a in attempts if a is not None), result)
+        attempts = tuple(a for a in found.values() if a is not None)
+        if result is None and len(attempts) < len(found):
+            number = next(n for n, a in found.items() if a is None)
+            raise WorkspaceError(
+                f"{paths.attempt(number).control} has no {paths.attempt(number).intent.name}",
+                expected="folders that refiner has made",
+                fix="delete that folder",
+            )
+        return StageRecord(spec, attempts, result)
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         """One attempt, put together from the files of its several writers."""

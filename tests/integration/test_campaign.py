@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from infra.dispatch import SubmititDispatcher, job_settings
 from infra.explain import observe_actions
 from infra.processes import ProcessId
 from infra.snapshot import snapshot_code
-from infra.stage_io import read_metrics
+from infra.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError
@@ -279,6 +280,32 @@ def test_a_killed_job_with_all_its_helpers_is_resumed_too(workspace: Workspace) 
     fake_dispatcher(workspace).kill(plan.by_name["data"].id, 1)
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
+    workspace: Workspace, seed: int
+) -> None:
+    dice = random.Random(seed)
+    plan = small_plan("data", max_attempts=99)
+    stage_id = plan.by_name["data"].id
+    tell(workspace, data={"steps": 40, "step_s": 0.03, "save_every": 3, "bytes": 200_000})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    for _ in range(6):
+        time.sleep(dice.uniform(0.2, 1.4))
+        number = campaign.views()["data"].attempt
+        worker = worker_of(workspace, plan, "data", number) if number else None
+        if worker is not None and worker.alive:
+            os.kill(worker.pid, signal.SIGKILL)
+    view = campaign.join()["data"]
+    assert view.state == "done"
+    paths = workspace.layout.attempt(stage_id, view.attempt)
+    assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 41))
+    rollouts = [read_rollouts(p) for p in list_rollouts(paths.rollouts)]
+    assert rollouts == [[{"text": f"step {n}"}] for n in range(1, 41)]
+    assert len(list(workspace.layout.stage(stage_id).checkpoints.iterdir())) <= 2
 
 
 # ---------------------------------------------------------------- stops

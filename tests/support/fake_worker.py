@@ -51,6 +51,7 @@ def work(attempt: AttemptRun, told: dict[str, object]) -> dict[str, object]:
         time.sleep(float(str(told.get("step_s", 0.02))))
         attempt.io.progress(Progress(step, steps, "steps"))
         attempt.io.log_metrics(step, {"step_squared": step**2})
+        attempt.io.save_rollouts(step, [{"text": f"step {step}"}])
         save = step % int(str(told.get("save_every", 1))) == 0
         if save or attempt.io.should_stop():
             with attempt.io.new_checkpoint(step) as folder:

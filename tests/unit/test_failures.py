@@ -40,6 +40,8 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), "interrupted", "resume", 6),
         (NoSpaceError("x"), "disk_full", "resume", 5),
         (OSError(errno.EDQUOT, "x"), "disk_full", "resume", 5),
+        (JudgeOutage("You exceeded your current quota"), "judge_outage", "resume", 7),
+        (RuntimeError("API quota exceeded"), "bug", "stop", 70),
         (JudgeOutage("x"), "judge_outage", "resume", 7),
         (ConfigurationError("x"), "bad_configuration", "stop", 2),
         (DataError("x"), "bad_data", "stop", 3),

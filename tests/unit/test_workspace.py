@@ -221,6 +221,16 @@ def test_a_damaged_record_names_its_file(workspace: Workspace, plan: Plan) -> No
         workspace.read_record(stage.id)
 
 
+def test_a_folder_that_is_no_attempt_is_named_instead_of_waited_for(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    strange = workspace.layout.attempt(stage.id, 2).control
+    strange.mkdir()
+    with pytest.raises(WorkspaceError, match=str(strange)):
+        workspace.read_record(stage.id)
+
+
 def test_a_workspace_can_be_moved(workspace: Workspace, plan: Plan) -> None:
     stage = claim(workspace, plan, "data")
     workspace.publish_result(stage.id, result_of(1))
