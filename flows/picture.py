@@ -23,7 +23,6 @@ from prefect.context import TagsContext
 from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
-from prefect.utilities.annotations import allow_failure
 
 from flows.feed import Drawing, Node, NothingMore, Watched
 from flows.poster import Poster
@@ -63,10 +62,36 @@ def refiner(recipe: str, run: str, owner: str) -> State[Any]:
     # slot, which takes a second or more.
     with TagsContext(current_tags=set()):
         for node in drawing.nodes:
-            before = [allow_failure(futures[name]) for name in node.inputs if name in futures]
+            before = [_Ended(futures[name]) for name in node.inputs if name in futures]
             futures[node.name] = _stage_task(recipe, node, source).submit(wait_for=before)
     wait(list(futures.values()))
     return _flow_state({name: future.state for name, future in futures.items()})
+
+
+class _Ended(PrefectFuture[Any]):  # type: ignore[misc]  # mypy does not follow Prefect's imports
+    """An upstream stage's future that lets what follows run, however the stage ended.
+
+    Prefect runs nothing after a cancelled or crashed task, and shows it as "not ready"; here the
+    campaign says what became of it.
+    """
+
+    def __init__(self, future: PrefectFuture[Any]) -> None:
+        super().__init__(task_run_id=future.task_run_id)
+        self._future = future
+
+    @property
+    def state(self) -> State[Any]:
+        state = self._future.state
+        return Completed(data=True) if state.is_final() else state  # data: Prefect reads it
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._future.wait(timeout)
+
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
+        self.wait(timeout)
+
+    def add_done_callback(self, fn: Callable[[PrefectFuture[Any]], None]) -> None:
+        self._future.add_done_callback(fn)
 
 
 def _stage_task(recipe: str, node: Node, source: Watched) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from uuid import UUID
 
 import httpx
@@ -48,6 +49,8 @@ class Poster:
             self._link = view.log
             self._try(lambda: self._post_link(view))
         progress, now = view.progress, time.monotonic()
+        if progress is not None and view.state == "done":  # its last word may have come before that
+            progress = replace(progress, done=progress.total)
         if progress is None or progress == self._shown or progress.total <= 0:
             return
         if view.terminal or now - self._posted >= _EVERY_S:

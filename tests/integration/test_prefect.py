@@ -67,7 +67,7 @@ def plan() -> Plan:
 def training(report: Mapping[str, Any]) -> list[Change]:
     steps = [
         (0.5 * i, {"progress": Progress(i, 6, "rollouts", {"reward": 0.1 * i})})
-        for i in range(1, 7)
+        for i in range(1, 6)
     ]
     begin = (0.0, {"state": "running", "attempt": 1, "log": "/runs/grpo/attempt-1.log"})
     return [begin, *steps, (3.5, {"state": "done", "seconds": 3.5, "report": report})]
@@ -83,6 +83,7 @@ SCRIPT: dict[str, list[Change]] = {
     ],
     "evaluate-sft": [(0.0, {"state": "done", "report": {"evaluations": [NUMBER]}})],
     "publish": [(0.0, {"state": "done", "report": {"card": "---\na: 1\n---\n# A model\n\nHi.\n"}})],
+    "evaluate-grpo": [(0.0, {"state": "interrupted", "message": "Ctrl-C"})],
     "card": [(0.0, {"state": "blocked", "message": "evaluate-base failed"})],
 }
 
@@ -149,7 +150,8 @@ def test_states_say_how_each_stage_ended(flow_run: Mapping[str, Any], prefect: P
     assert found["data"] == ("COMPLETED", "Skipped", "skipped: done before")
     assert found["grpo"][0] == "COMPLETED"
     assert found["evaluate-base"] == ("FAILED", "Failed", "the judge fell over")
-    assert found["card"][:2] == ("CANCELLED", "Blocked")
+    assert found["evaluate-grpo"][:2] == ("CANCELLED", "Interrupted")
+    assert found["card"] == ("CANCELLED", "Blocked", "not started: evaluate-base failed")
 
 
 def test_artifacts_show_progress_log_curve_numbers_and_card(
