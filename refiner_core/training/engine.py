@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig, Resources
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.generation import load
 from refiner_core.training.checkpoint import full_disk_is_no_space
 from refiner_core.training.logprobs import hidden_states
 from refiner_core.training.packing import Sample, build_pack, collate, to_device
@@ -69,7 +69,7 @@ def device_for(resources: Resources) -> Any:
     return torch.device("cuda", 0)
 
 
-def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
+def load_for_training(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
     """Load a model and its tokenizer for training, and check that it can be packed.
 
     ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only.
@@ -82,7 +82,7 @@ def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
         model.train()  # transformers recomputes in train mode only; there is no dropout left
     loaded = Loaded(
         model=model,
-        tokenizer=load_tokenizer(model_ref, config),
+        tokenizer=load.load_tokenizer(model_ref, config),
         share_prompts=_can_share_prompts(model),
         balance=_attention_balance(model),
     )
@@ -92,23 +92,9 @@ def load(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
 
 def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
     """The bare model in evaluation mode, dropout off, on ``device``."""
-    model = AutoModelForCausalLM.from_pretrained(
-        model_ref,
-        revision=_revision(model_ref, config),
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attn_implementation,
-    )
+    model = load.load_model(model_ref, config)
     disable_dropout(model)
-    return model.to(device).eval()
-
-
-def load_tokenizer(model_ref: str, config: ModelConfig) -> Any:
-    """The model's tokenizer, or the one that the configuration names, with its chat template."""
-    ref = config.tokenizer_name_or_path or model_ref
-    tokenizer = AutoTokenizer.from_pretrained(ref, revision=_revision(ref, config))
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
-    return tokenizer
+    return model.to(device)
 
 
 def disable_dropout(model: Any) -> None:
@@ -197,10 +183,6 @@ def _attention_balance(model: Any) -> float | None:
 def _embeddings(model: Any) -> list[Any]:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     return [layer.weight for layer in layers if layer is not None]
-
-
-def _revision(ref: str, config: ModelConfig) -> str:
-    return config.revision if ref == config.name_or_path and not Path(ref).exists() else "main"
 
 
 def _cannot_train(model: Any, what: str, expected: str) -> UnsupportedError:

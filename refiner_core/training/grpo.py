@@ -132,7 +132,7 @@ class _GrpoRun:
         prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
         check_lengths(self.prompts, grpo)
         device = engine.device_for(grpo.resources)
-        self.loaded = engine.load(model_ref, config.model, device)
+        self.loaded = engine.load_for_training(model_ref, config.model, device)
         self.generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
         self.updater = Updater(
             self.loaded.model,

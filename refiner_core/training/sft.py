@@ -90,7 +90,9 @@ class _SftRun:
         rows = load_demonstrations(data_dir / TRAIN_FILE)
         self.samples = _samples(rows, sft.pack_length)
         self.steps = _plan(config, rows)
-        self.loaded = engine.load(model_ref, config.model, engine.device_for(sft.resources))
+        self.loaded = engine.load_for_training(
+            model_ref, config.model, engine.device_for(sft.resources)
+        )
         self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
         self.updater = Updater(
             self.loaded.model,

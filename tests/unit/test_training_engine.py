@@ -57,7 +57,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
-    loaded = engine.load(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+    loaded = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
 
     def leaky(model, batch):  # transformers' default: with a cache, blocks see each other
         out = model.base_model(
@@ -71,7 +71,7 @@ def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
-    loaded = engine.load(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+    loaded = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
     head = torch.nn.Linear(32, 48, bias=False)
     monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: head)
     with pytest.raises(UnsupportedError, match="head"):
@@ -82,7 +82,7 @@ def test_sliding_windows_get_no_shared_prompts(tmp_path):
     windowed = save_tiny_model(
         tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1
     )
-    assert not engine.load(str(windowed), ModelConfig(), CPU).share_prompts
+    assert not engine.load_for_training(str(windowed), ModelConfig(), CPU).share_prompts
 
 
 @pytest.mark.parametrize("tied", [True, False])
