@@ -32,6 +32,13 @@ log = logging.getLogger(__name__)
 _JSON_COLUMNS = b"refiner.json_columns"
 
 
+#: What the log shows of a step, where the step has it.
+_IN_LOG = (
+    *("loss/train_avg", "loss/validation", "scores", "loss/total_avg", "objective/kl3_avg"),
+    *("val/stop_rate", "learning_rate", "tokens_per_second"),
+)
+
+
 class Sink(Protocol):
     """A second place that metrics go to. It never raises."""
 
@@ -94,6 +101,7 @@ class AttemptIO:
                 self._metrics = self.paths.metrics.open("a", encoding="utf-8")
             self._metrics.write(line + "\n")
             self._metrics.flush()
+        log.info("step %d: %s", step, _shown(metrics))
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -232,6 +240,12 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
         for name in names:
             row[name] = None if row[name] is None else json.loads(row[name])
     return rows
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    """The metrics that a person looks for in a log; all are in ``metrics.jsonl``."""
+    shown = {name: metrics[name] for name in _IN_LOG if name in metrics}
+    return ", ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
 
 
 def _number(value: float) -> float | None:

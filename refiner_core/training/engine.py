@@ -19,7 +19,8 @@ import torch
 
 from refiner_core.contract.config import ModelConfig, Resources
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.generation import load
+from refiner_core.generation.load import load_model as load_bare_model
+from refiner_core.generation.load import load_tokenizer
 from refiner_core.training.checkpoint import full_disk_is_no_space
 from refiner_core.training.logprobs import hidden_states
 from refiner_core.training.packing import Sample, build_pack, collate, to_device
@@ -82,7 +83,7 @@ def load_for_training(model_ref: str, config: ModelConfig, device: Any) -> Loade
         model.train()  # transformers recomputes in train mode only; there is no dropout left
     loaded = Loaded(
         model=model,
-        tokenizer=load.load_tokenizer(model_ref, config),
+        tokenizer=load_tokenizer(model_ref, config),
         share_prompts=_can_share_prompts(model),
         balance=_attention_balance(model),
     )
@@ -92,7 +93,7 @@ def load_for_training(model_ref: str, config: ModelConfig, device: Any) -> Loade
 
 def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
     """The bare model in evaluation mode, dropout off, on ``device``."""
-    model = load.load_model(model_ref, config)
+    model = load_bare_model(model_ref, config)
     disable_dropout(model)
     return model.to(device)
 

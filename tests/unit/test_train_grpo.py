@@ -45,7 +45,7 @@ class Run:
         save_tiny_model(root / "model")
         self.sampler: LiveSampler | None = LiveSampler()
         self.rewards = count_low_words
-        load = engine.load
+        load = engine.load_for_training
 
         def load_and_tell(*args):
             loaded = load(*args)
@@ -53,7 +53,7 @@ class Run:
                 self.sampler.model = loaded.model
             return loaded
 
-        monkeypatch.setattr(engine, "load", load_and_tell)
+        monkeypatch.setattr(engine, "load_for_training", load_and_tell)
 
     def __call__(self, name="io", *, config=None, **grpo):
         self.io = FolderStageIO(self.root / name)

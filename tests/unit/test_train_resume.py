@@ -35,7 +35,7 @@ class Stage:
         self.config = recipe(**sections)
         self.io = FolderStageIO(root / "io")
         self.sampler: LiveSampler | None = LiveSampler()
-        load = engine.load
+        load = engine.load_for_training
 
         def load_and_tell(*args: Any) -> Any:
             loaded = load(*args)
@@ -43,7 +43,7 @@ class Stage:
                 self.sampler.model = loaded.model
             return loaded
 
-        monkeypatch.setattr(engine, "load", load_and_tell)
+        monkeypatch.setattr(engine, "load_for_training", load_and_tell)
 
     def run(self) -> dict[str, Any]:
         torch.rand(3)  # a process that comes back has another random state
