@@ -16,8 +16,9 @@ SHOWN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "cla
 
 
 def summary_lines(outcome: RunOutcome) -> Iterator[str]:
-    """Numbers by model and decoding with 95 % intervals, then the published folder."""
+    """Rows kept, numbers by model and decoding with 95 % intervals, the published folder."""
     workspace = Workspace.read_only(outcome.plan.config.workspace)
+    yield from _rows_kept(outcome)
     numbers = evaluations_of(outcome.plan, workspace)
     for decoding in dict.fromkeys(n["decoding"] for n in numbers):
         here = [n for n in numbers if n["decoding"] == decoding]
@@ -28,6 +29,18 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
         if view.kind == "publish" and view.report:
             yield ""
             yield f"published: {view.report['target']}"
+
+
+def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
+    """What the data stage kept and dropped, and why."""
+    report = outcome.views["data"].report
+    for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
+        counts = report.get(which) or {}
+        if not counts.get("read"):
+            continue
+        dropped = [f"{n} {reason}" for reason, n in sorted((counts.get("dropped") or {}).items())]
+        why = f" (dropped: {', '.join(dropped)})" if dropped else ""
+        yield f"{counts['kept']} of {counts['read']} {label} kept{why}"
 
 
 def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

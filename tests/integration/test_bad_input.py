@@ -18,8 +18,8 @@ ROW: dict[str, Any] = {
     "conversations": [
         {
             "role": "user",
-            "content": "<query>What is it?</query>\n<tool_output>\n<snippet id=S_1>It is it.</snippet>"
-            "\n</tool_output>",
+            "content": "<query>What is it?</query>\n<tool_output>\n"
+            "<snippet id=S_1>It is it.</snippet>\n</tool_output>",
         }
     ],
     "rubrics": json.dumps(

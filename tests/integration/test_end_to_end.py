@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from refiner_core.cards import lint_card
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.marks import walk
-from refiner_core.contract.config import RecipeConfig
 from tests.support.command import SMALL, Finished, Stage, refiner
 
 KINDS = ["data", "sft", "grpo", "publish", "evaluate", "evaluate", "evaluate", "card"]
@@ -129,9 +129,7 @@ def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace:
     assert "0.2" in card
 
 
-def test_the_cards_command_plans_the_same_fingerprints(
-    finished: Finished, workspace: Path
-) -> None:
+def test_the_cards_command_plans_the_same_fingerprints(finished: Finished, workspace: Path) -> None:
     card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
     line = next(x for x in card.splitlines() if x.startswith("refiner run tiny "))
     again = refiner("plan", *line.split()[2:], f"workspace={workspace}", "--json").json
@@ -148,7 +146,13 @@ def test_every_rollout_is_kept_with_its_reward_components(
     assert len(files) == 5
     rows = pq.read_table(files[0]).to_pylist()
     assert len(rows) == 8
-    wanted = {"reward/rubric", "reward/citation", "reward/format_bonus", "advantage", "response_ids"}
+    wanted = {
+        "reward/rubric",
+        "reward/citation",
+        "reward/format_bonus",
+        "advantage",
+        "response_ids",
+    }
     assert wanted <= set(rows[0])
     assert "truth" not in json.dumps(rows[0]), "the truth never reaches what a reward could see"
 

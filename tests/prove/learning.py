@@ -163,7 +163,9 @@ def kept_claims(run: SeedRun) -> list[Claim]:
                 after["value"] >= before["value"] - 0.02,
             )
         )
-        cited = [n[decoding, "claims"]["value"] - n[decoding, "uncited"]["value"] for n in (sft, grpo)]
+        cited = [
+            n[decoding, "claims"]["value"] - n[decoding, "uncited"]["value"] for n in (sft, grpo)
+        ]
         claims.append(
             Claim(
                 f"seed {run.seed}: cited claims per answer do not collapse ({decoding})",

@@ -111,7 +111,11 @@ def test_moving_a_file_does_not_run_anything_again() -> None:
     sources = {"data.sft": "a", "data.rl": "b", "model": "c"}
     moved = replace_fields(
         RecipeConfig(),
-        {"data.sft_path": "/new/a.jsonl", "data.rl_path": "/new/b.jsonl", "model.name_or_path": "m"},
+        {
+            "data.sft_path": "/new/a.jsonl",
+            "data.rl_path": "/new/b.jsonl",
+            "model.name_or_path": "m",
+        },
     )
     for one, two in zip(
         make_plan(RecipeConfig(), sources).stages, make_plan(moved, sources).stages, strict=True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_nothing_strange_at_the_top_level() -> None:
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
     assert {line.split("/")[0] for line in tracked.stdout.splitlines()} <= TOP_LEVEL
+
+
+def test_every_file_that_is_no_code_is_packaged() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    globs = settings["tool"]["setuptools"]["package-data"]["*"]
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and path.suffix not in (".py", ".pyc"):
+                assert any(path.match(g) for g in globs), f"{path.relative_to(ROOT)} is left out"
 
 
 @pytest.mark.parametrize(
