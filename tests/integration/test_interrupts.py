@@ -79,7 +79,7 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
         assert len(ours.attempts) > 1
         assert ours.trace() == theirs.trace(), "loss trace, with no doubled or missing step"
         assert ours.hashes() == theirs.hashes(), "weights"
-    rollouts = [sorted(p.name for p in s.attempts[-1].glob("rollouts/*")) for s in (grpo,)][0]
+    rollouts = sorted(p.name for p in grpo.attempts[-1].glob("rollouts/*"))
     assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 11)]
 
 
