@@ -5,9 +5,9 @@ tokenizer, which plain ``AutoModelForCausalLM.from_pretrained`` loads::
 
     python -m refiner_core.models.pretrain --out DIR --seed 0
 
-The task asks for evidence selection, which a model of this size does not learn from the task's
-demonstrations alone. Three things together bring it within minutes on one CPU core, and without any
-one of them it does not come:
+The task asks for evidence selection, which a model of this size did not learn from the task's
+demonstrations alone in the minutes that a recipe may take. Three things together bring it within
+that time on one CPU core; the ways that were tried without one of them did not:
 
 1. a title that stands before a snippet's tag and is restated before a claim's tag
    (:mod:`refiner_core.data.synthetic_world`);
@@ -20,8 +20,8 @@ evidence about what small models learn by themselves. Documents share no name, v
 with the task's rows.
 
 Matrices are trained with Muon, embeddings and norms with AdamW; constant rate after a warm-up, then
-linearly to zero: about seven minutes on one core. The same seed, steps and versions give the same
-weights on one thread.
+linearly to zero: six to eleven minutes on one core. The same seed, steps and versions give the same
+weights on one thread; the shipped ones were made again byte for byte.
 """
 
 from __future__ import annotations
