@@ -161,6 +161,8 @@ class Workspace:
                 expected="folders that refiner has made",
                 fix="delete that folder",
             )
+        if result is not None:
+            attempts = tuple(_succeeded(a, result) for a in attempts)
         return StageRecord(spec, attempts, result)
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
@@ -382,3 +384,10 @@ class Workspace:
                 expected="a file that refiner has written",
                 fix="restore it, or delete the stage's folder to make the stage again",
             ) from error
+
+
+def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:
+    """The result is written before the outcome and says as much; a kill may come in between."""
+    if attempt.number != result.attempt or attempt.outcome is not None:
+        return attempt
+    return replace(attempt, outcome=Outcome("none", "finish"), ended_at=result.finished_at)

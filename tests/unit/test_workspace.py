@@ -190,6 +190,16 @@ def test_a_record_tells_how_far_a_stage_has_come(workspace: Workspace, plan: Pla
     assert not workspace.close_attempt(stage.id, 2, Outcome("none", "finish"))
 
 
+def test_a_kill_between_result_and_outcome_leaves_a_finished_stage(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    workspace.publish_result(stage.id, result_of(1))
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert record.attempts[0].outcome == Outcome("none", "finish")
+
+
 def test_an_attempt_that_was_given_up_cannot_start_any_more(
     workspace: Workspace, plan: Plan
 ) -> None:
