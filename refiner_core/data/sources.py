@@ -123,9 +123,7 @@ def resolve_source(config: DataConfig, which: Which, *, pinned: bool = True) -> 
     raise _missing(which, path, local)
 
 
-def _hub_source(
-    which: Which, path: str, split: str, revision: str | None, pinned: bool
-) -> Source:
+def _hub_source(which: Which, path: str, split: str, revision: str | None, pinned: bool) -> Source:
     if not revision or (pinned and revision in _MOVING_REVISIONS):
         found = f"the moving revision {revision!r}" if revision else "no revision"
         raise ConfigurationError(
