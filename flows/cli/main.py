@@ -77,27 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Tracebacks only with ``--debug``."""
     from refiner_core.contract.errors import RefinerError
 
-    args = list(sys.argv[1:] if argv is None else argv)
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
     args = [a for a in args if a != "--debug"]
+    as_json = "--json" in args
     try:
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except RefinerError as error:
         if debug:
             raise
-        return _say(str(error), error.exit_code)
+        return _say(str(error), error.exit_code, as_json)
     except click.ClickException as error:
-        return _say(f"{error.format_message()} See `refiner --help`.", 2)
+        return _say(f"{error.format_message()} See `refiner --help`.", 2, as_json)
     except (KeyboardInterrupt, click.Abort):
-        return _say("Stopped.", 6)
+        return _say("Stopped.", 6, as_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if debug:
             raise
-        return _say(_os_error(error), _os_exit_code(error))
+        return _say(_os_error(error), _os_exit_code(error), as_json)
     except Exception as error:
         if debug:
             raise
@@ -105,11 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"A bug in refiner: {type(error).__name__}: {error}. Nothing that was finished is "
             "lost. To mend it: run the same command with --debug and report the traceback.",
             70,
+            as_json,
         )
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: str, code: int, as_json: bool) -> int:
+    """Say it to a person, and with ``--json`` to a script too: its stdout is always JSON."""
     click.echo(f"refiner: {message}", err=True)
+    if as_json:
+        from flows.cli.options import print_json
+
+        print_json({"version": 1, "error": message, "exit_code": code})
     return code
 
 

@@ -55,16 +55,23 @@ _AT_LEAST_ONE = (
     "model.cpu_threads",
     "dispatch.max_attempts",
     "dispatch.max_parallel",
+    # None, where a field allows it, is "no limit" and not a number.
+    "data.max_sft_rows",
+    "data.max_rl_rows",
+    "sft.max_train_steps",
+    "evaluate.max_prompts",
+    *(
+        f"{stage}.resources.{name}"
+        for stage in ("data", "sft", "grpo", "publish", "evaluate", "judge")
+        for name in ("nodes", "cpus", "memory_gb", "time_limit_min")
+    ),
 )
 _NOT_NEGATIVE = (
     "sft.learning_rate",
     "sft.muon_learning_rate",
-    "sft.num_train_epochs",
     "sft.weight_decay",
-    "sft.warmup_ratio",
     "grpo.learning_rate",
     "grpo.weight_decay",
-    "grpo.warmup_ratio",
     "grpo.temperature",
     "grpo.beta",
     "grpo.clip_lower",
@@ -74,11 +81,23 @@ _NOT_NEGATIVE = (
     "judge.temperature",
     "dispatch.poll_s",
     "dispatch.grace_s",
+    "judge.max_retries",
+    *(f"{stage}.resources.gpus" for stage in ("data", "sft", "grpo", "publish", "evaluate")),
+    "judge.resources.gpus",
+)
+_ABOVE_ZERO = (
+    "sft.num_train_epochs",
+    "grpo.top_p",
+    "evaluate.top_p",
+    "judge.timeout_s",
+    "dispatch.heartbeat_timeout_s",
 )
 _SHARES = (
     "data.validation_fraction",
     "reward.paper_citation_weight",
     "judge.max_failed_share",
+    "sft.warmup_ratio",
+    "grpo.warmup_ratio",
     "grpo.top_p",
     "evaluate.top_p",
 )
@@ -179,15 +198,38 @@ CHECKS: tuple[Check, ...] = (
         "set data.rl_path=FILE",
     ),
     Check(
-        lambda c: (
-            {"{recipe}", "{seed}", "{step}"}
-            >= {"{" + part.split("}")[0] + "}" for part in c.publish.repo_id.split("{")[1:]}
-        ),
+        lambda c: _repository(c) is not None,
         lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
         "only the placeholders {recipe}, {seed} and {step}",
         "correct publish.repo_id",
     ),
+    Check(
+        lambda c: all(p not in ("", ".", "..") for p in (_repository(c) or "").split("/")),
+        lambda c: f"`publish.repo_id` would be {_repository(c)!r}, outside of the target.",
+        "names joined by single slashes, none of them empty, `.` or `..`",
+        "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
+    ),
+    *(
+        Check(
+            lambda c, name=name: (  # type: ignore[misc]
+                "evaluate" not in c.stages
+                or 0 < len(getattr(c.evaluate, name)) == len(set(getattr(c.evaluate, name)))
+            ),
+            lambda c, name=name: f"`evaluate.{name}` is {list(getattr(c.evaluate, name))}.",  # type: ignore[misc]
+            "at least one, and each at most once",
+            f"correct evaluate.{name}, or drop `evaluate` from `stages`",
+        )
+        for name in ("models", "decoding")
+    ),
 )
+
+
+def _repository(config: RecipeConfig) -> str | None:
+    """``publish.repo_id`` with an example's values filled in; None if that cannot be done."""
+    try:
+        return config.publish.repo_id.format(recipe=config.recipe, seed=config.seed, step=1)
+    except (ValueError, LookupError, AttributeError):
+        return None
 
 
 def check_config(config: RecipeConfig) -> RecipeConfig:
@@ -201,11 +243,15 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         if isinstance(value, float) and not math.isfinite(value):
             raise _number(path, value, "a finite number")
     for path in _AT_LEAST_ONE:
-        if get_field(config, path) < 1:
-            raise _number(path, get_field(config, path), "at least 1")
+        value = get_field(config, path)
+        if value is not None and value < 1:
+            raise _number(path, value, "at least 1")
     for path in _NOT_NEGATIVE:
         if get_field(config, path) < 0:
             raise _number(path, get_field(config, path), "zero or more")
+    for path in _ABOVE_ZERO:
+        if get_field(config, path) <= 0:
+            raise _number(path, get_field(config, path), "a number above zero")
     for path in _SHARES:
         if not 0.0 <= get_field(config, path) <= 1.0:
             raise _number(path, get_field(config, path), "a share between 0 and 1")

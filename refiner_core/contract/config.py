@@ -266,7 +266,7 @@ class PublishConfig:
 class EvaluateConfig:
     """The protocol of an evaluation, and which models it is applied to."""
 
-    models: tuple[str, ...] = identity(
+    models: tuple[Literal["base", "sft", "grpo"], ...] = identity(
         ("base", "sft", "grpo"), doc="models evaluated, where the recipe makes them"
     )
     decoding: tuple[Literal["greedy", "sampled"], ...] = identity(

@@ -82,10 +82,9 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    merged = OmegaConf.merge(*_with_includes(path, ()))
+    nodes = [*_with_includes(path, ()), *map(_override, overrides)]
     try:
-        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(_checked(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
+        values = OmegaConf.to_container(OmegaConf.merge(*nodes), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigurationError(
             f"Recipe {path.name} with overrides {list(overrides)} cannot be resolved: "
@@ -96,16 +95,38 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return typing.cast(dict[str, Any], values)
 
 
-def _checked(overrides: Sequence[str]) -> list[str]:
-    for text in overrides:
-        key, sep, _ = text.partition("=")
-        if not sep or not key.strip():
-            raise ConfigurationError(
-                f"Override {text!r} is not of the form key=value.",
-                expected="e.g. grpo.beta=0.01",
-                fix="write the field, an equals sign and the value, without spaces around it",
-            )
-    return list(overrides)
+def _override(text: str) -> Any:
+    """One ``key=value`` as an OmegaConf node."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    key, sep, _ = text.partition("=")
+    if not sep or not key.strip():
+        raise ConfigurationError(
+            f"Override {text!r} is not of the form key=value.",
+            expected="e.g. grpo.beta=0.01",
+            fix="write the field, an equals sign and the value, without spaces around it",
+        )
+    try:
+        return _without_empty_sections(OmegaConf.from_dotlist([text]))
+    except YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigurationError(
+            f"The value of override {text!r} is not YAML: {reason}.",
+            expected="a number, true or false, text, or a list such as [a, b]",
+            fix=f"quote text with signs of YAML in it, for YAML and for the shell: {key}='\"…\"'",
+        ) from error
+
+
+def _without_empty_sections(node: Any) -> Any:
+    """``node`` without sections that say nothing, so that they do not wipe what is included.
+
+    ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
+    """
+    for name, kind in _hints(RecipeConfig).items():
+        if is_section(kind) and name in node and node[name] is None:
+            del node[name]
+    return node
 
 
 def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
@@ -124,13 +145,19 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
     except Exception as error:  # yaml raises its own family; OSError for unreadable files
         raise ConfigurationError(
             f"Recipe {path} cannot be read: {' '.join(str(error).split())}.",
-            expected="a YAML file",
-            fix="correct the line named above",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
         ) from error
     if not isinstance(node, DictConfig):
         raise ConfigurationError(
             f"Recipe {path} holds {type(node).__name__}, not a mapping of fields.",
             expected="`key: value` lines such as `seed: 42`",
+            fix="see a shipped recipe for the form",
+        )
+    if not node:
+        raise ConfigurationError(
+            f"Recipe {path} is empty.",
+            expected="`key: value` lines such as `include: tiny`",
             fix="see a shipped recipe for the form",
         )
     includes = node.pop("include", None) or []
@@ -140,7 +167,7 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
         files += _with_includes(
             nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
         )
-    return [*files, node]
+    return [*files, _without_empty_sections(node)]
 
 
 # ---------------------------------------------------------------- typing
@@ -176,6 +203,12 @@ def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
 
 def _unknown_key(path: str, known: typing.Iterable[str], origin: str) -> ConfigurationError:
     known = list(known)
+    if path in known:
+        raise ConfigurationError(
+            f"The key `{path}` is written with dots{f' in {origin}' if origin else ''}.",
+            expected="sections as nested mappings in a file; dots are for overrides",
+            fix="write `" + ": {".join(path.split(".")) + ": …" + "}" * path.count(".") + "`",
+        )
     leaf = path.rsplit(".", 1)[-1]
     near = suggest(path, known)
     if not near:
@@ -245,6 +278,10 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
+        if kind is str and isinstance(value, int | float):
+            note = " It reads as a value of another type; text that looks like one is quoted."
+            fix = f"quote it, for YAML and for the shell: {path}='\"{value}\"'"
+            raise _wrong(path, value, _NAMES[kind], note, fix)
         raise _wrong(path, value, _NAMES.get(kind, str(kind)))
     return value
 
@@ -257,7 +294,11 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def _wrong(path: str, value: Any, expected: str, note: str = "") -> ConfigurationError:
+def _wrong(
+    path: str, value: Any, expected: str, note: str = "", fix: str = ""
+) -> ConfigurationError:
     return ConfigurationError(
-        f"`{path}` is {value!r}.{note}", expected=expected, fix=f"set {path}=… to such a value"
+        f"`{path}` is {value!r}.{note}",
+        expected=expected,
+        fix=fix or f"set {path}=… to such a value",
     )

@@ -106,6 +106,11 @@ def test_overrides_are_typed() -> None:
         ("nonsense", r"not of the form key=value"),
         ("=3", r"not of the form key=value"),
         ("seed=${nowhere}", r"cannot be resolved"),
+        ("nonsense", r"^(?!.*cannot be resolved)"),
+        ("description=a: b: c", r"is not YAML.*description='\"…\"'"),
+        ("description='", r"is not YAML"),
+        ("model.revision=1234567", r"`model.revision` is 1234567.*'\"1234567\"'"),
+        ("evaluate.models=[sft,sftt]", r"one of base, sft, grpo"),
     ],
 )
 def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
@@ -128,6 +133,20 @@ def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
         ("judge.kind=openai", "judge.base_url"),
         ("data.rl_path=null", "`data.rl_path` is empty"),
         ("publish.repo_id=a/{date}", r"only the placeholders"),
+        ("publish.repo_id=a}b", r"only the placeholders"),
+        ("publish.repo_id=../../etc/x", r"outside of the target"),
+        ("publish.repo_id=/etc/x", r"outside of the target"),
+        ("recipe=a/../../..", r"outside of the target"),
+        ("evaluate.max_prompts=0", "at least 1"),
+        ("data.max_rl_rows=-5", "at least 1"),
+        ("sft.max_train_steps=0", "at least 1"),
+        ("sft.num_train_epochs=0", "above zero"),
+        ("grpo.top_p=0", "above zero"),
+        ("grpo.warmup_ratio=5", "a share between 0 and 1"),
+        ("sft.resources.cpus=0", "at least 1"),
+        ("dispatch.heartbeat_timeout_s=-1", "above zero"),
+        ("evaluate.models=[]", "at least one"),
+        ("evaluate.decoding=[greedy,greedy]", "each at most once"),
     ],
 )
 def test_impossible_combinations_are_refused_with_the_numbers(override: str, says: str) -> None:
@@ -150,6 +169,15 @@ def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
     assert c.grpo.num_unique_prompts_rollout == 8
 
 
+@pytest.mark.parametrize("override", [(), ("grpo=",)])
+def test_a_section_that_says_nothing_keeps_what_is_included(
+    tmp_path: Path, override: tuple[str, ...]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: tiny\ngrpo:\n  # beta: 0.25\n")
+    assert load_recipe(str(mine), override).grpo == load_recipe("tiny").grpo
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -158,6 +186,8 @@ def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
         ("include: self.yaml\n", "includes itself"),
         ("include: gone.yaml\n", "no recipe file gone.yaml"),
         ("sfft: {}\n", r"no field 'sfft'"),
+        ("", "is empty"),
+        ("include: tiny\ngrpo.beta: 0.1\n", r"with dots.*`grpo: \{beta: …\}`"),
     ],
 )
 def test_recipe_files_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None:
