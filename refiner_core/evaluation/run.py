@@ -159,17 +159,13 @@ class _Reporter:
 
 
 def _load(config: RecipeConfig, model_ref: str, reporter: _Reporter) -> tuple[Generator, Any]:
-    """A generator over the model, on the GPU where there is one."""
-    import torch
-
-    from refiner_core.generation.load import load_model, load_tokenizer
+    """A generator over the model, on the device that the configuration asks for."""
+    from refiner_core.generation.load import device_for, load_model, load_tokenizer, set_threads
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
-    torch.set_num_threads(config.model.cpu_threads)
+    set_threads(config.model)
     tokenizer = load_tokenizer(model_ref, config.model)
-    model = load_model(model_ref, config.model)
-    if torch.cuda.is_available():
-        model.to("cuda")
+    model = load_model(model_ref, config.model).to(device_for(config.evaluate.resources))
     generator = TransformersGenerator(
         model, tokenizer, batch_size=config.evaluate.batch_size, on_step=reporter.step
     )

@@ -14,10 +14,38 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.config import ModelConfig
+from refiner_core.contract.config import ModelConfig, Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 
 BUILTIN_PREFIX = "builtin:"
+
+
+def set_threads(config: ModelConfig) -> None:
+    """Use as many threads as the configuration says: sums depend on it."""
+    import torch
+
+    torch.set_num_threads(config.cpu_threads)
+
+
+def device_for(resources: Resources) -> Any:
+    """The GPU where one is asked for, else the CPU, whatever the machine has.
+
+    Raises
+    ------
+    UnsupportedError
+        If a GPU is asked for and torch sees none.
+    """
+    import torch
+
+    if resources.gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"resources.gpus={resources.gpus}, but torch sees no CUDA device",
+            expected="a visible GPU and a CUDA build of torch",
+            fix="set resources.gpus=0, or run where there is a GPU",
+        )
+    return torch.device("cuda", 0)
 
 
 def resolve_ref(ref: str) -> str:

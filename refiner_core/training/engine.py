@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from refiner_core.contract.config import ModelConfig, Resources
+from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
@@ -50,24 +50,6 @@ class Loaded:
     def pad_id(self) -> int:
         """What padding is made of; any token would do, since nothing sees it."""
         return int(self.tokenizer.pad_token_id or 0)
-
-
-def set_threads(config: ModelConfig) -> None:
-    """Use as many threads as the configuration says: sums depend on it."""
-    torch.set_num_threads(config.cpu_threads)
-
-
-def device_for(resources: Resources) -> Any:
-    """The GPU where one is asked for, else the CPU."""
-    if resources.gpus == 0:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "resources.gpus=1, but torch sees no CUDA device",
-            expected="a visible GPU and a CUDA build of torch",
-            fix="set resources.gpus=0, or run where there is a GPU",
-        )
-    return torch.device("cuda", 0)
 
 
 def load_for_training(model_ref: str, config: ModelConfig, device: Any) -> Loaded:

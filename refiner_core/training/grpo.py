@@ -25,6 +25,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import Generator, Judge, Progress, StageIO
 from refiner_core.data.prepared import load_prompts
+from refiner_core.generation.load import device_for, set_threads
 from refiner_core.training import engine
 from refiner_core.training.boundary import Boundary, curve
 from refiner_core.training.grpo_update import GrpoUpdate
@@ -125,13 +126,13 @@ class _GrpoRun:
         rewards: RewardFunction | None,
     ) -> None:
         grpo = config.grpo
-        engine.set_threads(config.model)
+        set_threads(config.model)
         self.config, self.grpo, self.io, self.judge = config, grpo, io, judge
         self.rewards = rewards or _default_rewards()
         self.prompts = load_prompts(data_dir / TRAIN_FILE)
         prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
         check_lengths(self.prompts, grpo)
-        device = engine.device_for(grpo.resources)
+        device = device_for(grpo.resources)
         self.loaded = engine.load_for_training(model_ref, config.model, device)
         self.generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
         self.updater = Updater(
@@ -202,7 +203,7 @@ class _GrpoRun:
                 seed=self.config.seed,
                 step=step,
                 generator=self.generator,
-                decode=self._decode,
+                tokenizer=self.loaded.tokenizer,
             )
         self.boundary.stop_if_asked(step - 1, self.progress)
         self._tell(step, "judge")
@@ -258,12 +259,6 @@ class _GrpoRun:
             if name in metrics:
                 progress["curves"][name].append(metrics[name])
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
-
-    def _decode(self, token_ids: Any) -> str:
-        text: str = self.loaded.tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def _tell(self, step: int, phase: str) -> None:
         self.io.progress(Progress(step - 1, self.grpo.num_training_steps, phase))

@@ -184,7 +184,10 @@ class GrpoUpdate:
             clip_higher=grpo.clip_higher,
         )
         cap = grpo.truncated_importance_sampling_ratio_cap
-        importance_T = importance_weights(old_T, buffers.sampler_F[at], cap)
+        sampler_T = buffers.sampler_F[at]
+        # What was appended instead of sampled has nothing to be corrected for.
+        sampler_T = torch.where(sampler_T.isnan(), old_T, sampler_T)
+        importance_T = importance_weights(old_T, sampler_T, cap)
         weight_T = weight_F[at]
         policy = (weight_T * importance_T * terms.loss_T).sum()
         entropy = (weight_T * scores.entropy_T).sum()
@@ -203,7 +206,7 @@ class GrpoUpdate:
         totals.add_tokens("policy/clipfrac_avg", terms.clipped_T)
         totals.add_tokens("val/ratio", terms.ratio_T)
         totals.add_tokens("val/importance_weight", importance_T)
-        totals.add_tokens("val/sampler_logprob_gap", (old_T - buffers.sampler_F[at]).abs())
+        totals.add_tokens("val/sampler_logprob_gap", (old_T - sampler_T).abs())
         return {**parts, "total": float(total.detach())}
 
 

@@ -10,6 +10,7 @@ samples the same tokens. A sample that the judge could not score is not a zero; 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from refiner_core.contract.types import (
     RewardResult,
     SamplingParams,
 )
+from refiner_core.generation.text import closing_ids, completion_text
 from refiner_core.rewards import RewardInput
 from refiner_core.training.advantages import GroupAdvantages, Normalization, group_advantages
 
@@ -38,13 +40,17 @@ RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[Rew
 
 @dataclass(frozen=True)
 class Sampled:
-    """One completion: of which prompt, which sample of it, and its text without special tokens."""
+    """One completion: of which prompt, which sample of it, and what it says.
+
+    ``closing_ids`` is the end-of-text token where the sampler stopped at a stop string, without it.
+    """
 
     prompt_index: int
     sample_index: int
     prompt: PromptRow
     completion: Completion
     text: str
+    closing_ids: tuple[int, ...] = ()
 
     @property
     def stopped(self) -> bool:
@@ -54,7 +60,10 @@ class Sampled:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage."""
+    """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage.
+
+    A log-probability is NaN where the token was not sampled but appended (``closing_ids``).
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -88,13 +97,13 @@ class RolloutBatch:
                 continue
             if mask_truncated and not sample.stopped:
                 continue
-            completion = sample.completion
+            completion, closing = sample.completion, sample.closing_ids
             if completion.token_ids:
                 kept.append(
                     TrainSample(
                         sample.prompt.prompt_ids,
-                        completion.token_ids,
-                        completion.logprobs,
+                        completion.token_ids + closing,
+                        completion.logprobs + (math.nan,) * len(closing),
                         advantage,
                     )
                 )
@@ -108,7 +117,7 @@ def sample_rollouts(
     seed: int,
     step: int,
     generator: Generator,
-    decode: Callable[[Sequence[int]], str],
+    tokenizer: Any,
 ) -> list[Sampled]:
     """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order.
 
@@ -140,7 +149,14 @@ def sample_rollouts(
         )
         completions.update(zip(members, generator.generate(requests, params), strict=True))
     return [
-        Sampled(index, sample_index, prompt, completions[i], decode(completions[i].token_ids))
+        Sampled(
+            index,
+            sample_index,
+            prompt,
+            completions[i],
+            completion_text(tokenizer, completions[i]),
+            closing_ids(tokenizer, completions[i]),
+        )
         for i, (index, sample_index, prompt) in enumerate(keys)
     ]
 
@@ -160,6 +176,7 @@ def check_lengths(prompts: Iterable[PromptRow], grpo: GrpoConfig) -> None:
     """
     longest = max(prompts, key=lambda row: len(row.prompt_ids))
     limit, length = response_limit(longest, grpo), len(longest.prompt_ids)
+    packed = length + limit + bool(grpo.stop_strings)  # a token may be appended after a stop string
     if limit < 1:
         raise ConfigurationError(
             f"Prompt {longest.sample_id} has {length} tokens, which leaves no room in "
@@ -167,12 +184,12 @@ def check_lengths(prompts: Iterable[PromptRow], grpo: GrpoConfig) -> None:
             expected="room for at least one sampled token",
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
-    if length + limit > grpo.pack_length:
+    if packed > grpo.pack_length:
         raise ConfigurationError(
             f"Prompt {longest.sample_id} ({length} tokens) and {limit} sampled tokens do not fit "
             f"in grpo.pack_length={grpo.pack_length}",
             expected="packs as long as the longest prompt with its response",
-            fix=f"set grpo.pack_length={length + limit} or more",
+            fix=f"set grpo.pack_length={packed} or more",
         )
 
 

@@ -21,6 +21,7 @@ from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
+from refiner_core.generation.load import device_for, set_threads
 from refiner_core.training import engine
 from refiner_core.training.boundary import Boundary, curve, require_finite
 from refiner_core.training.logprobs import token_scores
@@ -85,14 +86,12 @@ class _SftRun:
 
     def __init__(self, config: RecipeConfig, data_dir: Path, model_ref: str, io: StageIO) -> None:
         sft = config.sft
-        engine.set_threads(config.model)
+        set_threads(config.model)
         self.sft, self.io = sft, io
         rows = load_demonstrations(data_dir / TRAIN_FILE)
         self.samples = _samples(rows, sft.pack_length)
         self.steps = _plan(config, rows)
-        self.loaded = engine.load_for_training(
-            model_ref, config.model, engine.device_for(sft.resources)
-        )
+        self.loaded = engine.load_for_training(model_ref, config.model, device_for(sft.resources))
         self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
         self.updater = Updater(
             self.loaded.model,

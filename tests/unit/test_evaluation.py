@@ -329,6 +329,19 @@ def test_a_model_is_loaded_by_reference_and_measured(tmp_path: Path) -> None:
     assert found["greedy", "format_valid"]["value"] == 0.0
 
 
+def test_the_device_is_the_configured_one_and_not_what_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from refiner_core.contract.config import RecipeConfig
+    from refiner_core.evaluation.run import _load, _Reporter
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    generator, _ = _load(RecipeConfig(), "builtin:tiny", _Reporter(FolderIO(tmp_path), 1))
+    assert generator.model.device.type == "cpu"  # type: ignore[attr-defined]
+
+
 def test_no_held_out_prompts_is_an_error_not_an_empty_table(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no prompts"):
         Bench(tmp_path, []).run("base")

@@ -20,12 +20,14 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
+from refiner_core.generation.text import completion_text
 from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.order import prompt_batch
-from refiner_core.training.rollout import Sampled, form_groups
+from refiner_core.training.rollout import Sampled, form_groups, rollout_rows, sample_rollouts
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
+    EOS,
     LiveSampler,
     NoJudge,
     count_low_words,
@@ -33,6 +35,7 @@ from tests.support.tiny_training import (
     recipe,
     save_data,
     save_tiny_model,
+    tiny_tokenizer,
 )
 
 
@@ -256,7 +259,96 @@ def test_rollouts_hold_all_that_a_reward_can_be_recomputed_from(run):
     assert len(row["logprobs"]) == len(row["response_ids"])
     assert row["reward/low"] == row["reward"]
     assert json.loads(row["judgements"]) == [{"kind": "count"}]
-    assert row["response_text"].split() == [f"w{i}" for i in row["response_ids"] if i > 1]
+    text = row["response_ids"][:-1] if row["finish_reason"] == "stop" else row["response_ids"]
+    assert row["response_text"].split() == [f"w{i}" for i in text]
+
+
+class Saying:
+    """A sampler that always says the same; -1 is the log-probability of each token."""
+
+    def __init__(self, *token_ids: int, finish_reason: str = "stop") -> None:
+        logprobs = (-1.0,) * len(token_ids)
+        self.completion = Completion(token_ids, logprobs, finish_reason)
+        self.seeds: list[int] = []
+
+    def generate(self, requests, params):
+        self.seeds += [request.seed for request in requests]
+        return [self.completion] * len(requests)
+
+
+def sampled(sampler: Saying, *, indices: Sequence[int] = (0,), step: int = 1, seed: int = 7):
+    """What the step makes of a sampler's completions of the prompts with these indices."""
+    rows = [(i, prompts(9)[i]) for i in indices]
+    return sample_rollouts(
+        rows, grpo=recipe().grpo, seed=seed, step=step, generator=sampler,
+        tokenizer=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+def test_rewards_read_the_text_that_evaluation_reads():
+    """A special token inside an answer is visible to both; a skipping decoder would hide it."""
+    sampler = Saying(5, 0, EOS, 6, EOS)
+    sample = sampled(sampler)[0]
+    assert sample.text == completion_text(tiny_tokenizer(), sampler.completion) == "w5 w0 w1 w6"
+
+
+def test_seeds_follow_from_what_is_sampled_and_not_from_when():
+    one, two, other_step, other_run = Saying(5), Saying(5), Saying(5), Saying(5)
+    sampled(one, indices=(2, 5))
+    sampled(two, indices=(5, 3, 2))
+    sampled(other_step, indices=(2, 5), step=2)
+    sampled(other_run, indices=(2, 5), seed=8)
+    size = recipe().grpo.num_samples_per_prompt_rollout
+    assert one.seeds == two.seeds[2 * size :] + two.seeds[:size]
+    every = one.seeds + two.seeds[size : 2 * size] + other_step.seeds + other_run.seeds
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trained"),
+    [
+        (Saying(5, 6), (5, 6, EOS)),  # at a stop string
+        (Saying(5, 6, EOS), (5, 6, EOS)),
+        (Saying(5, 6, finish_reason="length"), (5, 6)),
+    ],
+)
+def test_an_end_is_appended_where_the_sampler_stopped_without_one(sampler, trained):
+    samples = sampled(sampler)
+    results = [RewardResult("scored", float(i), {}) for i in range(len(samples))]
+    batch = form_groups(samples, results, size=len(samples), normalization="standard")
+    kept = batch.train_samples(mask_truncated=False)[0]
+    assert kept.response_ids == trained
+    appended = [math.isnan(logprob) for logprob in kept.sampler_logprobs]
+    assert appended == [i >= len(sampler.completion.token_ids) for i in range(len(trained))]
+    assert rollout_rows(1, batch)[0]["response_ids"] == list(sampler.completion.token_ids)
+
+
+def test_an_appended_end_is_trained_on_without_a_correction(run):
+    class AtStopString(LiveSampler):
+        def generate(self, requests, params):
+            cut = replace(params, max_new_tokens=3)
+            done = super().generate(requests, cut)
+            return [replace(c, finish_reason="stop") for c in done]
+
+    run.sampler = AtStopString()
+    run(num_training_steps=1, stop_strings=("never",))
+    (row,) = run.io.metrics()
+    assert row["val/stop_rate"] == 1.0
+    assert row["val/sampler_logprob_gap"] < 1e-5
+    assert row["val/importance_weight"] == pytest.approx(1.0, abs=1e-5)
+    assert all(math.isfinite(value) for value in row.values())
+    longest = max(len(p.prompt_ids) for p in prompts(7)) + 6
+    with pytest.raises(ConfigurationError, match=f"pack_length={longest + 1}"):
+        run("tight", pack_length=longest, stop_strings=("never",))
+
+
+def test_the_ground_truth_stays_out_of_what_is_stored():
+    told = replace(prompts(1)[0], truth={"gold_ids": ["CANARY"]})
+    sample = Sampled(0, 0, told, Completion((5,), (-1.0,), "stop"), "w5")
+    batch = form_groups(
+        [sample], [RewardResult("scored", 1.0, {})], size=1, normalization="centered"
+    )
+    assert "CANARY" not in json.dumps(rollout_rows(1, batch))
 
 
 def batch_of(finish_reasons: Sequence[str]):

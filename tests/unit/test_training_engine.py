@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError, WorkspaceError
+from refiner_core.generation.load import device_for
 from refiner_core.training import checkpoint, engine
 from refiner_core.training.checkpoint import full_disk_is_no_space, load_state, save_state
 from refiner_core.training.optim import Updater
@@ -53,7 +54,7 @@ def test_what_is_not_built_yet_is_refused_by_name(section, changes, field):
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="no CUDA"):
-        engine.device_for(Resources(gpus=1))
+        device_for(Resources(gpus=1))
 
 
 def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
