@@ -90,19 +90,3 @@ def token_weights(
     if constant <= 0:
         raise ValueError("constant aggregation needs a positive denominator")
     return [1.0 / constant] * len(loss_tokens)
-
-
-def masked_mean(
-    values_BL: torch.Tensor, mask_BL: torch.Tensor, *, per_sequence: bool = False
-) -> torch.Tensor:
-    """Mean of the unmasked values: over all tokens, or per sequence and then over sequences.
-
-    Nothing unmasked gives 0, and a sequence without unmasked tokens is not counted.
-    """
-    mask = mask_BL.to(values_BL.dtype)
-    kept = torch.where(mask_BL.bool(), values_BL, torch.zeros_like(values_BL))
-    if not per_sequence:
-        return kept.sum() / mask.sum().clamp(min=1)
-    counts_B = mask.sum(dim=-1)
-    means_B = kept.sum(dim=-1) / counts_B.clamp(min=1)
-    return means_B.sum() / (counts_B > 0).sum().clamp(min=1)

@@ -10,7 +10,6 @@ import torch
 from refiner_core.training.losses import (
     importance_weights,
     kl_estimates,
-    masked_mean,
     policy_terms,
     token_weights,
 )
@@ -75,15 +74,11 @@ def test_aggregation_weights():
     assert token_weights([3, 1], "constant", constant=10.0) == [0.1, 0.1]
 
 
-def test_masked_mean_vectors():
-    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert float(masked_mean(values, mask, per_sequence=True)) == 2.75
-    assert float(masked_mean(values, mask)) == pytest.approx(7 / 3)
-    assert float(masked_mean(values, torch.zeros(2, 3))) == 0
-    assert float(masked_mean(values, torch.zeros(2, 3), per_sequence=True)) == 0
-
-
-def test_what_is_masked_may_be_nan():
-    values = torch.tensor([[1.0, math.nan]])
-    assert float(masked_mean(values, torch.tensor([[1, 0]]))) == 1.0
+@pytest.mark.parametrize(("aggregation", "mean"), [("sequence", 2.75), ("token", 7 / 3)])
+def test_masked_mean_vectors(aggregation, mean):
+    """[[1, 2, 3], [4, 5, 6]] under the mask [[1, 1, 0], [1, 0, 0]]."""
+    kept = [[1.0, 2.0], [4.0]]
+    weights = token_weights([len(values) for values in kept], aggregation)
+    total = sum(w * sum(values) for w, values in zip(weights, kept, strict=True))
+    assert total == pytest.approx(mean)
+    assert token_weights([0, 0], aggregation) == [0.0, 0.0]

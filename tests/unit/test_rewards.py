@@ -256,6 +256,10 @@ def test_a_row_whose_rubrics_do_not_fit_is_named() -> None:
         ({"apply_paper_citation_reward": False}, 10 * 0.5),
         ({"apply_paper_citation_reward": False, "combination": "additive"}, 10 * 0.5),
         ({"gate_judge_score_with_format_bonus": True}, 10 * (0.8 * 0.5 * 0.75 + 0.2 * 0.7)),
+        (
+            {"gate_judge_score_with_format_bonus": True, "combination": "additive"},
+            10 * (0.5 * 0.75 + 0.2 * 0.7),
+        ),
     ],
 )
 def test_golden_totals(config: dict[str, Any], expected: float) -> None:
@@ -322,6 +326,15 @@ def test_non_stop_penalty_replaces_the_score_last_of_all() -> None:
     assert reward_of(rollout(GOOD), **config).total == reward_of(rollout(GOOD)).total
     malformed = reward_of(rollout("<answer>cut", stopped=False), **config)
     assert (malformed.status, malformed.total) == ("malformed", -2.0)
+
+
+def test_the_ground_truth_reaches_neither_judge_nor_reward() -> None:
+    plain = rollout("<answer>Plain <snippet id=a>claim one</snippet></answer>")
+    told = plain._replace(prompt=replace(plain.prompt, truth={"gold_ids": ["CANARY"]}))
+    judge = by_kind()
+    result = reward_of(told, judge)
+    assert result == reward_of(plain)
+    assert "CANARY" not in repr((judge.calls, result))
 
 
 # ---------------------------------------------------------------- format
