@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(attempt: AttemptRun) -> dict[str, object]:
     from flows.stages import STAGE_FUNCTIONS, StageWork
 
+    attempt.check_inputs()
     work = StageWork(
         spec=attempt.spec,
         config=attempt.config,

@@ -187,6 +187,15 @@ class AttemptRun:
             log.error("the outcome could not be written: %s", second)
         return outcome
 
+    def check_inputs(self) -> None:
+        """Raise if what an input stage has made is not there any more.
+
+        Raises:
+            WorkspaceError: names the file, and the folder to delete so that it is made again.
+        """
+        for stage_id in self.input_stages.values():
+            self.workspace.check_output(stage_id)
+
     def check_fence(self) -> None:
         """Raise if this attempt may no longer make anything visible."""
         if self.workspace.is_stale(self.stage_id, self.number):

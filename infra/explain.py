@@ -41,7 +41,10 @@ def observe_actions(
         record, seen = records.get(stage.id), observed.attempts.get(stage.id)
         if record is not None and record.result is not None:
             made = record.result.finished_at[:19].replace("T", " ")
-            forecasts.append(StageForecast(stage, "skip", f"done on {made} UTC"))
+            damage = workspace.output_damage(stage.id)
+            but = f", but {damage}: delete {workspace.layout.stage(stage.id).control} to redo it"
+            reason = f"done on {made} UTC{but if damage else ''}"
+            forecasts.append(StageForecast(stage, "skip", reason))
         elif record is not None and seen is not None and seen.sight in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
             reason = f"attempt {seen.number} runs (job {job})"

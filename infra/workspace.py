@@ -147,11 +147,18 @@ class Workspace:
     def read_record(self, stage_id: str) -> StageRecord | None:
         """All that is known of a stage; None if nobody ever claimed it."""
         paths = self.layout.stage(stage_id)
+        numbers = paths.attempt_numbers()
         spec = self._load(StageSpec, paths.spec)
+        if spec is None and numbers:  # the specification is written before the first attempt
+            raise WorkspaceError(
+                f"{paths.control} has attempts, but no {paths.spec.name}",
+                expected="folders that refiner has made",
+                fix=self._way_out(paths.spec),
+            )
         if spec is None:
             return None
         # Attempts first: a result that lands in between then only shows too little, not too much.
-        found = {n: self.read_attempt(stage_id, n) for n in paths.attempt_numbers()}
+        found = {n: self.read_attempt(stage_id, n) for n in numbers}
         result = self._load(StageResult, paths.result)
         attempts = tuple(a for a in found.values() if a is not None)
         if result is None and len(attempts) < len(found):
@@ -193,6 +200,37 @@ class Workspace:
         """Where a finished stage's output lies; None if it is not done."""
         result = self.read_result(stage_id)
         return None if result is None else self.layout.stage(stage_id).data / result.output_dir
+
+    def output_damage(self, stage_id: str) -> str | None:
+        """What is wrong with a finished stage's output; None if all is there.
+
+        Looks at names and sizes only, so that it costs nothing beside reading the files.
+        """
+        folder, result = self.output_dir(stage_id), self.read_result(stage_id)
+        if folder is None or result is None:
+            return None
+        for file in result.files:
+            path = folder / file.path
+            try:
+                size = path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return f"{path} is gone"
+            if size != file.bytes:
+                return f"{path} has {size} bytes instead of {file.bytes}"
+        return None
+
+    def check_output(self, stage_id: str) -> None:
+        """Refuse to read an output that is not what the stage has left.
+
+        Raises:
+            WorkspaceError: a file of it is gone or cut short.
+        """
+        if damage := self.output_damage(stage_id):
+            raise WorkspaceError(
+                f"{damage}, though {stage_id} is done",
+                expected="the output of a finished stage as it was left",
+                fix=self._way_out(self.layout.stage(stage_id).result),
+            )
 
     def stage_ids(self) -> list[str]:
         """All stages that were ever claimed here."""
@@ -361,9 +399,19 @@ class Workspace:
             raise WorkspaceError(
                 f"{path} cannot be read: {error}",
                 expected="a JSON file that refiner has written",
-                fix="restore it, or delete the stage's folder to make the stage again",
+                fix=self._way_out(path),
             ) from error
         return value if isinstance(value, dict) or value is None else {"value": value}
+
+    def _way_out(self, path: Path) -> str:
+        """What to do about a damaged file: the smallest folder that can go, and what that means."""
+        for root, meaning in (
+            (self.layout.stages, "the same command then makes the stage again"),
+            (self.layout.runs, "stages and their results stay, only that call is forgotten"),
+        ):
+            if path.is_relative_to(root):
+                return f"restore it, or delete {root / path.relative_to(root).parts[0]}: {meaning}"
+        return "restore it, or name another folder with `workspace=DIR`"
 
     def _load(self, kind: type[T], path: Path) -> T | None:
         data = self._read(path)
@@ -382,7 +430,7 @@ class Workspace:
             raise WorkspaceError(
                 f"{path} is not a {kind.__name__}: {error}",
                 expected="a file that refiner has written",
-                fix="restore it, or delete the stage's folder to make the stage again",
+                fix=self._way_out(path),
             ) from error
 
 

@@ -26,7 +26,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, StageResult
+from refiner_core.contract.records import Outcome, OutputFile, StageResult
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
 
 
@@ -229,6 +229,54 @@ def test_a_damaged_record_names_its_file(workspace: Workspace, plan: Plan) -> No
     workspace.layout.stage(stage.id).spec.write_text('{"version": 99}')
     with pytest.raises(WorkspaceError, match="version 99"):
         workspace.read_record(stage.id)
+
+
+def test_a_stage_without_its_specification_is_named_instead_of_claimed_for_ever(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    spec = workspace.layout.stage(stage.id).spec
+    spec.unlink()
+    with pytest.raises(WorkspaceError, match=rf"no spec.json.*delete {spec.parent}:"):
+        workspace.read_record(stage.id)
+
+
+@pytest.mark.parametrize(
+    ("file", "way_out"),
+    [
+        ("stages/sft-1/attempts/0001/outcome.json", "delete {root}/stages/sft-1: "),
+        ("runs/20261121/run.json", "delete {root}/runs/20261121: stages .* stay"),
+        ("workspace.json", "another folder with `workspace=DIR`$"),
+    ],
+)
+def test_the_way_out_of_a_damaged_file_costs_as_little_as_can_be(
+    workspace: Workspace, file: str, way_out: str
+) -> None:
+    path = workspace.root / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
+    with pytest.raises(WorkspaceError, match=way_out.format(root=workspace.root)):
+        workspace.read_control(path)
+
+
+@pytest.mark.parametrize(("left", "says"), [(None, "is gone"), ("ab", "has 2 bytes instead of 3")])
+def test_an_output_that_is_gone_is_noticed_where_it_is_needed_and_in_a_plan(
+    workspace: Workspace, plan: Plan, left: str | None, says: str
+) -> None:
+    stage = claim(workspace, plan, "data")
+    weights = workspace.layout.attempt(stage.id, 1).output / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("abc")
+    workspace.publish_result(
+        stage.id, replace(result_of(1), files=(OutputFile("model.safetensors", 3, "00"),))
+    )
+    workspace.check_output(stage.id)
+    assert "safetensors" not in observe_actions(plan, workspace)[0].reason
+    weights.unlink() if left is None else weights.write_text(left)
+    folder = workspace.layout.stage(stage.id).control
+    with pytest.raises(WorkspaceError, match=rf"safetensors {says}.*delete {folder}:"):
+        workspace.check_output(stage.id)
+    assert says in observe_actions(plan, workspace)[0].reason
 
 
 def test_a_folder_that_is_no_attempt_is_named_instead_of_waited_for(
