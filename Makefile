@@ -1,6 +1,8 @@
 # `make run` and `make test` do all their set-up themselves, in .venv. A second call is quick.
 PYTHON ?= python3
 VENV   ?= .venv
+# Files of tests side by side; each server is started by the one file that needs it.
+TEST_PROCESSES ?= 2
 BIN    := $(VENV)/bin
 # One thread per process: several small processes share the cores, and spinning OpenMP threads
 # make each other ten times slower.
@@ -27,7 +29,7 @@ run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account,
 	$(BIN)/refiner run tiny
 
 test: setup  ## all tests that this machine can run; the rest says why it is skipped
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup  ## style, types, and the arrows between rooms
 	$(BIN)/ruff check .

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from infra.server import ensure_server
+from tests.support.command import SMALL, Stage, refiner
 from tests.support.prefect_server import PrefectApi, private_server
 
 
@@ -21,3 +23,26 @@ def prefect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def prefect(prefect_session: None) -> PrefectApi:
     """The API of that server, which is started again if the last test has ended it."""
     return PrefectApi(ensure_server(120))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that gives some valid answers. From an untrained one, every reward is 0, every group
+    is dropped, and GRPO moves nothing that a test could look at."""
+    workspace = tmp_path_factory.mktemp("trained") / "runs"
+    done = refiner(
+        *("run", "tiny", f"workspace={workspace}", "stages=[data,sft]", "--no-server"),
+        *("data.synthetic_sft_rows=1100", "sft.max_train_steps=55", "sft.eval_freq=1000"),
+        *("data.synthetic_rl_rows=20", "tracking.wandb=disabled"),
+    )
+    assert done.code == 0, done.stderr
+    return Stage(workspace, "sft").attempts[-1] / "output" / "model"
+
+
+@pytest.fixture(scope="session")
+def small(trained: Path) -> tuple[str, ...]:
+    """Overrides: the tiny recipe from there on, cut down to a few seconds a stage."""
+    return (*SMALL, f"model.name_or_path={trained}", *(f"sft.{n}=1e-5" for n in _RATES))
+
+
+_RATES = ("learning_rate", "muon_learning_rate")

@@ -12,7 +12,7 @@ from refiner_core.cards import lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.marks import walk
-from tests.support.command import SMALL, Finished, Stage, refiner
+from tests.support.command import Finished, Stage, refiner
 
 KINDS = ["data", "sft", "grpo", "publish", "evaluate", "evaluate", "evaluate", "card"]
 
@@ -23,9 +23,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(workspace: Path) -> Finished:
+def finished(workspace: Path, small: tuple[str, ...]) -> Finished:
     """The small recipe, run once for all tests here."""
-    done = refiner("run", "tiny", f"workspace={workspace}", *SMALL, "--no-server", "--json")
+    done = refiner("run", "tiny", f"workspace={workspace}", *small, "--no-server", "--json")
     assert done.code == 0, done.stderr
     return done
 
@@ -59,9 +59,11 @@ def test_models_are_measured_by_one_protocol(finished: Finished) -> None:
     assert all(len(protocols) == 1 for protocols in by_metric.values())
 
 
-def test_running_again_does_nothing_and_says_so(finished: Finished, workspace: Path) -> None:
+def test_running_again_does_nothing_and_says_so(
+    finished: Finished, workspace: Path, small: tuple[str, ...]
+) -> None:
     before = {p: p.stat().st_mtime_ns for p in workspace.glob("stages/*/**/*") if p.is_file()}
-    again = refiner("run", "tiny", f"workspace={workspace}", *SMALL, "--no-server", "--json")
+    again = refiner("run", "tiny", f"workspace={workspace}", *small, "--no-server", "--json")
     assert again.code == 0
     assert {s["state"] for s in again.json["stages"]} == {"skipped"}
     assert again.json["evaluations"] == finished.json["evaluations"]
@@ -70,9 +72,9 @@ def test_running_again_does_nothing_and_says_so(finished: Finished, workspace: P
 
 
 def test_the_plan_says_skip_and_explain_says_which_field(
-    finished: Finished, workspace: Path
+    finished: Finished, workspace: Path, small: tuple[str, ...]
 ) -> None:
-    where = (f"workspace={workspace}", *SMALL)
+    where = (f"workspace={workspace}", *small)
     plan = refiner("plan", "tiny", *where, "--json").json
     assert {s["action"] for s in plan["stages"]} == {"skip"}
     changed = refiner("plan", "tiny", *where, "grpo.beta=0.5", "--json").json
@@ -157,6 +159,14 @@ def test_every_rollout_is_kept_with_its_reward_components(
     assert "truth" not in json.dumps(rows[0]), "the truth never reaches what a reward could see"
 
 
+def test_grpo_learns_from_groups_that_differ(finished: Finished, workspace: Path) -> None:
+    sft, grpo = Stage(workspace, "sft").hashes(), Stage(workspace, "grpo").hashes()
+    assert sft["model/model.safetensors"] != grpo["model/model.safetensors"]
+    counts = Stage(workspace, "grpo").result()["report"]["counts"]
+    assert counts["groups/kept"] > 0
+    assert counts["optimizer_steps"] > 0
+
+
 def test_metrics_bear_the_references_names(finished: Finished, workspace: Path) -> None:
     trace = Stage(workspace, "grpo").trace()
     assert [step for step, _ in trace] == [1, 2, 3, 4, 5]
@@ -177,13 +187,15 @@ def test_metrics_bear_the_references_names(finished: Finished, workspace: Path) 
     assert wanted <= {name for _, metrics in trace for name in metrics}
 
 
-def test_records_tell_what_it_was_made_with(finished: Finished, workspace: Path) -> None:
+def test_records_tell_what_it_was_made_with(
+    finished: Finished, workspace: Path, small: tuple[str, ...]
+) -> None:
     result = Stage(workspace, "grpo").result()
     assert result["provenance"]["versions"]["torch"]
     assert result["provenance"]["seeds"]["run"] == 1
     run = json.loads((workspace / "runs" / finished.json["run"] / "run.json").read_text())
     assert run["provenance"]["commit"] or run["code"]
-    assert run["overrides"][1:] == list(SMALL)
+    assert run["overrides"][1:] == list(small)
     assert (workspace / "code" / run["code"] / "flows" / "worker.py").is_file()
 
 
@@ -196,7 +208,7 @@ def test_status_and_logs_show_what_became_of_it(finished: Finished, workspace: P
 
 
 def test_execution_settings_leave_the_outputs_bitwise_equal(
-    finished: Finished, workspace: Path, tmp_path: Path
+    finished: Finished, workspace: Path, tmp_path: Path, small: tuple[str, ...]
 ) -> None:
     """Every execution field that the local executor can take another value of."""
     other = tmp_path / "other"
@@ -216,8 +228,9 @@ def test_execution_settings_leave_the_outputs_bitwise_equal(
         "judge.concurrency=3",
         "evaluate.models=[grpo]",
     )
-    small = [o for o in SMALL if o.split("=")[0] not in {s.split("=")[0] for s in settings}]
-    done = refiner("run", "tiny", *small, *settings, "--no-server", "--json")
+    changed = {setting.split("=")[0] for setting in settings}
+    rest = [o for o in small if o.split("=")[0] not in changed]
+    done = refiner("run", "tiny", *rest, *settings, "--no-server", "--json")
     assert done.code == 0, done.stderr
     for kind in ("data", "sft", "grpo"):
         ours, theirs = Stage(workspace, kind).hashes(), Stage(other, kind).hashes()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import (
-    SMALL,
     Finished,
     Stage,
     kill_orchestrator,
@@ -18,33 +17,36 @@ from tests.support.command import (
     wait_until,
 )
 
-#: Long enough to be hit in the middle, short enough for CI; only up to the weights.
-TRAINING = (
-    *(o for o in SMALL if not o.startswith(("grpo.num_training", "sft.max_train"))),
-    "sft.max_train_steps=8",
-    "grpo.num_training_steps=10",
-    "stages=[data,sft,grpo]",
-)
+
+@pytest.fixture(scope="module")
+def training(small: tuple[str, ...]) -> tuple[str, ...]:
+    """Long enough to be hit in the middle, short enough for CI; only up to the weights."""
+    return (
+        *(o for o in small if not o.startswith(("grpo.num_training", "sft.max_train"))),
+        "sft.max_train_steps=8",
+        "grpo.num_training_steps=10",
+        "stages=[data,sft,grpo]",
+    )
 
 
-def run(workspace: Path) -> Finished:
-    done = refiner("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server", "--json")
+def run(workspace: Path, training: tuple[str, ...]) -> Finished:
+    done = refiner("run", "tiny", f"workspace={workspace}", *training, "--no-server", "--json")
     assert done.code == 0, done.stderr
     return done
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, training: tuple[str, ...]) -> Path:
     workspace = tmp_path_factory.mktemp("undisturbed") / "runs"
-    run(workspace)
+    run(workspace, training)
     return workspace
 
 
 def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
 ) -> None:
     workspace = tmp_path / "runs"
-    arguments = ("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
     sft, grpo = Stage(workspace, "sft"), Stage(workspace, "grpo")
 
     # kill -9 of orchestrator and worker in the middle of SFT
@@ -72,7 +74,7 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
     assert process.returncode == 6, told
     assert "refiner run tiny" in told
 
-    done = run(workspace)
+    done = run(workspace, training)
     assert {s["state"] for s in done.json["stages"]} <= {"done", "skipped"}
     for stage in ("sft", "grpo"):
         ours, theirs = Stage(workspace, stage), Stage(undisturbed, stage)
@@ -83,38 +85,44 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
     assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 11)]
 
 
-def test_a_killed_orchestrator_finds_its_jobs_again(tmp_path: Path) -> None:
+def test_a_killed_orchestrator_finds_its_jobs_again(
+    tmp_path: Path, training: tuple[str, ...]
+) -> None:
     workspace = tmp_path / "runs"
-    arguments = ("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    arguments = ("run", "tiny", f"workspace={workspace}", *training, "--no-server")
     process = start(*arguments)
     sft = Stage(workspace, "sft")
     wait_until(lambda: sft.steps(), "SFT's first step")
     kill_orchestrator(process)
     assert sft.worker is not None
     assert sft.worker.alive, "a job outlives its orchestrator"
-    plan = refiner("plan", "tiny", f"workspace={workspace}", *TRAINING, "--json").json
+    plan = refiner("plan", "tiny", f"workspace={workspace}", *training, "--json").json
     assert {s["name"]: s["action"] for s in plan["stages"]}["sft"] in ("reattach", "skip")
-    run(workspace)
+    run(workspace, training)
     assert len(sft.attempts) == 1, "it was waited for, not started again"
 
 
-def test_sigterm_is_a_request_to_stop(tmp_path: Path) -> None:
+def test_sigterm_is_a_request_to_stop(tmp_path: Path, training: tuple[str, ...]) -> None:
     workspace = tmp_path / "runs"
-    process = start("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server")
+    process = start("run", "tiny", f"workspace={workspace}", *training, "--no-server")
     wait_until(lambda: Stage(workspace, "sft").steps(), "SFT's first step")
     process.terminate()
     process.communicate(timeout=120)
     assert process.returncode == 6
 
 
-def test_two_calls_at_once_run_everything_once(undisturbed: Path, tmp_path: Path) -> None:
+def test_two_calls_at_once_run_everything_once(
+    undisturbed: Path, tmp_path: Path, training: tuple[str, ...]
+) -> None:
     workspace = tmp_path / "runs"
     ended: list[Finished] = []
-    calls = [threading.Thread(target=lambda: ended.append(run(workspace))) for _ in range(2)]
-    for call in calls:
-        call.start()
-    for call in calls:
-        call.join()
+    calls = [
+        threading.Thread(target=lambda: ended.append(run(workspace, training))) for _ in range(2)
+    ]
+    for thread in calls:
+        thread.start()
+    for thread in calls:
+        thread.join()
     assert len(ended) == 2
     for kind in ("data", "sft", "grpo"):
         stage = Stage(workspace, kind)
