@@ -42,7 +42,7 @@ from refiner_core.data.datacard import data_card, make_report
 from refiner_core.data.prepared import write_demonstrations, write_prompts
 from refiner_core.data.rows import DEFAULT_MODE, Row, parse_row
 from refiner_core.data.sources import Source, Which, read_rows, resolve_source
-from refiner_core.data.split import choose_questions
+from refiner_core.data.split import choose_questions, same_questions
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 _PROGRESS_EVERY = 64
@@ -122,16 +122,21 @@ def prepare_data(
     prompts = _select(config, sources["rl"], tokenizer, rl_tally, desk, _prompt_maker(config))
     held_out = _held_out(config, prompts)
     demonstrations = _select(
-        config, sources["sft"], tokenizer, sft_tally, desk, _demonstration_maker(config, held_out)
+        config,
+        sources["sft"],
+        tokenizer,
+        sft_tally,
+        desk,
+        _demonstration_maker(config, held_out.names),
     )
-    rows = _write_rows(config, output_dir, prompts, demonstrations, held_out)
+    rows = _write_rows(config, output_dir, prompts, demonstrations, held_out.names)
     report = make_report(
         config,
         tokenizer=tokenizer,
         tallies=(sft_tally, rl_tally),
         split={
-            "questions": len({kept.row.question_key for kept in prompts}),
-            "held_out_questions": len(held_out),
+            "questions": held_out.of,
+            "held_out_questions": held_out.questions,
             "rl_without_rubrics": sum(not _has_rubrics(kept.row) for kept in prompts),
         },
         answer_lengths=[sum(kept.made.loss_mask) for kept in demonstrations],
@@ -152,11 +157,8 @@ def _write_rows(
 ) -> dict[str, int]:
     """Split and write the four files; the number of rows by file name."""
     data = config.data
-    questions = [kept.row.question_key for kept in demonstrations]
-    validation = choose_questions(
-        questions, data.validation_fraction, data.split_seed, "validation"
-    )
-    sft, rl = _on_each_side(demonstrations, validation), _on_each_side(prompts, held_out)
+    validation = _choose(demonstrations, data.validation_fraction, data.split_seed, "validation")
+    sft, rl = _on_each_side(demonstrations, validation.names), _on_each_side(prompts, held_out)
     for name, demonstrated in zip(FILES[:2], sft, strict=True):
         write_demonstrations(output_dir / name, demonstrated)
     for name, asked in zip(FILES[2:], rl, strict=True):
@@ -272,7 +274,7 @@ def _demonstration_maker(config: RecipeConfig, held_out: set[str]) -> Maker[Demo
     longest, pack_length = config.data.max_prompt_token_length, config.sft.pack_length
 
     def make(row: Row, tokenizer: chat.ChatTokenizer, tally: Tally) -> DemonstrationRow | str:
-        if row.question_key in held_out:
+        if not held_out.isdisjoint(row.question_names):
             return "held_out_question"
         encoded = chat.encode_demonstration(row, tokenizer)
         tally.prompt_lengths.append(encoded.prompt_length)
@@ -289,20 +291,37 @@ def _demonstration_maker(config: RecipeConfig, held_out: set[str]) -> Maker[Demo
 # ---------------------------------------------------------------- split
 
 
-def _held_out(config: RecipeConfig, prompts: Sequence[Kept[PromptRow]]) -> set[str]:
+class Chosen(NamedTuple):
+    """Some questions: all names that they go by, how many they are, and of how many."""
+
+    names: set[str]
+    questions: int
+    of: int
+
+
+def _choose(kept: Sequence[Kept[T]], share: float, seed: int, purpose: str) -> Chosen:
+    """A seeded share of the questions of these rows."""
+    question_of = same_questions([item.row.question_names for item in kept])
+    questions = set(question_of.values())
+    chosen = choose_questions(questions, share, seed, purpose)
+    names = {name for name, question in question_of.items() if question in chosen}
+    return Chosen(names, len(chosen), len(questions))
+
+
+def _held_out(config: RecipeConfig, prompts: Sequence[Kept[PromptRow]]) -> Chosen:
     data = config.data
-    questions = {kept.row.question_key for kept in prompts}
-    if len(questions) == 1:
+    held_out = _choose(prompts, data.held_out_fraction, data.split_seed, "held_out")
+    if held_out.of == 1:
         raise DataError(
             f"All {len(prompts)} usable prompts of data.rl_path={data.rl_path} ask one question",
             expected="at least two questions: one to train on and one to hold out",
             fix="add rows, or raise the limits that dropped the others",
         )
-    return choose_questions(questions, data.held_out_fraction, data.split_seed, "held_out")
+    return held_out
 
 
 def _on_each_side(kept: Sequence[Kept[T]], other: set[str]) -> tuple[list[T], list[T]]:
-    """Rows for training, and rows whose question is in ``other``; ids made unique."""
+    """Rows for training, and rows whose question goes by a name in ``other``; ids made unique."""
     ids = Counter(item.row.sample_id for item in kept)
     sides: tuple[list[T], list[T]] = ([], [])
     for item in kept:
@@ -310,7 +329,7 @@ def _on_each_side(kept: Sequence[Kept[T]], other: set[str]) -> tuple[list[T], li
         if ids[item.row.sample_id] > 1:  # results are paired by id, so one id may not be two rows
             unique = f"{item.row.sample_id}~{item.row.content_key[:8]}"
             made = dataclasses.replace(made, sample_id=unique)
-        sides[item.row.question_key in other].append(made)
+        sides[not other.isdisjoint(item.row.question_names)].append(made)
     return sides
 
 

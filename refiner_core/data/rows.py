@@ -75,8 +75,21 @@ class Row:
 
     @property
     def question_key(self) -> str:
-        """Equal for the same question up to case and spacing; the unit of the split."""
-        return " ".join(self.question.casefold().split())
+        """Equal for the same question up to case and spacing."""
+        return _normal(self.question)
+
+    @property
+    def question_names(self) -> tuple[str, ...]:
+        """What the question goes by: its own text, then the prompt as a whole.
+
+        Two rows may show one prompt and name its question differently (``ground_truth.query`` in
+        one form, the ``<query>`` tag in the other).
+        """
+        return self.question_key, _normal(self.prompt_text)
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 def parse_row(raw: RawRow, which: Which) -> Row:

@@ -30,7 +30,7 @@ from refiner_core.data.prepared import (
 )
 from refiner_core.data.rows import Row, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
-from refiner_core.data.split import choose_questions
+from refiner_core.data.split import choose_questions, same_questions
 
 SCHOLARQA = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 
@@ -610,6 +610,34 @@ def test_a_question_is_never_on_both_sides_nor_among_the_demonstrations(tmp_path
         for row in load_demonstrations(tmp_path / "out" / name)
     }
     assert not demonstrated & sides[1]
+
+
+def test_one_prompt_is_one_question_whatever_each_row_calls_it(tmp_path: Path):
+    """RL rows of the second form name the question themselves; demonstrations only show it."""
+    rl = [
+        {
+            "messages": rl_row(f"search {i}")["conversations"],
+            "ground_truth": json.dumps({"query": f"Topic {i}?", "rubrics": []}),
+            "metadata": {"sample_id": f"{i}"},
+        }
+        for i in range(8)
+    ]
+    again = rl_row("search 3", sample_id="again")  # a prompt of above, in the other form
+    sft = [sft_row(f"search {i}") for i in range(8)]
+    config = recipe(tmp_path, sft=sft, rl=[*rl, again], held_out_fraction=0.5)
+    report = prepare(config, tmp_path / "out")
+    assert (report["split"]["questions"], report["split"]["held_out_questions"]) == (8, 4)
+    train, test = (
+        {row.prompt_text for row in load_prompts(tmp_path / "out" / name)} for name in FILES[2:]
+    )
+    assert not train & test
+    assert report["sft"]["dropped"] == {"held_out_question": 4}
+
+
+def test_names_that_rows_share_make_one_question():
+    rows = [("b", "x"), ("c", "y"), ("a", "y"), ("d", "x"), ("e", "e"), ("c", "z")]
+    expected = {"b": "b", "d": "b", "x": "b", "c": "a", "a": "a", "y": "a", "z": "a", "e": "e"}
+    assert same_questions(rows) == same_questions(rows[::-1]) == expected
 
 
 def test_one_question_alone_cannot_be_split(tmp_path: Path):
