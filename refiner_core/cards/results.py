@@ -7,6 +7,7 @@ a finite number is shown as missing and never published as a number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,11 @@ def _table(
 ) -> Table:
     models = sorted({entry["stage"] for entry in entries}, key=_rank)
     metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
-    sizes = {entry["n"] for entry in entries}
-    cells = {(e["metric"], e["stage"]): cell(e, with_n=len(sizes) > 1) for e in entries}
+    (usual, _), *_ = Counter(entry["n"] for entry in entries).most_common(1)
+    cells = {(e["metric"], e["stage"]): cell(e, with_n=e["n"] != usual) for e in entries}
     name = entries[0].get("protocol_name") or "protocol"
-    size = f", n = {sizes.pop()}" if len(sizes) == 1 else ""
     return Table(
-        title=f"{name}, {decoding} decoding{size} (protocol `{protocol[:12]}`)",
+        title=f"{name}, {decoding} decoding, n = {usual} (protocol `{protocol[:12]}`)",
         header=("metric", *(_label(model, facts.stage) for model in models)),
         rows=tuple(
             (f"`{metric}`", *(cells.get((metric, model), _MISSING) for model in models))
