@@ -9,9 +9,8 @@ from __future__ import annotations
 import random
 import re
 
-_SNIPPET = re.compile(
-    r"<(snippet|webpage)\s+id=[\"']?([^<>\"']+?)[\"']?\s*>(.*?)</\1>", re.DOTALL | re.IGNORECASE
-)
+from refiner_core.answers import parse_evidence
+
 _MAX_WORDS = 40
 #: Number of claims and how often demonstrations of the embedded world have it.
 _CLAIM_COUNTS = {1: 0.51, 2: 0.45, 3: 0.04}
@@ -23,7 +22,8 @@ def random_copier(prompt_text: str, rng: random.Random, *, max_words: int = _MAX
     Parameters
     ----------
     prompt_text
-        Anything with ``<snippet id=…>`` or ``<webpage id=…>`` evidence.
+        Anything with ``<snippet id=…>`` or ``<webpage id=…>`` evidence. An example of the notation
+        in its instructions is none, as for the rewards.
     rng
         Draws the number of claims and the snippets.
     max_words
@@ -34,7 +34,7 @@ def random_copier(prompt_text: str, rng: random.Random, *, max_words: int = _MAX
     str
         One answer block; empty where the prompt has no evidence.
     """
-    evidence = [(found[2], found[3]) for found in _SNIPPET.finditer(prompt_text)]
+    evidence = list(parse_evidence(prompt_text).texts.items())
     wanted = rng.choices(list(_CLAIM_COUNTS), weights=list(_CLAIM_COUNTS.values()))[0]
     drawn = rng.sample(evidence, min(wanted, len(evidence)))
     claims = [f"<snippet id={cited}>{_cut(text, max_words)}</snippet>" for cited, text in drawn]

@@ -215,6 +215,14 @@ def test_the_random_copier_makes_as_many_claims_as_the_demonstrations():
     assert copied == pytest.approx(shown, abs=0.1)
 
 
+def test_the_random_copier_cites_what_may_be_cited_and_no_example_of_the_notation():
+    shown = "Cite like <snippet id=EXAMPLE>this</snippet>.\n<tool_output>\n"
+    evidence = "<snippet id=S_1>One fact.</snippet><snippet id=S_2>Cut short\n</tool_output>"
+    answers = {random_copier(shown + evidence, random.Random(seed)) for seed in range(20)}
+    cited = {i for answer in answers for i in re.findall(r"id=(\S+?)>", answer)}
+    assert cited == {"S_1", "S_2"}
+
+
 def test_the_random_copier_takes_any_prompt():
     rng = random.Random(0)
     assert random_copier("No evidence at all.", rng) == "<answer></answer>"
