@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from refiner_core.cards.facts import CardFacts
 from refiner_core.cards.results import without_value
-from refiner_core.cards.settings import flag_of, shown
+from refiner_core.cards.settings import flag_of, rubric_source, shown
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import ABSENT, walk
 
@@ -83,9 +83,11 @@ def _dropped_rows(facts: CardFacts) -> list[str]:
 
 def _rows_without_rubrics(facts: CardFacts) -> list[str]:
     count = facts.reports.get("data", {}).get("split", {}).get("rl_without_rubrics", 0)
-    if not count or facts.stage != "grpo" or facts.config.reward.rubric_source != "instance":
+    reward = facts.config.reward
+    if not count or facts.stage != "grpo" or rubric_source(reward) != "instance":
         return []
-    return [f"{count} prompts have no rubrics; their reward is the citation term alone."]
+    alone = "the citation term alone" if reward.apply_paper_citation_reward else "0"
+    return [f"{count} prompts have no rubrics; their reward is {alone}."]
 
 
 def _judge_failures(facts: CardFacts) -> list[str]:

@@ -182,8 +182,10 @@ def _reward_lines(facts: CardFacts) -> list[str]:
     reward, judge = facts.config.reward, facts.config.judge
     weight = reward.paper_citation_weight if reward.apply_paper_citation_reward else 0.0
     citation, w = reward.apply_paper_citation_reward, shown(weight)
-    judged = reward.rubric_source != "none"
-    if reward.combination == "convex":
+    judged = rubric_source(reward) != "none"
+    if not judged:
+        formula = "citation" if citation else "0"
+    elif reward.combination == "convex":
         formula = f"[(1 − {w}) · judge + {w} · citation]"
     else:
         formula = f"[judge + {w} · citation]"
@@ -192,7 +194,7 @@ def _reward_lines(facts: CardFacts) -> list[str]:
     )
     lines = [f"**Reward = {parts or 'no judged part'}.** {_rubric_words(facts)}"]
     lines[0] += f" Total = {shown(reward.verification_reward)} · {formula}."
-    if reward.gate_judge_score_with_format_bonus:
+    if judged and reward.gate_judge_score_with_format_bonus:
         lines[0] += " The judge's part is multiplied by the format bonus."
     if reward.non_stop_penalty:
         lines[0] += (
@@ -212,9 +214,14 @@ def _reward_lines(facts: CardFacts) -> list[str]:
     return lines
 
 
+def rubric_source(reward: RewardConfig) -> str:
+    """The rubric source in effect."""
+    return "instance" if reward.instance_rubrics_only else reward.rubric_source
+
+
 def _rubric_words(facts: CardFacts) -> str:
     reward = facts.config.reward
-    source = "instance" if reward.instance_rubrics_only else reward.rubric_source
+    source = rubric_source(reward)
     if source == "none":
         return "No rubrics are judged."
     static = f"`{public_name(reward.static_rubrics)}`"

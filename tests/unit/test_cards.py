@@ -152,6 +152,42 @@ def test_instance_rubrics_only_takes_the_static_set_out_of_the_words():
     assert "static set" not in section(card, "Training set-up")
 
 
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ({"rubric_source": "none"}, "10.0 · citation."),
+        ({"rubric_source": "none", "apply_paper_citation_reward": False}, "10.0 · 0."),
+        ({"combination": "additive"}, "10.0 · [judge + 0.2 · citation]."),
+    ],
+)
+def test_the_total_is_told_as_it_is_computed(reward: dict[str, Any], told: str):
+    card = build_card(facts(replace(SEED, reward=RewardConfig(**reward))))
+    assert f"Total = {told}" in section(card, "Training set-up")
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ({}, "3 prompts have no rubrics; their reward is the citation term alone."),
+        (
+            {"rubric_source": "instance+static", "instance_rubrics_only": True},
+            "3 prompts have no rubrics; their reward is the citation term alone.",
+        ),
+        ({"apply_paper_citation_reward": False}, "3 prompts have no rubrics; their reward is 0."),
+        ({"rubric_source": "instance+static"}, None),
+    ],
+)
+def test_prompts_without_rubrics_are_told_with_what_their_reward_is(
+    reward: dict[str, Any], told: str | None
+):
+    reports = {
+        "data": {"split": {"rl_without_rubrics": 3, "questions": 9, "held_out_questions": 1}}
+    }
+    config = replace(SEED, reward=RewardConfig(**reward))
+    notes = section(build_card(facts(config, reports=reports)), "Known notes")
+    assert (told in notes) if told else ("no rubrics" not in notes)
+
+
 def test_a_lexical_judge_is_never_passed_off_as_a_language_model():
     words = section(build_card(facts(TINY)), "Training set-up")
     assert "no language model" in words
