@@ -8,12 +8,13 @@ never touched: it belongs to ``--json``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from refiner_core.contract.types import Progress
@@ -62,6 +63,7 @@ class Console:
         self._since: dict[str, float] = {}
         self._said: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = None
+        self._lost = False
         self._fancy = not quiet and _can_redraw(self._stream)
 
     def show(self, views: Mapping[str, StageView]) -> None:
@@ -70,8 +72,9 @@ class Console:
             now = self._clock()
             for view in views.values():
                 self._note_change(view, now)
-            if self._fancy:
-                self._redraw(views)
+            if self._fancy and not self._lost:
+                with self._while_it_can_be_written():
+                    self._redraw(views)
             self._states.update({name: view.state for name, view in views.items()})
 
     def note(self, message: str) -> None:
@@ -95,9 +98,10 @@ class Console:
     def close(self) -> None:
         """Leave the terminal as it was. May be called twice."""
         with self._lock:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+            live, self._live = self._live, None
+            if live is not None:
+                with self._while_it_can_be_written():
+                    live.stop()
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """What was done, skipped, failed; where the logs are; what to type next."""
@@ -144,11 +148,21 @@ class Console:
             self._print(state_line(view))
 
     def _print(self, message: str) -> None:
-        with self._lock:
+        with self._lock, self._while_it_can_be_written():
+            if self._lost:
+                return
             if self._live is not None:
                 self._live.console.print(message, markup=False, highlight=False)
             else:
                 print(message, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _while_it_can_be_written(self) -> Iterator[None]:
+        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._lost, self._live = True, None
 
     # ------------------------------------------------------------ terminal
 

@@ -8,6 +8,7 @@ attempt is left.
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -80,6 +81,7 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
     7: "judge_outage",
     8: "unsupported",
 }
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
@@ -104,10 +106,20 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
         return outcome_of("disk_full", _message(error))
     if isinstance(error, StageFailed | WorkspaceError):
         return Outcome("bug", "stop", _message(error), error.exit_code)
+    if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
+        return Outcome("bug", "stop", _message(_not_allowed(error)), WorkspaceError.exit_code)
     text = str(error).lower()
     if type(error).__name__ == "OutOfMemoryError" or any(t in text for t in _OUT_OF_MEMORY):
         return outcome_of("out_of_memory", _message(error))
     return outcome_of("bug", _message(error))
+
+
+def _not_allowed(error: OSError) -> WorkspaceError:
+    return WorkspaceError(
+        f"The system refused: {error.strerror or error}: {error.filename or '(it names no file)'}.",
+        expected="to be allowed to read and write there",
+        fix="correct the permissions, or name another place, and run the same command again",
+    )
 
 
 def classify_silent_end(started: bool, printed: str) -> Outcome:

@@ -8,6 +8,7 @@ by refiner is never touched; files that have not changed are linked, not copied.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import errno
@@ -15,6 +16,7 @@ import fnmatch
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,13 +53,14 @@ def publish_to_folder(weights_dir: Path, card: str, target: Path) -> Published:
     """Publish an export. The same export and card again change nothing.
 
     Raises:
-        ConfigurationError: ``target`` holds something that refiner has not published.
+        ConfigurationError: ``target`` holds something that refiner has not published, or may not
+            be written.
         StageFailed: ``weights_dir`` is not an export in the layout of the Hub.
         NoSpaceError: it did not fit; the target is as it was.
     """
     sources = _sources(weights_dir)
     before = {f.path: f for f in _owned(target)}
-    with no_space_guard(target.parent, f"publishing to {target}"):
+    with no_space_guard(target.parent, f"publishing to {target}"), _refused_by_name(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         manifest = [_described(name, path) for name, path in sources.items()]
         text = card.encode()
@@ -106,6 +109,18 @@ def update_card(target: Path, card: str) -> Published:
         atomic.write_bytes(target / CARD, text)
         _write_marker(target, manifest)
     return Published(target, tuple(manifest), (CARD,))
+
+
+@contextlib.contextmanager
+def _refused_by_name(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise ConfigurationError(
+            f"{target} cannot be written: {error.strerror}: {error.filename or target}.",
+            expected="a folder in which you may create files",
+            fix="correct its permissions, or name another one with `publish.path=`",
+        ) from error
 
 
 def _sources(folder: Path) -> dict[str, Path]:

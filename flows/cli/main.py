@@ -6,6 +6,7 @@ JSON with ``--json``); progress, warnings and errors go to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -77,11 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Tracebacks only with ``--debug``."""
     from refiner_core.contract.errors import RefinerError
 
+    _open_what_is_closed()
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
     args = [a for a in args if a != "--debug"]
     as_json = "--json" in args
     try:
+        _check_text(args)
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except RefinerError as error:
@@ -92,8 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"{error.format_message()} See `refiner --help`.", 2, as_json)
     except (KeyboardInterrupt, click.Abort):
         return _say("Stopped.", 6, as_json)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:  # click's answer to a reader that has seen enough, as in `| head -1`
         return 0
     except OSError as error:
         if debug:
@@ -112,12 +114,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(message: str, code: int, as_json: bool) -> int:
     """Say it to a person, and with ``--json`` to a script too: its stdout is always JSON."""
-    click.echo(f"refiner: {message}", err=True)
+    # Where not even that can be written, the exit code says it.
+    with contextlib.suppress(OSError):
+        click.echo(f"refiner: {message}", err=True)
     if as_json:
         from flows.cli.options import print_json
 
-        print_json({"version": 1, "error": message, "exit_code": code})
+        with contextlib.suppress(OSError):
+            print_json({"version": 1, "error": message, "exit_code": code})
     return code
+
+
+def _open_what_is_closed() -> None:
+    """Put the null device where a caller has closed a standard stream (``>&-``, some daemons):
+    else the next file that is opened takes its number, and is written to by whoever prints."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _check_text(args: Sequence[str]) -> None:
+    """Refuse what no record can hold: bytes that are no text."""
+    from refiner_core.contract.errors import ConfigurationError
+
+    for text in args:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(
+                f"The argument {text.encode(errors='replace').decode()!r} is not UTF-8.",
+                expected="text in UTF-8",
+                fix="rename the file, or set a UTF-8 locale (e.g. LC_ALL=C.UTF-8)",
+            ) from error
 
 
 def _os_exit_code(error: OSError) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +22,18 @@ json_option = click.option("--json", "as_json", is_flag=True, help="print JSON o
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     click.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def until_nobody_reads() -> Iterator[None]:
+    """A reader that has gone (``| head``, a closed terminal) changes nothing about how a call has
+    ended."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:

@@ -8,7 +8,13 @@ from types import FrameType
 
 import click
 
-from flows.cli.options import json_option, overrides_argument, print_json, recipe_argument
+from flows.cli.options import (
+    json_option,
+    overrides_argument,
+    print_json,
+    recipe_argument,
+    until_nobody_reads,
+)
 
 
 @click.command("run")
@@ -29,7 +35,8 @@ def run_command(
     """Carry out RECIPE: a shipped name (see `refiner recipes`) or a YAML file.
 
     What is done is skipped, what already runs is waited for, what was interrupted goes on from its
-    last checkpoint. Ctrl-C asks the running stages to save and stop; the same command goes on.
+    last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
+    stages to save and stop; the same command goes on.
     """
     from flows.api import make_recipe_plan, run_json, run_recipe
     from flows.cli.plan import show_plan
@@ -37,16 +44,19 @@ def run_command(
     if dry_run:
         show_plan(make_recipe_plan(recipe, overrides), recipe, overrides, as_json)
         return 0
-    signal.signal(signal.SIGTERM, _like_ctrl_c)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores a closed terminal
+            signal.signal(number, _like_ctrl_c)
     outcome = run_recipe(recipe, overrides, use_server=not no_server, quiet=quiet)
-    if as_json:
-        print_json(run_json(outcome))
-    else:
-        from flows.summary import summary_lines
+    with until_nobody_reads():
+        if as_json:
+            print_json(run_json(outcome))
+        else:
+            from flows.summary import summary_lines
 
-        for line in summary_lines(outcome):
-            click.echo(line)
-    sys.stdout.flush()
+            for line in summary_lines(outcome):
+                click.echo(line)
+        sys.stdout.flush()
     return outcome.exit_code
 
 

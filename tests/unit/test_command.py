@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows.cli.main import main
+from tests.support.command import command, environment
 
 
 def test_without_arguments_it_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +39,37 @@ def test_a_refusal_is_json_too_where_json_was_asked_for(
     error = json.loads(shown.out)
     assert error["exit_code"] == 2
     assert error["error"] in shown.err
+
+
+def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", os.fsdecode(b"workspace=caf\xe9")]) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_bug(closed: str, tmp_path: Path) -> None:
+    line = f'"$@" {closed}'
+    argv = ["sh", "-c", line, "sh", *command("run", "tiny", "--dry-run")]
+    assert subprocess.run(argv, cwd=tmp_path, env=environment(), check=False).returncode == 0
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
+    ignored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    def run_recipe(*_args: Any, **_options: Any) -> None:
+        seen.append(signal.getsignal(signal.SIGHUP))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.api.run_recipe", run_recipe)
+    old = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        assert main(["run", "tiny", f"workspace={tmp_path}"]) == 6
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    assert (seen[0] is signal.SIG_IGN) is ignored
+    assert seen[0] is not signal.SIG_DFL

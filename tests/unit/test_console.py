@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from dataclasses import replace
 
@@ -117,6 +118,25 @@ def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> N
     assert "loss 1.25" in text
     assert "Prefect: http://127.0.0.1:1" in text
     assert "1 done in" in text
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_work_goes_on_when_nobody_can_read_any_more(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = kind()
+    console = Console(stream=stream)
+    console.show({"sft": SFT})
+
+    def refuse(_text: str) -> int:
+        raise OSError(errno.EIO, "the terminal is gone")
+
+    stream.write = refuse  # type: ignore[method-assign]
+    console.show({"sft": RUNNING})
+    console.note("stopping")
+    console.finish({"sft": FAILED})
+    console.close()
 
 
 def test_closing_twice_does_no_harm() -> None:

@@ -446,6 +446,14 @@ def test_a_folder_of_somebody_else_is_refused(export: Path, tmp_path: Path) -> N
     assert [p.name for p in target.iterdir()] == ["thesis.tex"]
 
 
+def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
+    export: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):
+        publish_to_folder(export, "card", tmp_path / "file" / "refiner" / "x")
+
+
 def test_an_export_without_weights_is_refused(export: Path, tmp_path: Path) -> None:
     (export / "model.safetensors").unlink()
     with pytest.raises(StageFailed, match=r"model\.safetensors"):
