@@ -235,8 +235,10 @@ def _repository(config: RecipeConfig) -> str | None:
 def check_config(config: RecipeConfig) -> RecipeConfig:
     """``config`` itself, or the first refusal.
 
-    Raises:
-        ConfigurationError: a value or a combination of values is impossible.
+    Raises
+    ------
+    ConfigurationError
+        A value or a combination of values is impossible.
     """
     for path, _ in walk(RecipeConfig):
         value = get_field(config, path)

@@ -36,12 +36,17 @@ def shipped_recipes() -> dict[str, Path]:
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """The configuration of a shipped recipe (by name) or a YAML file, with overrides applied.
 
-    Args:
-        recipe: a shipped name such as ``tiny``, or the path of a YAML file.
-        overrides: ``key=value`` strings; values are read as YAML.
+    Parameters
+    ----------
+    recipe
+        A shipped name such as ``tiny``, or the path of a YAML file.
+    overrides
+        ``key=value`` strings; values are read as YAML.
 
-    Raises:
-        ConfigurationError: unknown recipe, key or value; the message says what would fit.
+    Raises
+    ------
+    ConfigurationError
+        Unknown recipe, key or value; the message says what would fit.
     """
     path = find_recipe(recipe)
     return parse_config(_merge(path, overrides), name=path.stem, origin=str(recipe))
@@ -176,8 +181,10 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
 def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "") -> RecipeConfig:
     """A mapping as it stands in YAML or in a record, checked and typed.
 
-    Raises:
-        ConfigurationError: names the dotted field, what it is, what was expected.
+    Raises
+    ------
+    ConfigurationError
+        Names the dotted field, what it is, what was expected.
     """
     values = dict(values)
     values.setdefault("recipe", name or "unnamed")

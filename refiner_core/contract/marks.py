@@ -100,8 +100,10 @@ def fields_of(kind: type) -> list[FieldInfo]:
 def walk(kind: type) -> tuple[tuple[str, FieldInfo], ...]:
     """All marked fields below ``kind`` as (dotted path, info), depth first.
 
-    Raises:
-        TypeError: a field has no mark. Every field must say whether it is identity or execution.
+    Raises
+    ------
+    TypeError
+        A field has no mark. Every field must say whether it is identity or execution.
     """
     return tuple(_walk(kind, ""))
 

@@ -129,8 +129,10 @@ class Plan:
     def find(self, name_or_kind: str) -> list[PlannedStage]:
         """Stages of that name, else of that kind.
 
-        Raises:
-            ConfigurationError: there is none; the message lists what there is.
+        Raises
+        ------
+        ConfigurationError
+            There is none; the message lists what there is.
         """
         hits = [s for s in self.stages if s.name == name_or_kind]
         hits = hits or [s for s in self.stages if s.kind == name_or_kind]

@@ -164,8 +164,10 @@ def to_json(value: Any) -> Any:
 def from_json(kind: type[T], data: Any) -> T:
     """The record of type ``kind`` from plain JSON; keys it does not know are ignored.
 
-    Raises:
-        TypeError: a required key is missing.
+    Raises
+    ------
+    TypeError
+        A required key is missing.
     """
     return typing.cast(T, _build(kind, data))
 

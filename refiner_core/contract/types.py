@@ -152,8 +152,10 @@ class StageIO(Protocol):
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write into; complete and visible only after the block ended without error.
 
-        Raises:
-            NoSpaceError: it did not fit; nothing half-written is left visible.
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; nothing half-written is left visible.
         """
         ...
 
