@@ -24,7 +24,7 @@ def training(small: tuple[str, ...]) -> tuple[str, ...]:
     return (
         *(o for o in small if not o.startswith(("grpo.num_training", "sft.max_train"))),
         "sft.max_train_steps=8",
-        "grpo.num_training_steps=10",
+        "grpo.num_training_steps=16",
         "stages=[data,sft,grpo]",
     )
 
@@ -82,7 +82,7 @@ def test_killed_again_and_again_it_ends_bitwise_as_if_undisturbed(
         assert ours.trace() == theirs.trace(), "loss trace, with no doubled or missing step"
         assert ours.hashes() == theirs.hashes(), "weights"
     rollouts = sorted(p.name for p in grpo.attempts[-1].glob("rollouts/*"))
-    assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 11)]
+    assert rollouts == [f"step-{n:08d}.parquet" for n in range(1, 17)]
 
 
 def test_a_killed_orchestrator_finds_its_jobs_again(
