@@ -10,7 +10,6 @@ The same rows give the same bytes (with one version of pyarrow): nothing of time
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from refiner_core.contract.errors import DataError
+from refiner_core.contract.files import replacing
 from refiner_core.contract.types import DemonstrationRow, PromptRow
 
 FORMAT_VERSION = 1
@@ -133,12 +133,8 @@ def _json(value: Any) -> str:
 
 def _write(path: Path, columns: dict[str, list[Any]], schema: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
+    with replacing(path) as file:
         pq.write_table(pa.table(columns, schema=schema), file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _read(path: Path, schema: Any) -> list[dict[str, Any]]:

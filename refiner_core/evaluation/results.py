@@ -16,13 +16,13 @@ fingerprint stands for.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
+from refiner_core.contract.files import replacing
 from refiner_core.evaluation.protocol import Protocol
 from refiner_core.evaluation.samples import METRICS, metric_kind, write_samples
 from refiner_core.evaluation.statistics import estimate
@@ -104,17 +104,10 @@ def write_results(
         "evaluations": evaluations,
         "reference": floor,
     }
-    _write_json(output_dir / RESULTS_FILE, results)
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+    with replacing(output_dir / RESULTS_FILE) as file:
+        file.write(text.encode())
     return results
-
-
-def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(f".{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def load_results(folder: Path) -> dict[str, Any]:

@@ -11,13 +11,13 @@ scores 0 by rule.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
+from refiner_core.contract.files import replacing
 from refiner_core.contract.types import PromptRow, RewardResult
 from refiner_core.data.truth import score_truth
 from refiner_core.evaluation.statistics import Kind
@@ -132,13 +132,9 @@ def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    part = path.with_name(f".{path.name}.part")
     table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema())
-    with part.open("wb") as file:
+    with replacing(path) as file:
         pq.write_table(table, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def load_samples(path: Path) -> list[dict[str, Any]]:

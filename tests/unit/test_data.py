@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
+from refiner_core.contract.files import replacing
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow
 from refiner_core.data.chat import encode_demonstration, encode_prompt
 from refiner_core.data.prepare import FILES, prepare_data
@@ -169,6 +170,15 @@ def test_a_stage_pointed_at_the_wrong_file_says_so_instead_of_training_on_it(tmp
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "p.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match="not a complete Parquet file"):
         load_prompts(tmp_path / "cut.parquet")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "rows.parquet"
+    with replacing(path) as file:
+        file.write(b"old")
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.writelines([b"half of the", "new"])  # type: ignore[list-item]
+    assert path.read_bytes() == b"old"
 
 
 def test_a_mask_of_another_length_than_its_tokens_is_never_written(tmp_path: Path):
