@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -186,6 +187,13 @@ CHECKS: tuple[Check, ...] = (
         "set judge.base_url=http://127.0.0.1:8000/v1",
     ),
     Check(
+        lambda c: _is_web_address(c.judge.base_url),
+        lambda c: "`judge.base_url` is no address of a server, or holds a user or password.",
+        "http:// or https://, a host, and no secret, because addresses are recorded",
+        "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
+        "variable that judge.api_key_env names",
+    ),
+    Check(
         lambda c: not (c.data.sft_path is None and "sft" in c.stages),
         lambda c: "The recipe has an `sft` stage, but `data.sft_path` is empty.",
         "demonstrations to train on",
@@ -222,6 +230,17 @@ CHECKS: tuple[Check, ...] = (
         for name in ("models", "decoding")
     ),
 )
+
+
+def _is_web_address(text: str | None) -> bool:
+    if text is None:
+        return True
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc
 
 
 def _repository(config: RecipeConfig) -> str | None:

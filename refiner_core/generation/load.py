@@ -89,7 +89,9 @@ def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _cannot_load(what: str, ref: str, error: Exception) -> ConfigurationError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = next(iter(str(error).strip().splitlines()), "")
+    if not isinstance(error, OSError | ValueError | RuntimeError):  # "'added_tokens'" says little
+        reason = ": ".join(filter(None, [type(error).__name__, reason]))
     return ConfigurationError(
         f"The {what} of {ref} cannot be loaded ({reason})",
         expected="a folder in Hugging Face layout, or a Hub repository that this machine can reach",
@@ -114,7 +116,9 @@ def load_tokenizer(ref: str, config: ModelConfig) -> Any:
     source = _source(ref, config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files end in errors of many libraries
         raise _cannot_load("tokenizer", ref, error) from error
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
@@ -149,7 +153,9 @@ def load_model(ref: str, config: ModelConfig) -> Any:
             expected="an installed kernel",
             fix="install the `gpu` extra, or set model.attn_implementation=sdpa",
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files end in errors of many libraries
         raise _cannot_load("model", ref, error) from error
     missing = sorted(info["missing_keys"])
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from refiner_core.generation.batches import plan_batches
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.models import tiny_model_dir
 
 VOCAB = 61
 EOS = 2
@@ -412,6 +414,19 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"model of .* cannot be loaded"):
         load_model(str(tmp_path), ModelConfig())
     with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded"):
+        load_tokenizer(str(tmp_path), ModelConfig())
+
+
+def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
+    for file in tiny_model_dir().iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"model of .* cannot be loaded \(SafetensorError"):
+        load_model(str(tmp_path), ModelConfig())
+    with pytest.raises(ConfigurationError, match=r"tokenizer of .* cannot be loaded \(KeyError"):
         load_tokenizer(str(tmp_path), ModelConfig())
 
 
