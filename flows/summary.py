@@ -26,7 +26,13 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
         yield f"{decoding} decoding, held-out prompts (95 % interval)"
         yield from _table(here)
     for view in outcome.views.values():
-        if view.kind == "publish" and view.report:
+        stage_id = outcome.plan.by_name[view.name].id
+        damage = workspace.output_damage(stage_id)
+        if damage:
+            folder = workspace.layout.stage(stage_id).control
+            yield ""
+            yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
+        elif view.kind == "publish" and view.report:
             yield ""
             yield f"published: {view.report['target']}"
 

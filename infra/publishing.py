@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +109,31 @@ def update_card(target: Path, card: str) -> Published:
         atomic.write_bytes(target / CARD, text)
         _write_marker(target, manifest)
     return Published(target, tuple(manifest), (CARD,))
+
+
+def target_damage(report: Mapping[str, Any]) -> str | None:
+    """What a target no longer has of what a publish or card stage put there; None if all is there.
+
+    The report of a publish stage lists ``files``, that of a card stage has only the ``card``, which
+    replaces the published one. What lies there is known by the target's own manifest.
+    """
+    if "target" not in report:
+        return None
+    target = Path(str(report["target"]))
+    wanted = {f["path"]: f["sha256"] for f in report.get("files", ()) if f["path"] != CARD}
+    wanted = wanted or {CARD: hashlib.sha256(str(report["card"]).encode()).hexdigest()}
+    try:
+        marker = atomic.read_json(target / MARKER) or {"files": []}
+        gone = [name for name in wanted if not (target / name).exists()]
+    except (OSError, ValueError) as error:
+        return f"{target} cannot be read ({error})"
+    if gone:
+        return f"{target / gone[0]} is gone"
+    there = {f["path"]: f["sha256"] for f in marker["files"]}
+    for name, digest in wanted.items():
+        if there.get(name) != digest:
+            return f"{target / name} has been replaced by another publication"
+    return None
 
 
 @contextlib.contextmanager

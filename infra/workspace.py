@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from infra import atomic
 from infra.disk import has_room, no_space_error, no_space_guard
 from infra.layout import AttemptPaths, Layout
+from infra.publishing import target_damage
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.plan import STAGE_VERSIONS, PlannedStage
@@ -217,7 +218,8 @@ class Workspace:
                 return f"{path} is gone"
             if size != file.bytes:
                 return f"{path} has {size} bytes instead of {file.bytes}"
-        return None
+        is_published = stage_id.startswith(("publish-", "card-"))
+        return target_damage(result.report) if is_published else None
 
     def check_output(self, stage_id: str) -> None:
         """Refuse to read an output that is not what the stage has left.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 import threading
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from infra import atomic
 from infra.explain import explain_difference, observe_actions
 from infra.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.publishing import publish_to_folder, update_card
+from infra.publishing import publish_to_folder, target_damage, update_card
 from infra.snapshot import code_digest, snapshot_code
 from infra.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract.config import GrpoConfig
@@ -26,7 +27,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, OutputFile, StageResult
+from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
 
 
@@ -444,6 +445,23 @@ def test_a_folder_of_somebody_else_is_refused(export: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigurationError):
         update_card(target, "# card")
     assert [p.name for p in target.iterdir()] == ["thesis.tex"]
+
+
+def test_what_was_published_is_known_to_be_gone_or_replaced(export: Path, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    files = publish_to_folder(export, "card", target).files
+    published = {"target": str(target), "files": to_json(files), "card": "card"}
+    card = {"target": str(target), "card": "card with numbers"}
+    assert target_damage(card) == f"{target / 'README.md'} has been replaced by another publication"
+    update_card(target, "card with numbers")
+    assert target_damage(published) is None, "a new card replaces nothing that was published"
+    assert target_damage(card) is None
+    (export / "model.safetensors").write_bytes(b"v" * 1000)
+    publish_to_folder(export, "card with numbers", target)
+    assert "model.safetensors has been replaced" in str(target_damage(published))
+    shutil.rmtree(target)
+    assert str(target_damage(published)).endswith("is gone")
+    assert target_damage(card) == f"{target / 'README.md'} is gone"
 
 
 def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
