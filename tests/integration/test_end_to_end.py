@@ -63,13 +63,17 @@ def test_models_are_measured_by_one_protocol(finished: Finished) -> None:
 def test_running_again_does_nothing_and_says_so(
     finished: Finished, workspace: Path, small: tuple[str, ...]
 ) -> None:
-    before = {p: p.stat().st_mtime_ns for p in workspace.glob("stages/*/**/*") if p.is_file()}
+    def files() -> dict[Path, int]:
+        # A job's launcher looks every few seconds and leaves its last word after the run's end.
+        found = (p for p in workspace.glob("stages/*/**/*") if "submitit" not in p.parts)
+        return {p: p.stat().st_mtime_ns for p in found if p.is_file()}
+
+    before = files()
     again = refiner("run", "tiny", f"workspace={workspace}", *small, "--no-server", "--json")
     assert again.code == 0
     assert {s["state"] for s in again.json["stages"]} == {"skipped"}
     assert again.json["evaluations"] == finished.json["evaluations"]
-    after = {p: p.stat().st_mtime_ns for p in workspace.glob("stages/*/**/*") if p.is_file()}
-    assert after == before
+    assert files() == before
 
 
 def test_the_plan_says_skip_and_explain_says_which_field(
