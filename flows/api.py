@@ -189,12 +189,18 @@ def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[st
                 "attempt": view.attempt,
                 "message": view.message,
                 "log": view.log,
+                **_target(view),
                 "output": str(workspace.output_dir(outcome.plan.by_name[view.name].id) or ""),
             }
             for view in outcome.views.values()
         ],
         "evaluations": evaluations_of(outcome.plan, workspace),
     }
+
+
+def _target(view: StageView) -> dict[str, str]:
+    """Where a publish or card stage has put what it published."""
+    return {"target": str(view.report["target"])} if "target" in view.report else {}
 
 
 def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:

@@ -75,7 +75,12 @@ def card_facts(
     reward = config.reward
     static = "static" in reward.rubric_source and not reward.instance_rubrics_only
     return CardFacts(
-        repo_id=config.publish.repo_id.format(recipe=config.recipe, seed=config.seed, step=step),
+        repo_id=config.publish.repo_id.format(
+            recipe=config.recipe,
+            seed=config.seed,
+            step=step,
+            fingerprint=records[model].spec.fingerprint[:8],
+        ),
         config=config,
         stage=model,
         step=step,

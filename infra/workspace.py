@@ -387,8 +387,15 @@ class Workspace:
     # ------------------------------------------------------------ reading
 
     def read_heartbeat(self, stage_id: str, number: int) -> dict[str, Any] | None:
-        """The newest heartbeat of an attempt."""
-        return self._read(self.layout.attempt(stage_id, number).heartbeat)
+        """The newest heartbeat of an attempt; None where there is none that can be read.
+
+        It is the one file that is not made durable, so a power cut may leave it empty.
+        """
+        try:
+            return self._read(self.layout.attempt(stage_id, number).heartbeat)
+        except WorkspaceError as error:
+            log.warning("%s", error)
+            return None
 
     def read_control(self, path: Path) -> dict[str, Any] | None:
         """A small JSON object of this workspace; None if it is not there."""

@@ -105,6 +105,12 @@ _SHARES = (
 
 CHECKS: tuple[Check, ...] = (
     Check(
+        lambda c: c.data.validation_fraction < 1.0,
+        lambda c: f"`data.validation_fraction` is {c.data.validation_fraction}.",
+        "a share below 1: something must be left to train on",
+        "set e.g. data.validation_fraction=0.05",
+    ),
+    Check(
         lambda c: 0.0 < c.data.held_out_fraction < 1.0,
         lambda c: f"`data.held_out_fraction` is {c.data.held_out_fraction}.",
         "a share of questions strictly between 0 and 1",
@@ -208,7 +214,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         lambda c: _repository(c) is not None,
         lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
-        "only the placeholders {recipe}, {seed} and {step}",
+        "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
         "correct publish.repo_id",
     ),
     Check(
@@ -246,7 +252,9 @@ def _is_web_address(text: str | None) -> bool:
 def _repository(config: RecipeConfig) -> str | None:
     """``publish.repo_id`` with an example's values filled in; None if that cannot be done."""
     try:
-        return config.publish.repo_id.format(recipe=config.recipe, seed=config.seed, step=1)
+        return config.publish.repo_id.format(
+            recipe=config.recipe, seed=config.seed, step=1, fingerprint="0" * 8
+        )
     except (ValueError, LookupError, AttributeError):
         return None
 

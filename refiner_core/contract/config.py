@@ -255,7 +255,8 @@ class PublishConfig:
     target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
     path: str | None = identity(None, doc="folder target; none is WORKSPACE/published")
     repo_id: str = identity(
-        "refiner/{recipe}-seed{seed}", doc="repository; may use {recipe}, {seed} and {step}"
+        "refiner/{recipe}-seed{seed}-{fingerprint}",
+        doc="repository; may use {recipe}, {seed}, {step} and {fingerprint} (of the weights)",
     )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from refiner_core.contract.config import ModelConfig
-from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
 from refiner_core.training.checkpoint import full_disk_is_no_space
@@ -87,6 +87,23 @@ def disable_dropout(model: Any) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+
+
+def check_window(model: Any, longest: int) -> None:
+    """Refuse sequences of ``longest`` tokens where the model has positions for fewer.
+
+    Raises
+    ------
+    ConfigurationError
+        With both numbers.
+    """
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if window is not None and longest > window:
+        raise ConfigurationError(
+            f"The longest demonstration has {longest} tokens, and the model's window has {window}",
+            expected=f"at most {window} tokens of prompt and answer together",
+            fix=f"set sft.pack_length={window}: longer demonstrations are dropped and counted",
+        )
 
 
 def check_model(loaded: Loaded) -> None:

@@ -92,6 +92,7 @@ class _SftRun:
         self.samples = _samples(rows, sft.pack_length)
         self.steps = _plan(config, rows)
         self.loaded = engine.load_for_training(model_ref, config.model, device_for(sft.resources))
+        engine.check_window(self.loaded.model, max(len(row.input_ids) for row in rows))
         self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
         self.updater = Updater(
             self.loaded.model,

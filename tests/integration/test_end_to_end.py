@@ -15,6 +15,12 @@ from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.marks import walk
 from tests.support.command import Finished, Stage, refiner
 
+
+def published(finished: Finished) -> Path:
+    """Where the run says that its model lies."""
+    return Path(next(s["target"] for s in finished.json["stages"] if s["stage"] == "publish"))
+
+
 KINDS = ["data", "sft", "grpo", "publish", "evaluate", "evaluate", "evaluate", "card"]
 
 
@@ -105,10 +111,20 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_arms_never_publish_over_each_other(
+    finished: Finished, workspace: Path, small: tuple[str, ...]
+) -> None:
+    from flows.api import make_recipe_plan
+
+    one, two = (make_recipe_plan("tiny", [*small, f"grpo.beta={b}"]) for b in (0.001, 0.5))
+    assert one.by_name["grpo"].fingerprint[:8] in published(finished).name
+    assert two.by_name["grpo"].fingerprint[:8] not in published(finished).name
+
+
 def test_what_is_published_loads_and_answers(finished: Finished, workspace: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = workspace / "published" / "refiner" / "tiny-seed1"
+    folder = published(finished)
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
         p.name for p in folder.iterdir()
     }
@@ -122,7 +138,7 @@ def test_what_is_published_loads_and_answers(finished: Finished, workspace: Path
 
 
 def test_the_card_has_the_numbers_and_the_command(finished: Finished, workspace: Path) -> None:
-    card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
+    card = (published(finished) / "README.md").read_text()
     assert lint_card(card) == []
     oracle = next(
         n
@@ -153,7 +169,7 @@ def test_every_number_of_the_card_is_one_of_the_results(
         f"{n['high']:.3f}]"
         for n in recorded
     }
-    card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
+    card = (published(finished) / "README.md").read_text()
     models = ("base", "random_copier", "sft", "grpo")
     shown = set()
     decoding = ""
@@ -170,7 +186,7 @@ def test_every_number_of_the_card_is_one_of_the_results(
 
 
 def test_the_cards_command_plans_the_same_fingerprints(finished: Finished, workspace: Path) -> None:
-    card = (workspace / "published" / "refiner" / "tiny-seed1" / "README.md").read_text()
+    card = (published(finished) / "README.md").read_text()
     line = next(x for x in card.splitlines() if x.startswith("refiner run tiny "))
     again = refiner("plan", *line.split()[2:], f"workspace={workspace}", "--json").json
     assert [s["fingerprint"] for s in again["stages"]] == [

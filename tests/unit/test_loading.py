@@ -136,6 +136,7 @@ def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
         ("data.rl_path=null", "`data.rl_path` is empty"),
         ("publish.repo_id=a/{date}", r"only the placeholders"),
+        ("data.validation_fraction=1", r"something must be left to train on"),
         ("publish.repo_id=a}b", r"only the placeholders"),
         ("publish.repo_id=../../etc/x", r"outside of the target"),
         ("publish.repo_id=/etc/x", r"outside of the target"),

@@ -14,7 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
-from refiner_core.contract.errors import NoSpaceError, UnsupportedError, WorkspaceError
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    NoSpaceError,
+    UnsupportedError,
+    WorkspaceError,
+)
 from refiner_core.generation.load import device_for
 from refiner_core.training import checkpoint, engine
 from refiner_core.training.checkpoint import full_disk_is_no_space, load_state, save_state
@@ -55,6 +60,14 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="no CUDA"):
         device_for(Resources(gpus=1))
+
+
+def test_demonstrations_longer_than_the_models_window_are_refused_with_both_numbers(tmp_path):
+    model = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU).model
+    window = model.config.max_position_embeddings
+    engine.check_window(model, window)
+    with pytest.raises(ConfigurationError, match=rf"{window + 1} tokens.*has {window}"):
+        engine.check_window(model, window + 1)
 
 
 def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):

@@ -222,6 +222,13 @@ def test_an_older_attempt_is_stale_as_soon_as_there_is_a_newer_one(
     assert not workspace.is_stale(stage.id, 2)
 
 
+def test_a_heartbeat_that_a_power_cut_has_emptied_stops_nobody(workspace: Workspace) -> None:
+    path = workspace.layout.attempt("sft-0", 1).heartbeat
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert workspace.read_heartbeat("sft-0", 1) is None
+
+
 def test_a_damaged_record_names_its_file(workspace: Workspace, plan: Plan) -> None:
     stage = claim(workspace, plan, "data")
     workspace.layout.stage(stage.id).spec.write_text('{"version": 1')
