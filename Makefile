@@ -40,10 +40,10 @@ format: setup  ## let ruff tidy up
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-prove: setup  ## the long proofs: does it learn, over three seeds (about half an hour)
+prove: setup  ## the long proofs: does it learn, over three seeds (about twelve minutes)
 	$(BIN)/python -m tests.prove.learning
 
-bench: setup  ## speeds, each paired with its rival (none in this release yet)
+bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
 
 clean:  ## remove what building made (not your runs)

@@ -83,7 +83,8 @@ def _details(workspace: Workspace, record: StageRecord | None) -> dict[str, Any]
     stage_id = f"{record.spec.kind}-{record.spec.fingerprint[:12]}"
     beat = workspace.read_heartbeat(stage_id, last.number) or {}
     progress = beat.get("progress") or {}
-    shown = f"{progress['done']}/{progress['total']}" if progress.get("total") else ""
+    under_way = record.result is None and progress.get("total")
+    shown = f"{progress['done']}/{progress['total']}" if under_way else ""
     return {
         "attempt": last.number,
         "progress": shown,

@@ -46,7 +46,7 @@ class OutOfMemoryError(RuntimeError):
         (ConfigurationError("x"), "bad_configuration", "stop", 2),
         (DataError("x"), "bad_data", "stop", 3),
         (WorkspaceError("x"), "bug", "stop", 4),
-        (PermissionError(errno.EACCES, "x", "/root/pub"), "bug", "stop", 4),
+        (PermissionError(errno.EACCES, "x", "/locked/pub"), "bug", "stop", 4),
         (UnsupportedError("x"), "unsupported", "stop", 8),
         (MemoryError(), "out_of_memory", "stop", 1),
         (OutOfMemoryError("CUDA out of memory"), "out_of_memory", "stop", 1),
