@@ -30,8 +30,10 @@ OUTPUT_VERSION = 1
 def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
     """The plan of a recipe. Reads files, writes nothing, needs no network.
 
-    Raises:
-        ConfigurationError, DataError: the recipe cannot be carried out as it stands.
+    Raises
+    ------
+    ConfigurationError, DataError
+        The recipe cannot be carried out as it stands.
     """
     config = check_config(load_recipe(recipe, overrides))
     return make_plan(config, resolve_sources(config))
@@ -71,10 +73,14 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
 class RunOutcome:
     """How a call ended.
 
-    Attributes:
-        run: id of the run's record.
-        views: last view of every stage.
-        exit_code: see :data:`refiner_core.contract.errors.EXIT_CODES`.
+    Attributes
+    ----------
+    run
+        Id of the run's record.
+    views
+        Last view of every stage.
+    exit_code
+        See :data:`refiner_core.contract.errors.EXIT_CODES`.
     """
 
     run: str
@@ -99,8 +105,10 @@ def run_recipe(
 ) -> RunOutcome:
     """Bring about everything that a recipe asks for; see ``refiner run --help``.
 
-    Raises:
-        RefinerError: nothing was started.
+    Raises
+    ------
+    RefinerError
+        Nothing was started.
     """
     from flows.console import Console
     from flows.pipeline import run_pictured
@@ -125,9 +133,12 @@ def run_recipe(
 def check_supported(config: RecipeConfig) -> None:
     """Refuse before anything starts what this version or machine cannot carry out.
 
-    Raises:
-        UnsupportedError: names the field.
-        ConfigurationError: a Hub data set without a pinned revision.
+    Raises
+    ------
+    UnsupportedError
+        Names the field.
+    ConfigurationError
+        A Hub data set without a pinned revision.
     """
     from refiner_core.contract.errors import UnsupportedError
     from refiner_core.data.sources import resolve_source

@@ -81,8 +81,10 @@ END_LINE = json.dumps({"end": True}) + "\n"
 def read_header(line: str) -> Drawing:
     """The drawing in a first line.
 
-    Raises:
-        ValueError: the stream did not begin with one.
+    Raises
+    ------
+    ValueError
+        The stream did not begin with one.
     """
     message = json.loads(line) if line.strip() else {}
     if "drawing" not in message:
@@ -127,8 +129,10 @@ class Feed:
     def wait(self, stage_name: str, timeout_s: float) -> StageView:
         """The stage's view: at once when it is terminal, else after ``timeout_s`` at the latest.
 
-        Raises:
-            NothingMore: the stream is over, and the stage is not terminal.
+        Raises
+        ------
+        NothingMore
+            The stream is over, and the stage is not terminal.
         """
         with self._changed:
             self._changed.wait_for(

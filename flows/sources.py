@@ -24,8 +24,10 @@ _EDGE_BYTES = 2**20
 def resolve_sources(config: RecipeConfig) -> dict[str, str]:
     """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`).
 
-    Raises:
-        DataError, ConfigurationError: a source is missing; the message names field and path.
+    Raises
+    ------
+    DataError, ConfigurationError
+        A source is missing; the message names field and path.
     """
     sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
     if config.data.sft_path is not None:

@@ -88,8 +88,10 @@ def create_json(path: Path, value: Any) -> bool:
 def read_json(path: Path) -> Any | None:
     """The JSON value in ``path``; None if there is no such file.
 
-    Raises:
-        ValueError: the file is not JSON.
+    Raises
+    ------
+    ValueError
+        The file is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")

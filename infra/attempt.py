@@ -148,9 +148,12 @@ class AttemptRun:
     def finish(self, report: Mapping[str, Any]) -> StageResult:
         """Publish the result: hash the output, check the fence, write ``result.json`` last.
 
-        Raises:
-            AttemptClosed: the attempt is stale; nothing was published.
-            NoSpaceError: the result did not fit; the stage is as it was.
+        Raises
+        ------
+        AttemptClosed
+            The attempt is stale; nothing was published.
+        NoSpaceError
+            The result did not fit; the stage is as it was.
         """
         with no_space_guard(self.paths.data, "publishing the result"):
             self.io.close()
@@ -190,8 +193,10 @@ class AttemptRun:
     def check_inputs(self) -> None:
         """Raise if what an input stage has made is not there any more.
 
-        Raises:
-            WorkspaceError: names the file, and the folder to delete so that it is made again.
+        Raises
+        ------
+        WorkspaceError
+            Names the file, and the folder to delete so that it is made again.
         """
         for stage_id in self.input_stages.values():
             self.workspace.check_output(stage_id)

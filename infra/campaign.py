@@ -84,8 +84,10 @@ class Campaign:
     def start(self) -> None:
         """Record the call and begin.
 
-        Raises:
-            NoSpaceError: not even the run's record fits.
+        Raises
+        ------
+        NoSpaceError
+            Not even the run's record fits.
         """
         self.workspace.write_run(self.run)
         self._look_and_act(act=False)
@@ -94,8 +96,10 @@ class Campaign:
     def wait(self, stage_name: str, timeout_s: float | None = None) -> StageView:
         """Wait until the stage is in a terminal state, or for ``timeout_s``; its view either way.
 
-        Raises:
-            Exception: whatever ended the campaign's thread.
+        Raises
+        ------
+        Exception
+            Whatever ended the campaign's thread.
         """
         with self._changed:
             self._changed.wait_for(
@@ -123,8 +127,10 @@ class Campaign:
     def join(self) -> dict[str, StageView]:
         """Wait until every stage is in a terminal state; the last views.
 
-        Raises:
-            Exception: whatever ended the campaign's thread.
+        Raises
+        ------
+        Exception
+            Whatever ended the campaign's thread.
         """
         # Not Thread.join: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
         while not self._ended.wait(1.0):

@@ -99,8 +99,10 @@ class CheckpointStore:
     def new(self, step: int) -> Iterator[Path]:
         """A folder to write the checkpoint of ``step`` into; visible after the block.
 
-        Raises:
-            NoSpaceError: it did not fit; nothing of it stays.
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; nothing of it stays.
         """
         target = self.folder / step_name(step)
         temporary = self.folder / f"{atomic.TEMPORARY}{step_name(step)}-a{self.attempt}"

@@ -62,8 +62,10 @@ class Dispatcher(Protocol):
     def submit(self, request: JobRequest) -> str:
         """Start a job and record its id beside the attempt; returns the id.
 
-        Raises:
-            UnsupportedError: this machine cannot run such jobs.
+        Raises
+        ------
+        UnsupportedError
+            This machine cannot run such jobs.
         """
         ...
 
@@ -87,8 +89,10 @@ class Dispatcher(Protocol):
 def make_dispatcher(config: DispatchConfig, workspace: Workspace) -> SubmititDispatcher:
     """The dispatcher that the recipe names.
 
-    Raises:
-        UnsupportedError: ``dispatch.executor=slurm``, which this version cannot follow yet.
+    Raises
+    ------
+    UnsupportedError
+        ``dispatch.executor=slurm``, which this version cannot follow yet.
     """
     return SubmititDispatcher(workspace, config.executor)
 

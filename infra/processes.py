@@ -38,8 +38,10 @@ class ProcessId:
     def parse(cls, text: str) -> ProcessId:
         """The process that ``str`` wrote down.
 
-        Raises:
-            ValueError: that is not one.
+        Raises
+        ------
+        ValueError
+            That is not one.
         """
         host, pid, started = text.rsplit(":", 2)
         return cls(host, int(pid), float(started))

@@ -52,11 +52,15 @@ class Published(NamedTuple):
 def publish_to_folder(weights_dir: Path, card: str, target: Path) -> Published:
     """Publish an export. The same export and card again change nothing.
 
-    Raises:
-        ConfigurationError: ``target`` holds something that refiner has not published, or may not
-            be written.
-        StageFailed: ``weights_dir`` is not an export in the layout of the Hub.
-        NoSpaceError: it did not fit; the target is as it was.
+    Raises
+    ------
+    ConfigurationError
+        ``target`` holds something that refiner has not published, or may not
+        be written.
+    StageFailed
+        ``weights_dir`` is not an export in the layout of the Hub.
+    NoSpaceError
+        It did not fit; the target is as it was.
     """
     sources = _sources(weights_dir)
     before = {f.path: f for f in _owned(target)}
@@ -90,8 +94,10 @@ def publish_to_folder(weights_dir: Path, card: str, target: Path) -> Published:
 def update_card(target: Path, card: str) -> Published:
     """Replace the card of a published folder; weights stay as they are.
 
-    Raises:
-        ConfigurationError: ``target`` was not published by refiner.
+    Raises
+    ------
+    ConfigurationError
+        ``target`` was not published by refiner.
     """
     files = _owned(target)
     if not files:

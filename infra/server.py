@@ -112,8 +112,10 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
 
     Two callers at once start one server: the second waits for the first.
 
-    Raises:
-        ServerError: none answered within ``wait_s`` seconds; the message names the log.
+    Raises
+    ------
+    ServerError
+        None answered within ``wait_s`` seconds; the message names the log.
     """
     env = os.environ if env is None else env
     if theirs := _users_server(env):
@@ -157,7 +159,9 @@ def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
 def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S) -> bool:
     """End the server that we started, and only that process: TERM, a while, KILL of its group.
 
-    Returns:
+    Returns
+    -------
+    bool
         Whether there was one to stop.
     """
     files = _Files(state_dir(os.environ if env is None else env))

@@ -30,8 +30,10 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 def state_dir(env: Mapping[str, str] | None = None) -> Path:
     """This user's state folder on this node; made with mode 0700 where it is missing.
 
-    Raises:
-        WorkspaceError: it cannot be made, or it belongs to somebody else.
+    Raises
+    ------
+    WorkspaceError
+        It cannot be made, or it belongs to somebody else.
     """
     env = os.environ if env is None else env
     base = _base_dir(env)

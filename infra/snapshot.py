@@ -33,8 +33,10 @@ class CodeSnapshot(NamedTuple):
 def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> CodeSnapshot:
     """Copy the packages into the workspace, unless the very same code is there already.
 
-    Raises:
-        NoSpaceError: it did not fit.
+    Raises
+    ------
+    NoSpaceError
+        It did not fit.
     """
     files = dict(_source_files(packages))
     contents = {name: path.read_bytes() for name, path in files.items()}

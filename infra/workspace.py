@@ -80,9 +80,12 @@ class Workspace:
     def open(cls, root: Path | str) -> Workspace:
         """The workspace at ``root``, created if absent.
 
-        Raises:
-            WorkspaceError: not a folder, not writable, or of a newer format.
-            NoSpaceError: there is no room for even a small file.
+        Raises
+        ------
+        WorkspaceError
+            Not a folder, not writable, or of a newer format.
+        NoSpaceError
+            There is no room for even a small file.
         """
         self = cls(Path(root))
         self._check_format()
@@ -103,8 +106,10 @@ class Workspace:
     def read_only(cls, root: Path | str) -> Workspace:
         """The workspace at ``root`` for reading; it need not exist.
 
-        Raises:
-            WorkspaceError: it is not a folder, or of a newer format.
+        Raises
+        ------
+        WorkspaceError
+            It is not a folder, or of a newer format.
         """
         self = cls(Path(root))
         self._check_format()
@@ -224,8 +229,10 @@ class Workspace:
     def check_output(self, stage_id: str) -> None:
         """Refuse to read an output that is not what the stage has left.
 
-        Raises:
-            WorkspaceError: a file of it is gone or cut short.
+        Raises
+        ------
+        WorkspaceError
+            A file of it is gone or cut short.
         """
         if damage := self.output_damage(stage_id):
             raise WorkspaceError(
@@ -249,8 +256,10 @@ class Workspace:
         ``inputs`` maps roles to stage ids. The attempt's folder is prepared under a temporary name
         and renamed, so whoever sees it sees the unique comment and the owner too.
 
-        Raises:
-            NoSpaceError: the small files did not fit.
+        Raises
+        ------
+        NoSpaceError
+            The small files did not fit.
         """
         number = claim.after + 1
         paths = self.layout.stage(stage.id)
@@ -364,8 +373,10 @@ class Workspace:
     def read_run(self, run_id: str) -> RunRecord:
         """One call.
 
-        Raises:
-            ConfigurationError: there is none of that id.
+        Raises
+        ------
+        ConfigurationError
+            There is none of that id.
         """
         run = self._load(RunRecord, self.layout.run(run_id).record)
         if run is None:
