@@ -15,7 +15,6 @@ from typing import Any
 from flows.stages import StageWork
 from infra.publishing import publish_to_folder, update_card
 from refiner_core.cards import CardFacts, attempt_notes, build_card
-from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.evaluation.results import load_results
 from refiner_core.rubrics import load_rubric_set
@@ -25,12 +24,6 @@ CARD_FILE = "README.md"
 
 def publish(work: StageWork) -> dict[str, Any]:
     """Copy the final weights and a card to the target; numbers come later, by ``card``."""
-    if work.config.publish.target == "hub":
-        raise UnsupportedError(
-            "publish.target is hub, which this version does not upload to.",
-            expected="publish.target=folder",
-            fix="set publish.target=folder and upload that folder with `hf upload`",
-        )
     records = _records_behind(work)
     facts = card_facts(work, records, evaluations=())
     card = build_card(facts)

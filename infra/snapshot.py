@@ -48,11 +48,6 @@ def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> C
     return CodeSnapshot(digest, target)
 
 
-def code_digest(packages: Sequence[str] = PACKAGES) -> str:
-    """The id that a snapshot of the packages has, without making one."""
-    return _digest({name: path.read_bytes() for name, path in _source_files(packages)})
-
-
 def _source_files(packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for package in packages:
         spec = importlib.util.find_spec(package)

@@ -7,12 +7,10 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")

@@ -10,7 +10,7 @@ is left out of the fingerprint, so adding an option never invalidates finished w
 ... class Example:
 ...     beta: float = identity(0.001, doc="KL coefficient")
 ...     log_level: str = execution("info", doc="verbosity of the log")
->>> [(f.name, f.mark) for f in fields_of(Example)]
+>>> [(path, info.mark) for path, info in walk(Example)]
 [('beta', 'identity'), ('log_level', 'execution')]
 """
 
@@ -89,11 +89,6 @@ def section(kind: type, *, doc: str) -> Any:
 def is_section(value_type: Any) -> bool:
     """Whether a field's type is a nested configuration section."""
     return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
-
-
-def fields_of(kind: type) -> list[FieldInfo]:
-    """The marked fields of one section, in order; nested sections are left out."""
-    return [info for path, info in walk(kind) if "." not in path]
 
 
 @functools.cache

@@ -181,17 +181,6 @@ def _stream(seed: int, metric: str) -> int:
 # ---------------------------------------------------------------- differences
 
 
-def paired_difference(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> Difference:
-    """Mean over prompts of (a - b), each a mean over that prompt's samples, with a t interval.
-
-    Raises
-    ------
-    ConfigurationError
-        If the two sides were not measured on the same prompts.
-    """
-    return paired_difference_over_seeds([a_rows], [b_rows], metric)
-
-
 def paired_difference_over_seeds(
     a_rows: Sequence[Sequence[Row]], b_rows: Sequence[Sequence[Row]], metric: str
 ) -> Difference:

@@ -7,18 +7,15 @@ else (``StageIO``) made and will make visible:
 * ``state.pt``: optimisers, master weights, and the random states of Python, NumPy, torch and CUDA;
 * ``progress.json``: step, position in the data, running numbers. Floats survive JSON exactly.
 
-A disk or quota that is full while writing becomes :class:`NoSpaceError`, whatever the writing
-library made of it (torch raises a RuntimeError without errno, safetensors an error of its own).
+A full disk or quota ends in whatever the writing library makes of it (torch raises a RuntimeError
+without errno, safetensors an error of its own): who gave the folder recognises it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +23,23 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from refiner_core.contract.errors import NoSpaceError, WorkspaceError
+from refiner_core.contract.errors import WorkspaceError
 
 FORMAT_VERSION = 1
 WEIGHTS, STATE, PROGRESS = "model.safetensors", "state.pt", "progress.json"
 
-_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_FULL_TEXTS = ("no space left", "disk quota exceeded", "os error 28", "os error 122")
-_PROBE_BYTES = 1 << 16
-
 
 def save_state(folder: Path, model: Any, updater: Any, progress: dict[str, Any]) -> None:
-    """Write a complete state into ``folder``, and to the disk (fsync).
-
-    Raises
-    ------
-    NoSpaceError
-        If it did not fit.
-    """
-    with full_disk_is_no_space(folder):
-        tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
-        safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        with (folder / STATE).open("wb") as file:
-            torch.save({"updater": updater.state_dict(), "rng": rng_state()}, file)
-        text = json.dumps({"format": FORMAT_VERSION, **progress}, allow_nan=False)
-        (folder / PROGRESS).write_text(text, encoding="utf-8")
-        for name in (WEIGHTS, STATE, PROGRESS):
-            with (folder / name).open("rb+") as file:
-                os.fsync(file.fileno())
+    """Write a complete state into ``folder``, and to the disk (fsync)."""
+    tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
+    safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    with (folder / STATE).open("wb") as file:
+        torch.save({"updater": updater.state_dict(), "rng": rng_state()}, file)
+    text = json.dumps({"format": FORMAT_VERSION, **progress}, allow_nan=False)
+    (folder / PROGRESS).write_text(text, encoding="utf-8")
+    for name in (WEIGHTS, STATE, PROGRESS):
+        with (folder / name).open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 def load_state(folder: Path, model: Any, updater: Any) -> dict[str, Any]:
@@ -111,57 +97,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-@contextmanager
-def full_disk_is_no_space(folder: Path) -> Iterator[None]:
-    """Turn whatever a full disk or quota raises in the block into :class:`NoSpaceError`.
-
-    Decided by errno along the chain of exceptions, by text, and last by a small probe write.
-    """
-    try:
-        yield
-    except NoSpaceError:
-        raise
-    except Exception as error:
-        if _is_full(error) or (not isinstance(error, OSError) and _probe_is_full(folder)):
-            raise NoSpaceError(
-                f"There was no room to write in {folder} ({error})",
-                expected="room for weights and optimiser state",
-                fix="free some space or quota, then run the same command again",
-            ) from error
-        raise
-
-
-def _is_full(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL_ERRNOS:
-            return True
-        if any(text in str(error).lower() for text in _FULL_TEXTS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _probe_is_full(folder: Path) -> bool:
-    probe = folder / ".probe"
-    try:
-        with probe.open("wb") as file:
-            file.write(os.urandom(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno in _FULL_ERRNOS
-    finally:
-        _unlink_quietly(probe)
-    return False
-
-
-def _unlink_quietly(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        return  # a full quota can refuse even this; the folder is thrown away as a whole
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -21,7 +21,6 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.training.checkpoint import full_disk_is_no_space
 from refiner_core.training.logprobs import hidden_states
 from refiner_core.training.packing import Sample, build_pack, collate, to_device
 
@@ -149,9 +148,8 @@ def export(model: Any, tokenizer: Any, folder: Path) -> None:
         if leftover.exists():
             shutil.rmtree(leftover)
     part.mkdir(parents=True)
-    with full_disk_is_no_space(part):
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
     part.rename(folder)
 
 

@@ -12,11 +12,15 @@ from refiner_core.evaluation.statistics import (
     estimate,
     holm,
     mcnemar_exact,
-    paired_difference,
     paired_difference_over_seeds,
     two_way_mean,
     wilson,
 )
+
+
+def paired_difference(a, b, metric):
+    """One seed on each side."""
+    return paired_difference_over_seeds([a], [b], metric)
 
 
 def rows(values: Any, metric: str = "m") -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import random
 from dataclasses import replace
@@ -16,13 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import (
     ConfigurationError,
-    NoSpaceError,
     UnsupportedError,
     WorkspaceError,
 )
 from refiner_core.generation.load import device_for
 from refiner_core.training import checkpoint, engine
-from refiner_core.training.checkpoint import full_disk_is_no_space, load_state, save_state
+from refiner_core.training.checkpoint import load_state, save_state
 from refiner_core.training.optim import Updater
 from refiner_core.training.support import refuse_unsupported
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
@@ -156,33 +154,3 @@ class FullAfter:
 
     def __truediv__(self, name: str) -> Path:
         return Path("/dev/full") if name == checkpoint.STATE else self.path / name
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_disk_that_fills_up_while_saving_is_no_space(tmp_path):
-    model = tiny_model()
-    with pytest.raises(NoSpaceError, match="no room"):
-        save_state(FullAfter(tmp_path), model, updater(model), {})
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError("PytorchStreamWriter failed: No space left on device"),
-        ValueError("I/O error: Disk quota exceeded (os error 122)"),
-    ],
-)
-def test_every_dress_of_a_full_disk_is_recognised(tmp_path, error):
-    with pytest.raises(NoSpaceError) as caught, full_disk_is_no_space(tmp_path):
-        raise error
-    assert caught.value.__cause__ is error
-
-
-def test_an_error_without_text_is_decided_by_a_probe(tmp_path, monkeypatch):
-    bare = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-    with pytest.raises(RuntimeError, match="unexpected pos"), full_disk_is_no_space(tmp_path):
-        raise bare
-    monkeypatch.setattr(checkpoint, "_probe_is_full", lambda folder: True)
-    with pytest.raises(NoSpaceError), full_disk_is_no_space(tmp_path):
-        raise bare

@@ -17,7 +17,7 @@ from infra import atomic
 from infra.explain import explain_difference, observe_actions
 from infra.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
 from infra.publishing import publish_to_folder, target_damage, update_card
-from infra.snapshot import code_digest, snapshot_code
+from infra.snapshot import snapshot_code
 from infra.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
@@ -352,7 +352,6 @@ def test_runs_sort_by_time_and_read_back(workspace: Workspace, plan: Plan) -> No
 def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
     first, second = snapshot_code(workspace), snapshot_code(workspace)
     assert first == second
-    assert first.id == code_digest()
     assert (first.path / "infra" / "workspace.py").is_file()
     assert not list(first.path.rglob("*.pyc"))
     assert [p.name for p in workspace.layout.code.iterdir()] == [first.id]
