@@ -30,7 +30,7 @@ from typing import Any
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore
-from infra.disk import no_space_guard
+from infra.disk.room import no_space_guard
 from infra.failures import classify
 from infra.heartbeat import Heartbeat
 from infra.processes import ProcessId

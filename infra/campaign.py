@@ -167,7 +167,7 @@ class Campaign:
     def _policy(self) -> Policy:
         return Policy(
             owner=self.owner,
-            max_attempts=self._settings.max_attempts,
+            max_attempts=3,
             max_parallel=self._settings.max_parallel,
             stopping=self._stop_reason is not None,
             ended_before=self._ended_before or {},

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra import atomic
-from infra.disk import no_space_guard
+from infra.disk.room import no_space_guard
 from refiner_core.contract.types import SavedCheckpoint
 
 log = logging.getLogger(__name__)

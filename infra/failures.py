@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.disk import is_no_space, says_no_space
+from infra.disk.room import is_no_space, says_no_space
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,

@@ -8,12 +8,17 @@
         checkpoints/step-00000010/            complete ones only; half-written ones start with .tmp-
         attempts/0001/
           intent.json config.json inputs.json by the orchestrator that claimed it, all at once
+          batch.json                          its place in an array, before that is submitted
           job.json                            by what submitted it
+          scheduler.json                      what the scheduler said in the end; once
           started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
                                               by the worker
           outcome.json                        by the worker, or by who found it dead; once
           submitit/                           submitit's own files
       runs/<run id>/run.json events.jsonl dirty.diff
+                    orchestrator.json         the process that works on it, by itself
+                    cancel.json               somebody wants it to end; once
+      disk/reservations/ pins/                room that saves in progress will need; what must stay
       code/<digest>/                          code snapshots
       published/                              folder target of publishing
 
@@ -56,6 +61,16 @@ class AttemptPaths:
     def job(self) -> Path:
         """The job's id, and for local jobs its process."""
         return self.control / "job.json"
+
+    @property
+    def batch(self) -> Path:
+        """Comment of the array that the job is part of, and its index there."""
+        return self.control / "batch.json"
+
+    @property
+    def scheduler(self) -> Path:
+        """What the scheduler said when the job had ended."""
+        return self.control / "scheduler.json"
 
     @property
     def started(self) -> Path:
@@ -166,6 +181,16 @@ class RunPaths:
         return self.folder / "events.jsonl"
 
     @property
+    def orchestrator(self) -> Path:
+        """Which process works on it, with what output, and how it ended."""
+        return self.folder / "orchestrator.json"
+
+    @property
+    def cancel(self) -> Path:
+        """Somebody wants it to end."""
+        return self.folder / "cancel.json"
+
+    @property
     def diff(self) -> Path:
         """Uncommitted changes of the code, where it came from a checkout."""
         return self.folder / "dirty.diff"
@@ -197,6 +222,11 @@ class Layout:
     def code(self) -> Path:
         """One folder per code snapshot."""
         return self.control / "code"
+
+    @property
+    def disk(self) -> Path:
+        """Reservations and pins."""
+        return self.control / "disk"
 
     @property
     def published(self) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.disk import has_room
+from infra.disk.room import has_room
 from infra.dispatch import Dispatcher
 from infra.failures import classify_silent_end
 from infra.processes import ProcessId

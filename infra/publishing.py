@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra import atomic
-from infra.disk import no_space_guard
+from infra.disk.room import no_space_guard
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.records import OutputFile, from_json, to_json
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra import atomic
-from infra.disk import no_space_guard
+from infra.disk.room import no_space_guard
 from infra.workspace import Workspace
 
 PACKAGES = ("flows", "sweeps", "refiner_core", "infra")

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore, Complete, saved, step_name
-from infra.disk import no_space_guard
+from infra.disk.room import no_space_guard
 from infra.layout import StagePaths
 from refiner_core.contract.types import Progress, SavedCheckpoint
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infra import atomic
-from infra.disk import has_room, no_space_error, no_space_guard
+from infra.disk.room import has_room, no_space_error, no_space_guard
 from infra.layout import AttemptPaths, Layout
 from infra.publishing import target_damage
 from refiner_core.contract.config import RecipeConfig

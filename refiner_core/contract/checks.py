@@ -54,7 +54,7 @@ _AT_LEAST_ONE = (
     "judge.max_tokens",
     "judge.concurrency",
     "model.cpu_threads",
-    "dispatch.max_attempts",
+    "command.keep",
     "dispatch.max_parallel",
     # None, where a field allows it, is "no limit" and not a number.
     "data.max_sft_rows",
@@ -63,7 +63,7 @@ _AT_LEAST_ONE = (
     "evaluate.max_prompts",
     *(
         f"{stage}.resources.{name}"
-        for stage in ("data", "sft", "grpo", "publish", "evaluate", "judge")
+        for stage in ("data", "sft", "grpo", "command", "publish", "evaluate", "judge")
         for name in ("nodes", "cpus", "memory_gb", "time_limit_min")
     ),
 )
@@ -82,8 +82,15 @@ _NOT_NEGATIVE = (
     "judge.temperature",
     "dispatch.poll_s",
     "dispatch.grace_s",
+    "dispatch.backoff_s",
+    "disk.margin_gb",
+    "disk.wait_min",
+    "disk.hold_s",
     "judge.max_retries",
-    *(f"{stage}.resources.gpus" for stage in ("data", "sft", "grpo", "publish", "evaluate")),
+    *(
+        f"{stage}.resources.gpus"
+        for stage in ("data", "sft", "grpo", "command", "publish", "evaluate")
+    ),
     "judge.resources.gpus",
 )
 _ABOVE_ZERO = (
@@ -92,11 +99,15 @@ _ABOVE_ZERO = (
     "evaluate.top_p",
     "judge.timeout_s",
     "dispatch.heartbeat_timeout_s",
+    "dispatch.hung_after_s",
+    "dispatch.scheduler_poll_s",
+    "disk.watch_s",
 )
 _SHARES = (
     "data.validation_fraction",
     "reward.paper_citation_weight",
     "judge.max_failed_share",
+    "disk.warn_share",
     "sft.warmup_ratio",
     "grpo.warmup_ratio",
     "grpo.top_p",

@@ -267,8 +267,8 @@ class PublishConfig:
 class EvaluateConfig:
     """The protocol of an evaluation, and which models it is applied to."""
 
-    models: tuple[Literal["base", "sft", "grpo"], ...] = identity(
-        ("base", "sft", "grpo"), doc="models evaluated, where the recipe makes them"
+    models: tuple[Literal["base", "sft", "grpo", "command"], ...] = identity(
+        ("base", "sft", "grpo", "command"), doc="models evaluated, where the recipe makes them"
     )
     decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
         ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
@@ -295,15 +295,131 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class RetryConfig:
+    """How many attempts in a row may end in a failure class without getting further.
+
+    An attempt that got further (the next one went on from a later checkpoint) clears the count; -1
+    is no limit. Classes that are not named here (bad configuration, bad data, not finite,
+    cancelled) are never tried again.
+    """
+
+    preempted: int = execution(-1, doc="the scheduler gave the node to somebody else")
+    time_limit: int = execution(2, doc="the job's time was up")
+    node_failure: int = execution(10, doc="the node died; it is avoided from then on")
+    launch_failure: int = execution(5, doc="the scheduler could not start the job")
+    killed: int = execution(2, doc="the worker was gone without a word")
+    hung: int = execution(2, doc="no progress for `dispatch.hung_after_s`")
+    out_of_memory: int = execution(1, doc="the host's memory did not suffice")
+    gpu_out_of_memory: int = execution(1, doc="the GPU's memory did not suffice")
+    gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
+    disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
+    judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
+
+
+@dataclass(frozen=True)
 class DispatchConfig:
     """Where jobs run and how patient the orchestrator is."""
 
-    executor: Literal["local", "slurm"] = execution("local", doc="submitit executor")
-    max_attempts: int = execution(3, doc="attempts per stage and call before giving up")
-    poll_s: float = execution(0.5, doc="seconds between looks at the jobs")
+    executor: Literal["local", "slurm"] = execution(
+        "local", doc="this machine, or Slurm through submitit"
+    )
+    profile: str | None = execution(
+        None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
+    )
+    poll_s: float = execution(0.5, doc="seconds between looks at the workspace, at least")
+    scheduler_poll_s: float = execution(10.0, doc="seconds between queries to the scheduler")
     grace_s: float = execution(60.0, doc="seconds a job gets to save after a request to stop")
     heartbeat_timeout_s: float = execution(900.0, doc="no heartbeat for this long counts as hung")
+    hung_after_s: float = execution(
+        7200.0, doc="a heartbeat without any progress for this long counts as hung, too"
+    )
     max_parallel: int = execution(2, doc="local jobs at a time")
+    backoff_s: float = execution(
+        30.0, doc="pause before an attempt after a judge outage or launch failure; doubles"
+    )
+    retries: RetryConfig = section(RetryConfig, doc="attempts per failure class")
+
+
+@dataclass(frozen=True)
+class DiskConfig:
+    """Room for what a run writes: how it is measured, and what happens when there is too little."""
+
+    probe: str = execution(
+        "auto",
+        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
+        "`lustre`, or `command:PROGRAM ARGUMENTS`",
+    )
+    pattern: str | None = execution(
+        None,
+        doc="regular expression for a `command:` probe with groups `used` and `limit` (or `free`), "
+        "bytes or with a unit, and optionally `inodes_used` and `inodes_limit`",
+    )
+    limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
+    inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
+    margin_gb: float = execution(0.0, doc="room that is always left free, GiB")
+    watch_s: float = execution(30.0, doc="seconds between looks at the room that is left")
+    warn_share: float = execution(0.9, doc="warn when more than this share is used")
+    reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
+    wait_min: float = execution(
+        1440.0, doc="minutes that a paused stage waits for room before it is given up (resumable)"
+    )
+    hold_s: float = execution(
+        60.0, doc="seconds that a running job waits for room before a save, then it ends resumable"
+    )
+    ledger: str | None = execution(
+        None, doc="folder of the reservations, to share it between workspaces on one quota"
+    )
+    watch_caches: tuple[str, ...] = execution(
+        ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
+        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
+        "reclaimed by `refiner disk --reclaim --caches` only",
+    )
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """A training script of somebody else's, run under the same care (stage `command`).
+
+    Texts may use ``{output}`` (the stage's folder for what it makes), ``{seed}``, ``{data}``,
+    ``{resume}`` (the resume arguments, empty at the first start), ``{checkpoint}`` (in
+    ``resume_arguments``: the newest complete checkpoint) and ``{workdir}``.
+    """
+
+    run: str = identity("", doc="the shell command that trains")
+    version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
+    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
+    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    resume_arguments: str = execution(
+        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+    )
+    checkpoints: str = execution(
+        "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
+    )
+    step_pattern: str = execution(
+        r"(\d+)(?!.*\d)", doc="regular expression whose group is the step in a checkpoint's name"
+    )
+    complete: str = execution(
+        "weights",
+        doc="when a checkpoint counts: `weights` (every shard can be read), `file:NAME` (that file "
+        "is there), or `quiet:SECONDS` (unchanged for so long)",
+    )
+    keep: int = execution(2, doc="complete checkpoints kept when room is short, besides `exports`")
+    heartbeat: Literal["output", "files"] = execution(
+        "output", doc="sign of life: something printed, or something written below `{output}`"
+    )
+    progress_pattern: str = execution(
+        r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
+        doc="regular expression on printed lines: groups `step`, `total`, and any metric by name",
+    )
+    exports: str = identity(
+        "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
+    )
+    stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
+        "TERM", doc="signal that asks it to save and end"
+    )
+    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    resources: Resources = section(Resources, doc="resources of its job")
 
 
 @dataclass(frozen=True)
@@ -314,18 +430,25 @@ class RecipeConfig:
     description: str = execution("", doc="one paragraph for people")
     workspace: str = execution("runs", doc="folder that holds records, outputs, checkpoints, logs")
     log_level: Literal["debug", "info", "warning", "error"] = execution("info", doc="of stage logs")
-    stages: tuple[Literal["data", "sft", "grpo", "publish", "evaluate"], ...] = execution(
-        ("data", "sft", "grpo", "publish", "evaluate"),
-        doc="stages of the recipe (execution: what a stage *is* follows from its inputs)",
+    data_root: str | None = execution(
+        None, doc="folder for the large files, where they lie on another disk than `workspace`"
+    )
+    stages: tuple[Literal["data", "sft", "grpo", "command", "publish", "evaluate"], ...] = (
+        execution(
+            ("data", "sft", "grpo", "publish", "evaluate"),
+            doc="stages of the recipe (execution: what a stage *is* follows from its inputs)",
+        )
     )
     seed: int = identity(42, doc="run seed: split, order, sampling")
     model: ModelConfig = section(ModelConfig, doc="the model that training starts from")
     data: DataConfig = section(DataConfig, doc="rows to tokens")
     sft: SftConfig = section(SftConfig, doc="supervised fine-tuning")
     grpo: GrpoConfig = section(GrpoConfig, doc="GRPO")
+    command: CommandConfig = section(CommandConfig, doc="another trainer")
     reward: RewardConfig = section(RewardConfig, doc="the reward")
     judge: JudgeConfig = section(JudgeConfig, doc="the judge")
     publish: PublishConfig = section(PublishConfig, doc="publishing")
     evaluate: EvaluateConfig = section(EvaluateConfig, doc="evaluation")
     tracking: TrackingConfig = section(TrackingConfig, doc="experiment tracking")
     dispatch: DispatchConfig = section(DispatchConfig, doc="jobs")
+    disk: DiskConfig = section(DiskConfig, doc="room on the disk")

@@ -23,13 +23,15 @@ from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
 
-StageKind = Literal["data", "sft", "grpo", "publish", "evaluate", "card"]
+StageKind = Literal["fetch", "data", "sft", "grpo", "command", "publish", "evaluate", "card"]
 
 #: Raise a kind's number when the same configuration would now give another result.
 STAGE_VERSIONS: dict[StageKind, int] = {
+    "fetch": 1,
     "data": 1,
     "sft": 1,
     "grpo": 1,
+    "command": 1,
     "publish": 1,
     "evaluate": 1,
     "card": 1,
@@ -43,6 +45,7 @@ _TOKENIZER = (
 )
 #: Which identity fields a kind depends on (dotted prefixes). Inputs add the rest by fingerprint.
 STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
+    "fetch": (),
     "data": (
         "data",
         *_TOKENIZER,
@@ -52,6 +55,7 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     ),
     "sft": ("seed", "model", "sft"),
     "grpo": ("seed", "model", "grpo", "reward", "judge"),
+    "command": ("seed", "command"),
     "publish": ("publish",),
     "evaluate": (
         "model",
@@ -73,9 +77,11 @@ _NAMED_BY_SOURCE = {
 }
 
 _SOURCES: dict[StageKind, tuple[str, ...]] = {
+    "fetch": ("data.sft", "data.rl", "model"),
     "data": ("data.sft", "data.rl", "model"),
     "sft": ("model",),
     "grpo": ("model", "rubrics", "judge_prompt"),
+    "command": (),
     "publish": (),
     "evaluate": ("model", "rubrics", "judge_prompt"),
     "card": (),
@@ -89,7 +95,9 @@ class PlannedStage:
 
     ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
     the stage that fills it. ``model`` names the model that a training stage makes or that an
-    evaluation measures: ``base``, ``sft``, ``grpo``.
+    evaluation measures: ``base``, ``sft``, ``grpo``, ``command``. ``after`` names stages that must
+    be done first though nothing of theirs is read by path (a cache that they fill): no part of what
+    the stage is.
     """
 
     name: str
@@ -102,6 +110,7 @@ class PlannedStage:
     resources: Resources
     model: str = ""
     needs_network: bool = False
+    after: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:

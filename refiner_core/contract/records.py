@@ -19,12 +19,16 @@ RECORD_VERSION = 1
 
 FailureClass = Literal[
     "none",  # it succeeded
-    "interrupted",  # asked to stop: Ctrl-C, SIGTERM, scancel by the user's own command
+    "interrupted",  # asked to stop by its own call: Ctrl-C, SIGTERM
+    "cancelled",  # by a person: `refiner cancel`, scancel
     "preempted",
     "time_limit",
     "node_failure",
+    "launch_failure",  # the scheduler took the job and could not start it
     "killed",  # the process is gone and left no word: kill -9, reboot
-    "out_of_memory",
+    "out_of_memory",  # of the host
+    "gpu_out_of_memory",
+    "gpu_error",  # CUDA, NCCL, ECC: the device or its driver
     "disk_full",  # ENOSPC or EDQUOT
     "hung",
     "judge_outage",
@@ -39,12 +43,19 @@ Decision = Literal["finish", "resume", "stop"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why an attempt ended, and what that led to."""
+    """Why an attempt ended, and what that led to.
+
+    ``step`` is the last step that was finished. ``signature`` identifies the traceback, so that the
+    same bug at the same step is known again. ``errno`` is what the system said, where it said so.
+    """
 
     failure: FailureClass
     decision: Decision
     message: str = ""
     exit_code: int = 0
+    step: int | None = None
+    signature: str = ""
+    errno: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,9 @@ class Attempt:
 
     ``comment`` is unique in the world and is recorded before the job is submitted, so that a crash
     between submitting and noting ``job_id`` neither loses nor doubles the job. ``owner`` identifies
-    the orchestrator that claimed the attempt (``host:pid:process start time``).
+    the orchestrator that claimed the attempt (``host:pid:process start time``). ``restart`` counts
+    how often the scheduler had started the same job again when this attempt began; ``node`` is
+    where it ran.
     """
 
     number: int
@@ -66,6 +79,9 @@ class Attempt:
     ended_at: str | None = None
     resumed_from_step: int | None = None
     outcome: Outcome | None = None
+    restart: int = 0
+    node: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from infra import disk
-from infra.disk import has_room, is_no_space
+from infra.disk.room import has_room, is_no_space
 from infra.failures import CLASSES, MESSAGE_LIMIT, classify, classify_silent_end
 from refiner_core.contract.errors import (
     EXIT_CODES,

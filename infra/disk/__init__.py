@@ -1,0 +1,1 @@
+"""Disk as a resource: room and the lack of it, quotas, reservations, what can be reclaimed."""
