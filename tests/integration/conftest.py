@@ -10,6 +10,8 @@ import pytest
 from infra.server import ensure_server
 from tests.support.command import SMALL, Stage, refiner
 from tests.support.prefect_server import PrefectApi, private_server
+from tests.support.require import require
+from tests.support.slurm_cluster import Cluster, missing, running_cluster
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,14 @@ def prefect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def prefect(prefect_session: None) -> PrefectApi:
     """The API of that server, which is started again if the last test has ended it."""
     return PrefectApi(ensure_server(120))
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A real Slurm of this test process's own, without accounting; SLURM_CONF names it."""
+    require("slurm", not missing(), f"no Slurm of our own: {missing()}")
+    with running_cluster() as cluster, cluster.joined():
+        yield cluster
 
 
 @pytest.fixture(scope="session")
