@@ -113,14 +113,14 @@ def run_recipe(
     from flows.console import Console
     from flows.pipeline import run_pictured
     from infra.campaign import Campaign
-    from infra.dispatch import make_dispatcher
+    from infra.dispatch import make_router
 
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
     workspace = Workspace.open(plan.config.workspace)
-    dispatcher = make_dispatcher(plan.config.dispatch, workspace)
+    router = make_router(plan.config.dispatch, workspace)
     run = _record_run(plan, workspace, overrides)
-    campaign = Campaign(plan, workspace, dispatcher, run=run)
+    campaign = Campaign(plan, workspace, router, run=run)
     console = Console(
         command=["refiner", "run", recipe, *overrides],
         workspace=plan.config.workspace,

@@ -1,8 +1,9 @@
 """Brings the world to a plan: looks, reconciles, acts, and says how it stands.
 
-In: a plan, a workspace, a dispatcher. Out: a :class:`StageView` per stage, for terminals and UIs,
-and an event log beside the run's record. The loop runs in a thread; it may die at any point with
-its process, and the next campaign on the plan goes on from what is recorded.
+In: a plan, a workspace, a router of dispatchers. Out: a :class:`StageView` per stage, for terminals
+and UIs, and an event log beside the run's record. The loop runs in a thread, or round by round for
+who has a clock of their own (:meth:`Campaign.begin`, :meth:`Campaign.step`); it may die at any
+point with its process, and the next campaign on the plan goes on from what is recorded.
 """
 
 from __future__ import annotations
@@ -15,27 +16,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from infra.dispatch import Dispatcher, JobRequest
-from infra.failures import classify, outcome_of
-from infra.observe import Observer
-from infra.processes import ProcessId
+from infra.acting import Actor, StopWish
+from infra.dispatch import Router
+from infra.failures import CLASSES, without_progress
+from infra.jobs import AttemptRef
+from infra.observe import Observer, Patience
+from infra.processes import ProcessId, host_name
 from infra.reconcile import (
     Action,
     CloseAttempt,
     Launch,
     Observed,
     Policy,
+    Release,
     reconcile,
 )
+from infra.room_keeping import Keeper, ProbingKeeper, Rooms
 from infra.views import view_of
-from infra.workspace import Claim, Workspace, now_text
-from refiner_core.contract.errors import NoSpaceError
+from infra.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import Outcome, RunRecord, StageRecord
+from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.views import StageView
 
 log = logging.getLogger(__name__)
-_KILL_WAIT_S = 10.0
+#: A look may cost this share of a core, or the next one comes later.
+_LOOK_SHARE = 0.04
+_LONGEST_PAUSE_S = 900.0
 
 
 class Campaign:
@@ -43,10 +49,14 @@ class Campaign:
 
     Parameters
     ----------
-    plan, workspace, dispatcher
+    plan, workspace, router
         What should be, where it is recorded, and where jobs run.
     run
-        The call; it is recorded at :meth:`start`. Its ``code`` names the snapshot that jobs import.
+        The call; it is recorded when it begins. Its ``code`` names the snapshot that jobs import.
+    keeper
+        What knows of room on the disk and makes it; without one a write is tried.
+    clock
+        Seconds, monotonic.
     on_event
         Called from the campaign's thread whenever a stage's view has changed.
     """
@@ -55,24 +65,37 @@ class Campaign:
         self,
         plan: Plan,
         workspace: Workspace,
-        dispatcher: Dispatcher,
+        router: Router,
         *,
         run: RunRecord,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[StageView], None] | None = None,
     ) -> None:
-        self.plan, self.workspace, self.dispatcher, self.run = plan, workspace, dispatcher, run
+        self.plan, self.workspace, self.router, self.run = plan, workspace, router, run
         self.owner = str(ProcessId.of())
-        self._settings = plan.config.dispatch
-        self._on_event = on_event
-        self._observer = Observer(workspace, dispatcher, self._settings.heartbeat_timeout_s)
+        self._settings, self._clock, self._on_event = plan.config.dispatch, clock, on_event
+        patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
+        self._observer = Observer(workspace, router, patience, clock=clock)
+        self._keeper = keeper or ProbingKeeper(workspace)
+        self._rooms = Rooms(workspace, self._keeper, plan.config.disk, clock, self._note)
+        self._actor = Actor(
+            plan=plan,
+            workspace=workspace,
+            router=router,
+            owner=self.owner,
+            code=workspace.layout.code / run.code if run.code else None,
+            rooms=self._rooms,
+            clock=clock,
+            note=self._note,
+        )
         self._ended_before: dict[str, int] | None = None
         self._done_before: frozenset[str] = frozenset()
-        self._refused: dict[str, Outcome] = {}
-        self._stop_reason: str | None = None
-        self._stop_sent: dict[tuple[str, int], float] = {}
-        self._stop_killed: set[tuple[str, int]] = set()
-        self._left_alone: dict[str, str] = {}
+        self._stop: StopWish | None = None
+        self._cancelled: dict[str, StopWish] = {}
+        self._ready_at: dict[AttemptRef, float] = {}
         self._views: dict[str, StageView] = {}
+        self._look_s = 0.0
         self._error: BaseException | None = None
         self._event_log_works = True
         self._changed = threading.Condition()
@@ -82,16 +105,30 @@ class Campaign:
     # ------------------------------------------------------------ for the caller
 
     def start(self) -> None:
-        """Record the call and begin.
+        """Record the call and begin, in a thread.
 
         Raises
         ------
         NoSpaceError
             Not even the run's record fits.
         """
-        self.workspace.write_run(self.run)
-        self._look_and_act(act=False)
+        self.begin()
         self._thread.start()
+
+    def begin(self) -> None:
+        """Record the call and look, for who calls :meth:`step` themselves; errors as for
+        :meth:`start`."""
+        self.workspace.write_run(self.run)
+        self._write_orchestrator("running", None)
+        self._round(act=False)
+
+    def step(self) -> bool:
+        """One round: look, decide, act. True when every stage is in a terminal state."""
+        return self._round()
+
+    def wake_after(self) -> float:
+        """Seconds until the next round is due."""
+        return max(self._settings.poll_s, min(self._look_s / _LOOK_SHARE, 10.0))
 
     def wait(self, stage_name: str, timeout_s: float | None = None) -> StageView:
         """Wait until the stage is in a terminal state, or for ``timeout_s``; its view either way.
@@ -119,8 +156,8 @@ class Campaign:
 
         Jobs that belong to another call that still runs are left alone.
         """
-        if self._stop_reason is None:
-            self._stop_reason = reason
+        if self._stop is None:
+            self._stop = StopWish(reason, grace_s=self._settings.grace_s)
             self._note({"event": "stop", "reason": reason})
         self._wake.set()
 
@@ -143,8 +180,8 @@ class Campaign:
 
     def _run(self) -> None:
         try:
-            while not self._look_and_act():
-                self._wake.wait(self._settings.poll_s)
+            while not self._round():
+                self._wake.wait(self.wake_after())
                 self._wake.clear()
         except BaseException as error:  # it surfaces in wait() and join()
             log.debug("the campaign ends with an error", exc_info=error)
@@ -153,26 +190,62 @@ class Campaign:
         with self._changed:
             self._changed.notify_all()
 
-    def _look_and_act(self, act: bool = True) -> bool:
-        """One round; True when every stage is in a terminal state."""
+    def _round(self, act: bool = True) -> bool:
+        began = time.thread_time()
+        self._hear_cancel()
         records, observed = self._observer.look(stage.id for stage in self.plan.stages)
+        self._record_ends()
         self._note_beginning(records, observed)
-        actions = reconcile(self.plan, records, observed, self._policy())
+        observed = replace(observed, short=self._rooms.short(records))
+        actions = reconcile(self.plan, records, observed, self._policy(records))
+        self._look_s = time.thread_time() - began
         if act:
-            for action in actions:
-                self._apply(action, records, observed)
-        self._stop_jobs(records, observed)
-        return self._show(actions, records)
+            self._act(actions, records)
+        self._stop_jobs(observed)
+        over = self._show(actions, records)
+        if over:
+            code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
+            self._write_orchestrator("ended", code)
+        return over
 
-    def _policy(self) -> Policy:
+    def _policy(self, records: Mapping[str, StageRecord]) -> Policy:
         return Policy(
             owner=self.owner,
-            max_attempts=3,
             max_parallel=self._settings.max_parallel,
-            stopping=self._stop_reason is not None,
+            retries=self._settings.retries,
+            stopping=self._stop is not None,
+            cancelled=frozenset(self._cancelled),
             ended_before=self._ended_before or {},
-            refused=self._refused,
+            refused=self._actor.refused,
+            now=self._clock(),
+            not_before=self._pauses(records),
+            gave_up=self._rooms.gave_up(),
+            runs_local=lambda stage: self.router.executor_for(stage) == "local",
         )
+
+    def _pauses(self, records: Mapping[str, StageRecord]) -> dict[str, float]:
+        """Until when stages pause whose last attempt ended in a way that time may mend."""
+        found: dict[str, float] = {}
+        for stage_id, record in records.items():
+            last = record.attempts[-1] if record.attempts else None
+            if record.result is not None or last is None or last.outcome is None:
+                continue
+            failure = last.outcome.failure
+            if last.number <= (self._ended_before or {}).get(stage_id, 0):
+                continue
+            count = without_progress(record.attempts, failure)
+            if failure == "disk_full":
+                count -= 1  # room has been looked for; only a second one in a row is strange
+            elif CLASSES[failure].remedy != "pause, then resume":
+                continue
+            if count < 1:
+                continue
+            pause_s = min(self._settings.backoff_s * 2 ** (count - 1), _LONGEST_PAUSE_S)
+            ready = self._ready_at.setdefault(
+                AttemptRef(stage_id, last.number), self._clock() + pause_s
+            )
+            found[stage_id] = ready
+        return found
 
     def _note_beginning(self, records: Mapping[str, StageRecord], observed: Observed) -> None:
         """What had ended when this call began is history: it neither counts nor fails it."""
@@ -187,114 +260,49 @@ class Campaign:
             lives = last.outcome is None and seen is not None and seen.sight != "dead"
             self._ended_before[stage_id] = last.number - 1 if lives else last.number
 
-    def _apply(
-        self, action: Action, records: Mapping[str, StageRecord], observed: Observed
-    ) -> None:
-        if isinstance(action, Launch):
-            self._launch(action)
-        elif isinstance(action, CloseAttempt):
-            self._close(action, records[action.stage.id])
+    def _record_ends(self) -> None:
+        """Keep what the scheduler says of jobs that have ended: it forgets."""
+        for ref, sight in self._observer.sights.items():
+            if sight.sight == "dead" and sight.facts:
+                try:
+                    self.workspace.note_scheduler(*ref, sight.facts)
+                except OSError as error:
+                    log.warning("what the scheduler said of %s is lost: %s", ref, error)
 
     # ------------------------------------------------------------ acting
 
-    def _launch(self, action: Launch) -> None:
-        stage = action.stage
-        inputs = {role: self.plan.by_name[name].id for role, name in stage.inputs.items()}
-        claim = Claim(self.owner, self.dispatcher.executor, action.after)
-        try:
-            attempt = self.workspace.claim_attempt(stage, self.plan.config, inputs, claim)
-        except NoSpaceError as error:
-            self._refuse(stage.id, classify(error))
+    def _act(self, actions: tuple[Action, ...], records: Mapping[str, StageRecord]) -> None:
+        self._actor.launch([a for a in actions if isinstance(a, Launch)], records)
+        for action in actions:
+            if isinstance(action, CloseAttempt):
+                self._actor.close(action, self._observer.open[action.stage.id])
+            elif isinstance(action, Release):
+                limit = self._settings.retries.launch_failure
+                self._actor.release(action, self._observer.open[action.stage.id], limit)
+
+    def _hear_cancel(self) -> None:
+        """Whether somebody has cancelled this run, or stages of it, with `refiner cancel`."""
+        asked = self.workspace.cancel_asked(self.run.run)
+        if asked is None or self._cancelled:
             return
-        if attempt is None:
-            return  # another orchestrator was faster; the next look shows its attempt
-        self._note({"event": "claim", "stage": stage.name, "attempt": attempt.number})
-        code = self.workspace.layout.code / self.run.code if self.run.code else None
-        request = JobRequest(
-            stage_id=stage.id,
-            attempt=attempt.number,
-            comment=attempt.comment,
-            resources=stage.resources,
-            code=code,
-            threads=self.plan.config.model.cpu_threads,
-        )
-        try:
-            job_id = self.dispatcher.submit(request)
-        except Exception as error:
-            # Recorded as the attempt's outcome, and shown; the job may still be on its way.
-            log.warning("submitting %s failed", stage.title, exc_info=error)
-            outcome = classify(error, self.workspace.root)
-            if self._give_up_attempt(stage.id, attempt.number, outcome):
-                self._refused.setdefault(stage.id, outcome)
-            return
-        self._note({"event": "submit", "stage": stage.name, "job": job_id})
+        reason = f"cancelled by {asked.get('by', 'somebody')}"
+        wish = StopWish(reason, "cancelled", self._settings.grace_s, everybody=True)
+        names = asked.get("stages") or list(self.plan.by_name)
+        wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
+        self._cancelled = {s.id: wish for s in wanted}
+        self._note({"event": "cancel", "reason": reason, "stages": [s.name for s in wanted]})
 
-    def _refuse(self, stage_id: str, outcome: Outcome) -> None:
-        self._refused[stage_id] = outcome
-        self._note({"event": "refused", "stage_id": stage_id, "message": outcome.message})
-
-    def _give_up_attempt(self, stage_id: str, number: int, outcome: Outcome) -> bool:
-        """Close an attempt that should not have started. False: it has, so it is waited for."""
-        try:
-            if not self.workspace.void_attempt(stage_id, number):
-                return False
-            self.workspace.close_attempt(stage_id, number, outcome)
-        except OSError as error:
-            # A full disk: the attempt stays open, and a later call closes it.
-            self._refuse(stage_id, classify(error, self.workspace.root))
-        return True
-
-    def _close(self, action: CloseAttempt, record: StageRecord) -> None:
-        stage_id, number, outcome = action.stage.id, action.attempt, action.outcome
-        if outcome.failure == "hung":
-            self.dispatcher.kill(stage_id, number)
-        attempt = record.attempts[-1]
-        if attempt.number == number and attempt.started_at is None:
-            # Its job may be late rather than lost: take the token away before saying it is gone.
-            if not self._give_up_attempt(stage_id, number, outcome):
-                return
-        else:
-            try:
-                self.workspace.close_attempt(stage_id, number, outcome)
-            except OSError as error:
-                self._refuse(stage_id, classify(error, self.workspace.root))
-                return
-        note = {"event": "closed", "stage": action.stage.name, "attempt": number}
-        self._note({**note, "failure": outcome.failure, "message": outcome.message})
-
-    def _stop_jobs(self, records: Mapping[str, StageRecord], observed: Observed) -> None:
-        """Ask live jobs of this call to end, and end those that take too long."""
-        if self._stop_reason is None:
+    def _stop_jobs(self, observed: Observed) -> None:
+        """Ask live jobs to end that this call does not want any more."""
+        if self._stop is None and not self._cancelled:
             return
         for stage in self.plan.stages:
-            seen, record = observed.attempts.get(stage.id), records.get(stage.id)
-            if seen is None or record is None or seen.sight not in ("live", "hung"):
+            seen, attempt = observed.attempts.get(stage.id), self._observer.open.get(stage.id)
+            wish = self._cancelled.get(stage.id) or self._stop
+            if wish is None or seen is None or attempt is None:
                 continue
-            attempt, key = record.attempts[-1], (stage.id, seen.number)
-            if attempt.owner != self.owner and ProcessId.parse(attempt.owner).alive:
-                self._left_alone[stage.id] = attempt.owner
-                continue
-            if not seen.local:
-                self._left_alone[stage.id] = attempt.owner
-            elif key not in self._stop_sent:
-                self._ask_to_stop(stage.id, seen.number)
-            elif time.monotonic() - self._stop_sent[key] > self._settings.grace_s:
-                self._kill(stage.id, seen.number)
-
-    def _ask_to_stop(self, stage_id: str, number: int) -> None:
-        if self.dispatcher.stop(stage_id, number):
-            self._stop_sent[stage_id, number] = time.monotonic()
-            return
-        outcome = outcome_of("interrupted", f"not begun: {self._stop_reason}")
-        if self._give_up_attempt(stage_id, number, outcome):
-            self.dispatcher.kill(stage_id, number)  # its worker has not begun, and now never will
-
-    def _kill(self, stage_id: str, number: int) -> None:
-        if (stage_id, number) in self._stop_killed:
-            return
-        self._stop_killed.add((stage_id, number))
-        self._note({"event": "kill", "stage_id": stage_id, "attempt": number})
-        self.dispatcher.kill(stage_id, number)
+            if seen.sight in ("live", "hung"):
+                self._actor.stop(stage, attempt, seen, wish)
 
     # ------------------------------------------------------------ showing
 
@@ -310,8 +318,9 @@ class Campaign:
                 ended_before=(self._ended_before or {}).get(stage.id, 0),
                 done_before=stage.id in self._done_before,
             )
-            if stage.id in self._left_alone and not view.terminal:
-                message = f"goes on: it belongs to {self._left_alone[stage.id]}, which still runs"
+            if stage.id in self._actor.left_alone and not view.terminal:
+                whose = self._actor.left_alone[stage.id]
+                message = f"goes on: it belongs to {whose}, which still runs"
                 view = replace(view, state="interrupted", message=message, exit_code=6)
             views[stage.name] = view
         with self._changed:
@@ -333,6 +342,16 @@ class Campaign:
         except Exception as error:  # a picture that fails must not stop the work behind it
             log.warning("showing %s failed; it is not shown any more", view.name, exc_info=error)
             self._on_event = None
+
+    def _write_orchestrator(self, state: str, exit_code: int | None) -> None:
+        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
+        value = {"process": self.owner, "host": host_name(), "state": state}
+        try:
+            self.workspace.write_orchestrator(
+                self.run.run, {**value, "exit_code": exit_code, "at": now_text()}
+            )
+        except OSError as error:
+            log.warning("who works on the run could not be noted: %s", error)
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """One line in the run's event log. One writer: this call."""

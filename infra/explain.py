@@ -7,11 +7,10 @@ with a reason, and in what a stage differs from the most similar one that is rec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infra.dispatch import Dispatcher, SubmititDispatcher
-from infra.observe import Observer
+from infra.dispatch import Router, router_to_look
+from infra.observe import Observer, Patience
 from infra.workspace import Workspace
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
 from refiner_core.contract.records import StageRecord, StageSpec
@@ -28,13 +27,12 @@ class StageForecast(NamedTuple):
 
 
 def observe_actions(
-    plan: Plan, workspace: Workspace, dispatcher: Dispatcher | None = None
+    plan: Plan, workspace: Workspace, router: Router | None = None
 ) -> list[StageForecast]:
     """What a run of the plan would do now, stage by stage. Writes nothing."""
-    dispatcher = dispatcher or SubmititDispatcher(workspace)
-    timeout = plan.config.dispatch.heartbeat_timeout_s
-    # Planning must not even probe the disk with a write.
-    observer = Observer(workspace, dispatcher, timeout, room=_assume_room)
+    settings = plan.config.dispatch
+    patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
+    observer = Observer(workspace, router or router_to_look(settings, workspace), patience)
     records, observed = observer.look(stage.id for stage in plan.stages)
     forecasts = []
     for stage in plan.stages:
@@ -47,7 +45,8 @@ def observe_actions(
             forecasts.append(StageForecast(stage, "skip", reason))
         elif record is not None and seen is not None and seen.sight in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
-            reason = f"attempt {seen.number} runs (job {job})"
+            how = "runs" if seen.running else "queues"
+            reason = f"attempt {seen.number} {how} (job {job})"
             forecasts.append(StageForecast(stage, "reattach", reason))
         else:
             forecasts.append(StageForecast(stage, "run", _why_run(stage, record, workspace)))
@@ -107,7 +106,3 @@ def _changed(
         for key in keys
         if old.get(key) != new.get(key)
     ]
-
-
-def _assume_room(_folder: Path) -> bool:
-    return True

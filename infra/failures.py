@@ -1,35 +1,51 @@
 """Why an attempt ended, and what that leads to.
 
 In: the exception that ended a worker, or what a process left behind that ended without a word. Out:
-an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) says for every class whether
-another attempt goes on from the last checkpoint, and with which exit code `refiner` ends when no
-attempt is left.
+an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) says for every class what is
+done about it, and with which exit code `refiner` ends when no attempt is left. How often is a
+matter of the recipe (``dispatch.retries``).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from infra.disk.room import is_no_space, says_no_space
+from infra.disk.room import chain_of, is_no_space, says_no_space
+from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
     Interrupted,
     JudgeOutage,
+    LaunchError,
     NoSpaceError,
+    NotFiniteError,
     RefinerError,
     StageFailed,
     UnsupportedError,
     WorkspaceError,
 )
-from refiner_core.contract.records import Decision, FailureClass, Outcome
+from refiner_core.contract.records import Attempt, Decision, FailureClass, Outcome
 from refiner_core.contract.views import ViewState
 
 #: Messages in records are for tables; the whole traceback is in the log.
 MESSAGE_LIMIT = 2000
+
+Remedy = Literal[
+    "nothing",  # it is over
+    "resume",  # another attempt goes on from the last checkpoint
+    "resume elsewhere",  # the same, and the node is avoided
+    "pause, then resume",  # the same, after a pause that doubles each time
+    "make room, then resume",  # reclaim what the policy allows, wait for room, go on
+    "stop",  # another attempt would only repeat it
+]
 
 
 class ClassRule(NamedTuple):
@@ -37,38 +53,81 @@ class ClassRule(NamedTuple):
 
     ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
     the world has to change first and the same command then goes on, ``failed`` where somebody
-    should look.
+    should look. ``seen_as`` says by what it is recognised.
     """
 
-    decision: Decision
+    remedy: Remedy
     exit_code: int
     exhausted: ViewState
+    seen_as: str
+
+    @property
+    def decision(self) -> Decision:
+        """What the outcome of an attempt records."""
+        if self.remedy == "nothing":
+            return "finish"
+        return "stop" if self.remedy == "stop" else "resume"
+
+    @property
+    def avoids_node(self) -> bool:
+        """Whether the node is not asked again for this stage."""
+        return self.remedy == "resume elsewhere"
 
 
 CLASSES: dict[FailureClass, ClassRule] = {
-    "none": ClassRule("finish", 0, "failed"),
-    "interrupted": ClassRule("resume", 6, "interrupted"),
-    "preempted": ClassRule("resume", 6, "interrupted"),
-    "time_limit": ClassRule("resume", 6, "interrupted"),
-    "node_failure": ClassRule("resume", 1, "failed"),
-    "killed": ClassRule("resume", 1, "failed"),
-    "out_of_memory": ClassRule("stop", 1, "failed"),
-    "disk_full": ClassRule("resume", 5, "interrupted"),
-    "hung": ClassRule("resume", 1, "failed"),
-    "judge_outage": ClassRule("resume", 7, "interrupted"),
-    "not_finite": ClassRule("stop", 1, "failed"),
-    "bad_configuration": ClassRule("stop", 2, "failed"),
-    "bad_data": ClassRule("stop", 3, "failed"),
-    "unsupported": ClassRule("stop", 8, "failed"),
-    "bug": ClassRule("stop", 70, "failed"),
+    "none": ClassRule("nothing", 0, "failed", "it finished"),
+    "interrupted": ClassRule(
+        "resume", 6, "interrupted", "SIGTERM or SIGINT that this call, or nobody known, has sent"
+    ),
+    "cancelled": ClassRule("stop", 6, "interrupted", "`refiner cancel`; Slurm CANCELLED"),
+    "preempted": ClassRule(
+        "resume", 6, "interrupted", "Slurm PREEMPTED, PreemptTime, or a requeue with no goodbye"
+    ),
+    "time_limit": ClassRule(
+        "resume", 6, "interrupted", "Slurm TIMEOUT or DEADLINE, or its signal ahead of the limit"
+    ),
+    "node_failure": ClassRule("resume elsewhere", 1, "failed", "Slurm NODE_FAIL"),
+    "launch_failure": ClassRule(
+        "pause, then resume",
+        1,
+        "failed",
+        "Slurm BOOT_FAIL, `launch failed requeued held`, exit code 0:53; sbatch not answered",
+    ),
+    "killed": ClassRule("resume", 1, "failed", "the process is gone and left no word"),
+    "out_of_memory": ClassRule(
+        "resume", 1, "failed", "Slurm OUT_OF_MEMORY (job or step); MemoryError"
+    ),
+    "gpu_out_of_memory": ClassRule("resume", 1, "failed", "torch OutOfMemoryError; cuBLAS alloc"),
+    "gpu_error": ClassRule(
+        "resume elsewhere", 1, "failed", "CUDA, cuDNN, NCCL or ECC error in the traceback"
+    ),
+    "disk_full": ClassRule(
+        "make room, then resume", 5, "interrupted", "EDQUOT or ENOSPC by number, text or a probe"
+    ),
+    "hung": ClassRule("resume", 1, "failed", "no heartbeat, or a heartbeat without progress"),
+    "judge_outage": ClassRule(
+        "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
+    ),
+    "not_finite": ClassRule("stop", 1, "failed", "NaN or infinity in loss, norm or reward"),
+    "bad_configuration": ClassRule("stop", 2, "failed", "ConfigurationError; exit code 2"),
+    "bad_data": ClassRule("stop", 3, "failed", "DataError; exit code 3"),
+    "unsupported": ClassRule("stop", 8, "failed", "UnsupportedError; exit code 8"),
+    "bug": ClassRule(
+        "resume",
+        70,
+        "failed",
+        "any other exception; before the first step, or the same traceback twice at one step: stop",
+    ),
 }
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (NoSpaceError, "disk_full"),
     (Interrupted, "interrupted"),
     (JudgeOutage, "judge_outage"),
+    (LaunchError, "launch_failure"),
     (UnsupportedError, "unsupported"),
     (ConfigurationError, "bad_configuration"),
     (DataError, "bad_data"),
+    (NotFiniteError, "not_finite"),
     (KeyboardInterrupt, "interrupted"),
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),
@@ -82,6 +141,18 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
     8: "unsupported",
 }
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+#: Errors that another attempt can only repeat, however far this one had come.
+_STATIC = (ImportError, SyntaxError, NameError)
+_GPU_MEMORY = (
+    *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
+    *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+)
+_GPU_ERROR = (
+    *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
+    *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
+    *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
+    *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
+)
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
@@ -104,14 +175,95 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
             return outcome_of(failure, _message(error))
     if isinstance(error, Exception) and is_no_space(error, folder):
         return outcome_of("disk_full", _message(error))
-    if isinstance(error, StageFailed | WorkspaceError):
-        return Outcome("bug", "stop", _message(error), error.exit_code)
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
         return Outcome("bug", "stop", _message(_not_allowed(error)), WorkspaceError.exit_code)
-    text = str(error).lower()
-    if type(error).__name__ == "OutOfMemoryError" or any(t in text for t in _OUT_OF_MEMORY):
-        return outcome_of("out_of_memory", _message(error))
+    if spoken := _by_text(error):
+        return outcome_of(spoken, _message(error))
+    if isinstance(error, StageFailed | WorkspaceError):
+        return Outcome("bug", "stop", _message(error), error.exit_code)
+    if isinstance(error, _STATIC):
+        return replace(outcome_of("bug", _message(error)), decision="stop")
     return outcome_of("bug", _message(error))
+
+
+def _by_text(error: BaseException) -> FailureClass | None:
+    """What libraries say only in words: by the name of the class, and by the message."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "gpu_out_of_memory"
+    return class_of_text(str(error))
+
+
+def class_of_text(text: str) -> FailureClass | None:
+    """The class that an error message speaks of, in whatever program; None if of none."""
+    lowered = text.lower()
+    if says_no_space(lowered):
+        return "disk_full"
+    if any(t in lowered for t in _GPU_MEMORY):
+        return "gpu_out_of_memory"
+    if any(t in lowered for t in _GPU_ERROR):
+        return "gpu_error"
+    return "out_of_memory" if any(t in lowered for t in _OUT_OF_MEMORY) else None
+
+
+def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcome:
+    """The outcome with what is needed to know the failure again: step, traceback, errno.
+
+    A bug before the first step is found again at once by whoever mends it: it is not tried again.
+    """
+    numbers = (getattr(e, "errno", None) for e in chain_of(error) if isinstance(e, OSError))
+    found = next((n for n in numbers if n is not None), None)
+    stop = outcome.failure == "bug" and not step
+    return replace(
+        outcome,
+        step=step,
+        signature=traceback_signature(error),
+        errno=found,
+        decision="stop" if stop else outcome.decision,
+    )
+
+
+def traceback_signature(error: BaseException) -> str:
+    """Identifies a traceback: the exception's type and the functions and lines it went through,
+    but not where the code is installed."""
+    frames = [
+        f"{Path(f.filename).name}:{f.name}:{f.lineno}"
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
+    return hashlib.sha256("\n".join([type(error).__name__, *frames]).encode()).hexdigest()[:16]
+
+
+def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
+    """How many of the newest attempts ended in ``failure`` since one got further.
+
+    An attempt got further when a later one went on from a later checkpoint than it had itself.
+    """
+    count, floor = 0, (attempts[-1].resumed_from_step or 0) if attempts else 0
+    for attempt in reversed(attempts):
+        if (attempt.resumed_from_step or 0) < floor:
+            break
+        count += attempt.outcome is not None and attempt.outcome.failure == failure
+    return count
+
+
+def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
+    """Whether another attempt may follow ``attempts``, the last of which has ended resumably."""
+    outcome = attempts[-1].outcome
+    if outcome is None:
+        return True
+    if outcome.failure == "bug" and any(_same_bug(outcome, a.outcome) for a in attempts[:-1]):
+        return False
+    # A stop that nobody here asked for is as good as a kill.
+    budget = getattr(retries, outcome.failure, retries.killed)
+    return budget < 0 or without_progress(attempts, outcome.failure) <= budget
+
+
+def _same_bug(one: Outcome, other: Outcome | None) -> bool:
+    return (
+        other is not None
+        and other.failure == "bug"
+        and (one.step, one.signature) == (other.step, other.signature)
+        and bool(one.signature)
+    )
 
 
 def _not_allowed(error: OSError) -> WorkspaceError:
@@ -132,10 +284,11 @@ def classify_silent_end(started: bool, printed: str) -> Outcome:
     if codes and int(codes[-1]) in _BY_EXIT_CODE:
         failure = _BY_EXIT_CODE[int(codes[-1])]
         return outcome_of(failure, f"the worker ended with exit code {codes[-1]}")
-    if says_no_space(printed):
-        return outcome_of("disk_full", _last_line(printed))
+    if spoken := class_of_text(printed):
+        return outcome_of(spoken, _last_line(printed))
     if codes and not started:
-        return outcome_of("bug", f"the worker could not start: {_last_line(printed)}")
+        why = f"the worker could not start: {_last_line(printed)}"
+        return replace(outcome_of("bug", why), decision="stop")
     if started:
         return outcome_of("killed", "the worker is gone and left no word (killed, or a reboot)")
     return outcome_of("killed", "the job is gone and its worker never started")

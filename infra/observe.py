@@ -1,26 +1,36 @@
 """Looks at the world: which attempts live, which are gone, which hang.
 
-In: a workspace and a dispatcher. Out: records and :class:`~infra.reconcile.Observed`, together, in
-the right order (a record is read *after* its attempt was seen dead, so its last word is in it).
+In: a workspace and a router of dispatchers. Out: records and :class:`~infra.reconcile.Observed`,
+together, in the right order (a record is read *after* its attempt was seen dead, so its last word
+is in it).
 
-Liveness goes by process first. Where that cannot be asked (another host), it goes by whether the
-heartbeat's *counter* moves, timed by this process's own clock: clocks are never compared.
+Liveness goes by process or scheduler first. Whether a job that runs does anything goes by whether
+its heartbeat's *counter*, and more slowly its *progress*, move, timed by this process's own clock:
+clocks are never compared.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from infra.disk.room import has_room
-from infra.dispatch import Dispatcher
+from infra.dispatch import Router
 from infra.failures import classify_silent_end
+from infra.jobs import AttemptRef, JobSight, OpenAttempt, Sight
 from infra.processes import ProcessId
-from infra.reconcile import Observed, Seen, Sight
+from infra.reconcile import Observed, Seen
 from infra.workspace import Workspace
-from refiner_core.contract.records import Attempt, StageRecord
+from refiner_core.contract.records import StageRecord
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long silence is borne, seconds: without any heartbeat, and without any progress."""
+
+    heartbeat_s: float = 900.0
+    progress_s: float = 7200.0
 
 
 class _Sign(NamedTuple):
@@ -36,90 +46,100 @@ class Observer:
     def __init__(
         self,
         workspace: Workspace,
-        dispatcher: Dispatcher,
-        heartbeat_timeout_s: float,
+        router: Router,
+        patience: Patience | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        room: Callable[[Path], bool] = has_room,
     ) -> None:
-        self.workspace, self.dispatcher = workspace, dispatcher
-        self.heartbeat_timeout_s, self._clock, self._room = heartbeat_timeout_s, clock, room
-        self._signs: dict[tuple[str, int], _Sign] = {}
+        self.workspace, self.router = workspace, router
+        self.patience, self._clock = patience or Patience(), clock
+        self._signs: dict[tuple[AttemptRef, str], _Sign] = {}
         self._done: dict[str, StageRecord] = {}  # a result never changes
+        self.open: dict[str, OpenAttempt] = {}
+        self.sights: Mapping[AttemptRef, JobSight] = {}
 
     def look(self, stage_ids: Iterable[str]) -> tuple[dict[str, StageRecord], Observed]:
         """Records of the stages that have one, and what is seen of their newest attempts."""
-        records: dict[str, StageRecord] = {}
-        attempts: dict[str, Seen] = {}
+        records = {}
         for stage_id in dict.fromkeys(stage_ids):
-            record, seen = self._look_at(stage_id)
+            record = self._done.get(stage_id) or self.workspace.read_record(stage_id)
             if record is not None:
                 records[stage_id] = record
-            if seen is not None:
-                attempts[stage_id] = seen
-        short = any(r.attempts and _disk_full(r.attempts[-1]) for r in records.values())
-        return records, Observed(attempts, room=not short or self._room(self.workspace.root))
+        self.open = {
+            stage_id: found
+            for stage_id, record in records.items()
+            if (found := self.open_attempt(stage_id, record)) is not None
+        }
+        self.sights = self.router.look(list(self.open.values()))
+        seen: dict[str, Seen] = {}
+        for stage_id, attempt in self.open.items():
+            look = self._see(attempt, self.sights[attempt.ref])
+            if look.sight != "live":
+                records[stage_id] = self.workspace.read_record(stage_id) or records[stage_id]
+            if _open_number(records[stage_id]) == attempt.ref.number:
+                seen[stage_id] = look
+        self._done |= {i: r for i, r in records.items() if r.result is not None}
+        return records, Observed(seen)
 
-    def _look_at(self, stage_id: str) -> tuple[StageRecord | None, Seen | None]:
-        if stage_id in self._done:
-            return self._done[stage_id], None
-        record = self.workspace.read_record(stage_id)
-        if record is not None and _open_attempt(record) is not None:
-            attempt = record.attempts[-1]
-            seen = self._see(stage_id, attempt)
-            if seen.sight != "live":
-                record = self.workspace.read_record(stage_id) or record
-            if _open_attempt(record) == attempt.number:
-                return record, seen
-        if record is not None and record.result is not None:
-            self._done[stage_id] = record
-        return record, None
+    def open_attempt(self, stage_id: str, record: StageRecord) -> OpenAttempt | None:
+        """The newest attempt, if it has neither outcome nor result."""
+        number = _open_number(record)
+        if number is None:
+            return None
+        started = self.workspace.read_control(
+            self.workspace.layout.attempt(stage_id, number).started
+        )
+        return OpenAttempt(AttemptRef(stage_id, number), record.attempts[-1], started)
 
-    def _see(self, stage_id: str, attempt: Attempt) -> Seen:
-        paths = self.workspace.layout.attempt(stage_id, attempt.number)
-        started = self.workspace.read_control(paths.started)
-        owner = ProcessId.parse(attempt.owner)
-        sight = self._sight(stage_id, attempt, owner, started)
-        local = attempt.executor == "local" and owner.here
-        if sight != "dead":
-            return Seen(attempt.number, sight, local)
-        printed = self.dispatcher.printed(stage_id, attempt.number)
-        has_started = started is not None and not started.get("void")
-        return Seen(attempt.number, sight, local, classify_silent_end(has_started, printed))
-
-    def _sight(
-        self, stage_id: str, attempt: Attempt, owner: ProcessId, started: dict[str, Any] | None
-    ) -> Sight:
+    def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
+        number, started = attempt.ref.number, attempt.started
+        note = " ".join(filter(None, (job.state, f"({job.reason})" if job.reason else "")))
         if started is not None and started.get("void"):
-            return "dead"
-        sight = self.dispatcher.observe(stage_id, attempt.number)
-        if sight == "dead":
-            return "dead"
-        submitted = attempt.job_id is not None or started is not None
-        if sight == "unknown" and not submitted and owner.here and not owner.alive:
-            return "dead"  # claimed, and its orchestrator died before it submitted
-        return "hung" if self._silent_for_too_long(stage_id, attempt, started) else "live"
+            return Seen(number, "dead", job.local, job.end, note)
+        sight = self._sight(attempt, job)
+        end = job.end
+        if sight == "dead" and end is None:
+            end = classify_silent_end(started is not None, "")
+        return Seen(number, sight, job.local, end, note, job.held, job.running)
 
-    def _silent_for_too_long(
-        self, stage_id: str, attempt: Attempt, started: dict[str, Any] | None
-    ) -> bool:
-        beat = self.workspace.read_heartbeat(stage_id, attempt.number) or {}
-        value = (attempt.job_id, started is not None, beat.get("counter"))
-        key, now = (stage_id, attempt.number), self._clock()
-        sign = self._signs.get(key)
+    def _sight(self, attempt: OpenAttempt, job: JobSight) -> Sight:
+        owner = ProcessId.parse(attempt.attempt.owner)
+        submitted = attempt.attempt.job_id is not None or attempt.started is not None
+        if not submitted and owner.here:
+            if owner.alive and job.sight in ("dead", "unknown"):
+                return "live"  # it is being submitted
+            if job.sight == "unknown" and attempt.attempt.executor == "local":
+                return "dead"  # claimed, and its orchestrator died before it submitted
+        if job.sight == "dead":
+            return "dead"
+        if job.sight == "live" and not job.running:
+            self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
+            return "live"
+        return "hung" if self._silent_for_too_long(attempt) else "live"
+
+    def _silent_for_too_long(self, attempt: OpenAttempt) -> bool:
+        ref = attempt.ref
+        beat = self.workspace.read_heartbeat(*ref) or {}
+        begun = (attempt.attempt.job_id, attempt.started is not None)
+        heart = self._unchanged_s(ref, "heart", (*begun, beat.get("counter")))
+        progress = self._unchanged_s(ref, "progress", (*begun, beat.get("told")))
+        return heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+
+    def _unchanged_s(self, ref: AttemptRef, name: str, value: tuple[Any, ...]) -> float:
+        """For how long, as far as this process knows, a sign of life has not changed."""
+        now, sign = self._clock(), self._signs.get((ref, name))
         if sign is None or sign.value != value:
-            self._signs[key] = _Sign(value, now)
-            return False
-        return now - sign.since > self.heartbeat_timeout_s
+            self._signs[ref, name] = _Sign(value, now)
+            return 0.0
+        return now - sign.since
+
+    def _forget(self, ref: AttemptRef) -> None:
+        for name in ("heart", "progress"):
+            self._signs.pop((ref, name), None)
 
 
-def _open_attempt(record: StageRecord | None) -> int | None:
-    """The number of the newest attempt, if it has neither outcome nor result."""
-    if record is None or record.result is not None or not record.attempts:
+def _open_number(record: StageRecord) -> int | None:
+    if record.result is not None or not record.attempts:
         return None
     last = record.attempts[-1]
     return last.number if last.outcome is None else None
-
-
-def _disk_full(attempt: Attempt) -> bool:
-    return attempt.outcome is not None and attempt.outcome.failure == "disk_full"

@@ -8,57 +8,78 @@ nothing but terminal actions is left, it changes nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from infra.failures import CLASSES, classify_silent_end, outcome_of
+from infra.failures import CLASSES, budget_left, classify_silent_end, outcome_of
+from infra.jobs import Sight
+from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import Attempt, Outcome, StageRecord
 from refiner_core.contract.views import ViewState
 
-Sight = Literal[
-    "live",  # it runs, or is on its way to
-    "dead",  # it is certain that nothing of it runs any more
-    "hung",  # it runs and has shown no sign of life for too long
-    "unknown",  # not looked at yet
-]
-
 
 @dataclass(frozen=True)
 class Seen:
-    """One attempt as an observer sees it. ``local``: it takes one of this machine's slots."""
+    """One attempt as an observer sees it.
+
+    ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it left no
+    word; ``note`` what the scheduler says of it; ``held``: it waits to be released; ``running``:
+    it does not queue.
+    """
 
     number: int
     sight: Sight
     local: bool = True
     silent_end: Outcome | None = None
+    note: str = ""
+    held: bool = False
+    running: bool = True
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The world now: the newest attempt of each stage (by stage id), and whether the disk takes
-    a write."""
+    """The world now: the newest attempt of each stage (by stage id), and which stages (by id) lack
+    room for what they would write next."""
 
     attempts: Mapping[str, Seen] = field(default_factory=dict)
-    room: bool = True
+    short: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Policy:
     """The rules of one call.
 
-    ``ended_before`` maps stage ids to the newest attempt that had ended when this call began: what
-    failed then is history, and the same command tries again. ``refused`` holds stages that this
-    call could not launch, or whose end it could not record.
+    Attributes
+    ----------
+    owner, max_parallel, retries
+        Who decides, how many local jobs may run at a time, how often each class may come.
+    stopping, cancelled
+        Begin nothing more at all, or of these stages (by id).
+    ended_before
+        Stage id -> the newest attempt that had ended when this call began: what failed then is
+        history, and the same command tries again.
+    refused
+        Stages that this call could not launch.
+    not_before
+        Stages that pause between two attempts, and until when on the clock that ``now`` is of.
+    gave_up
+        Stages that have waited for room as long as they may.
+    runs_local
+        Whether a stage's next attempt takes a local slot.
     """
 
     owner: str
-    max_attempts: int = 3
     max_parallel: int = 2
+    retries: RetryConfig = field(default_factory=RetryConfig)
     stopping: bool = False
+    cancelled: frozenset[str] = frozenset()
     ended_before: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, Outcome] = field(default_factory=dict)
+    now: float = 0.0
+    not_before: Mapping[str, float] = field(default_factory=dict)
+    gave_up: frozenset[str] = frozenset()
+    runs_local: Callable[[PlannedStage], bool] = lambda _: True
 
 
 @dataclass(frozen=True)
@@ -78,11 +99,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """For an attempt that runs (``attempt`` > 0), for inputs, or for a free slot."""
+    """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot."""
 
     stage: PlannedStage
     reason: str
     attempt: int = 0
+    queued: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,23 @@ class CloseAttempt:
     stage: PlannedStage
     attempt: int
     outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let an attempt's job go on that the scheduler holds back after a failed start."""
+
+    stage: PlannedStage
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait for room: nothing is lost, and it goes on by itself."""
+
+    stage: PlannedStage
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +151,7 @@ class Block:
     state: ViewState
 
 
-Action = Done | Launch | Wait | CloseAttempt | Fail | Block
+Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block
 
 
 def reconcile(
@@ -165,7 +204,8 @@ class _Step:
         if last is not None and last.outcome is None:
             return self._open_attempt(stage, last)
         if stage.id in self.policy.refused:
-            return self._refused(stage)
+            outcome = self.policy.refused[stage.id]
+            return Fail(stage, outcome, CLASSES[outcome.failure].exhausted)
         if record is not None and last is not None and last.outcome is not None:
             end = self._after_end(stage, record, last.outcome)
             if end is not None:
@@ -176,55 +216,74 @@ class _Step:
         seen = self.observed.attempts.get(stage.id)
         if seen is None or seen.number != last.number or seen.sight == "unknown":
             return Wait(stage, "not looked at yet", last.number)
+        if seen.sight == "live" and seen.held:
+            return Release(stage, last.number, seen.note)
         if seen.sight == "live":
-            return Wait(stage, "runs", last.number)
-        if stage.id in self.policy.refused:
-            return self._refused(stage)  # not even its outcome could be written
+            return Wait(stage, seen.note or "runs", last.number, queued=not seen.running)
+        if paused := self._pause(stage):
+            return paused  # not even its outcome could be written
         if seen.sight == "hung":
-            outcome = outcome_of("hung", "it runs, but has shown no sign of life for too long")
+            outcome = outcome_of("hung", "it runs, but has made no progress for too long")
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
         return CloseAttempt(stage, last.number, outcome)
-
-    def _refused(self, stage: PlannedStage) -> Action:
-        outcome = self.policy.refused[stage.id]
-        return Fail(stage, outcome, CLASSES[outcome.failure].exhausted)
 
     def _after_end(
         self, stage: PlannedStage, record: StageRecord, outcome: Outcome
     ) -> Action | None:
         """What an ended attempt means for this call; None if another one may begin."""
         last = record.attempts[-1]
-        if last.number <= self.policy.ended_before.get(stage.id, 0):
+        before = self.policy.ended_before.get(stage.id, 0)
+        if last.number <= before:
             return None
         exhausted = CLASSES[outcome.failure].exhausted
         if outcome.decision == "stop":
-            return Fail(stage, outcome, "failed")
-        if self.policy.stopping:
-            return Fail(stage, outcome, "interrupted")
-        if outcome.failure == "disk_full" and not self.observed.room:
             return Fail(stage, outcome, exhausted)
-        mine = sum(a.owner == self.policy.owner for a in record.attempts)
-        if mine >= self.policy.max_attempts:
+        if self._stopping(stage):
+            return Fail(stage, outcome, "interrupted")
+        mine = [a for a in record.attempts if a.number > before]
+        if not budget_left(mine, self.policy.retries):
             return Fail(stage, outcome, exhausted)
         return None
 
+    def _stopping(self, stage: PlannedStage) -> bool:
+        return self.policy.stopping or stage.id in self.policy.cancelled
+
+    def _pause(self, stage: PlannedStage) -> Action | None:
+        """Wait for room, if that is what the stage lacks."""
+        reason = self.observed.short.get(stage.id)
+        if reason is None:
+            return None
+        if stage.id in self.policy.gave_up or self._stopping(stage):
+            return Fail(stage, outcome_of("disk_full", reason), "interrupted")
+        return Pause(stage, reason)
+
     def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
-        for name in stage.inputs.values():
+        needed = dict.fromkeys((*stage.inputs.values(), *stage.after))
+        for name in needed:
             before = self.actions[name]
             if isinstance(before, Fail | Block):
                 by = before.by if isinstance(before, Block) else name
                 return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
+        if stage.id in self.policy.cancelled:
+            return Fail(stage, outcome_of("cancelled", "not begun: cancelled"), "interrupted")
         if self.policy.stopping:
             return Fail(stage, outcome_of("interrupted", "not begun: asked to stop"), "interrupted")
-        waiting = [n for n in stage.inputs.values() if not isinstance(self.actions[n], Done)]
+        waiting = [n for n in needed if not isinstance(self.actions[n], Done)]
         if waiting:
-            return Wait(stage, f"waits for {', '.join(dict.fromkeys(waiting))}")
+            return Wait(stage, f"waits for {', '.join(waiting)}")
+        if paused := self._pause(stage):
+            return paused
+        pause_s = self.policy.not_before.get(stage.id, self.policy.now) - self.policy.now
+        if pause_s > 0:
+            failure = last.outcome.failure if last is not None and last.outcome else ""
+            return Wait(stage, f"pauses after {failure.replace('_', ' ')}, {pause_s:.0f} s more")
         if stage.id in self.launched:
             return Wait(stage, "the same stage under another name is about to run")
-        if self.slots <= 0:
-            return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
-        self.slots -= 1
+        if self.policy.runs_local(stage):
+            if self.slots <= 0:
+                return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
+            self.slots -= 1
         self.launched.add(stage.id)
         return Launch(stage, 0 if last is None else last.number)
 
@@ -242,4 +301,4 @@ def _resumable(action: Fail | Block) -> bool:
     """Whether what stands in the way was only an interruption on request."""
     if isinstance(action, Block):
         return action.state == "interrupted"
-    return action.outcome.failure == "interrupted"
+    return action.outcome.failure in ("interrupted", "cancelled")

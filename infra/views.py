@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from infra.reconcile import Action, Block, CloseAttempt, Done, Fail, Launch, Wait
+from infra.reconcile import Action, Block, CloseAttempt, Done, Fail, Launch, Pause, Release, Wait
 from infra.workspace import Workspace
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.types import Progress
@@ -67,8 +67,12 @@ def _state_of(action: Action, record: StageRecord | None, owner: str, done_befor
         return _State(action.state, action.outcome.message, action.outcome.exit_code or 1)
     if isinstance(action, Block):
         return _State(action.state, f"needs {action.by}", 6 if action.state == "interrupted" else 1)
-    if isinstance(action, Wait) and action.attempt == 0:
-        return _State("waiting", action.reason)
+    if isinstance(action, Pause):
+        return _State("paused", action.reason)
+    if isinstance(action, Release):
+        return _State("queued", action.reason)
+    if isinstance(action, Wait) and (action.attempt == 0 or action.queued):
+        return _State("queued" if action.queued else "waiting", action.reason)
     if isinstance(action, Launch):
         return _State("waiting", "is being submitted")
     running = record is not None and record.attempts and record.attempts[-1].owner == owner

@@ -55,7 +55,7 @@ def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
     but does not say why.
     """
     doubtful = False
-    for link in _chain(error):
+    for link in chain_of(error):
         if isinstance(link, NoSpaceError):
             return True
         if isinstance(link, OSError) and link.errno in _NUMBERS:
@@ -115,7 +115,7 @@ def no_space_guard(folder: Path, doing: str) -> Iterator[None]:
         raise
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain_of(error: BaseException) -> Iterator[BaseException]:
     """The error and all that caused it or was being handled when it came."""
     seen: set[int] = set()
     queue: list[BaseException | None] = [error]

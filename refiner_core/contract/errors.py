@@ -75,6 +75,17 @@ class StageFailed(RefinerError, RuntimeError):
     exit_code = 1
 
 
+class LaunchError(RefinerError, RuntimeError):
+    """The scheduler did not take, or could not start, a job. Tried again after a pause."""
+
+    exit_code = 1
+    resumable = True
+
+
+class NotFiniteError(StageFailed):
+    """NaN or infinity where a number was expected; the weights were not touched with it."""
+
+
 class Interrupted(RefinerError, RuntimeError):
     """Stopped on request (Ctrl-C, SIGTERM, a time limit); work up to the last step is saved."""
 

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from refiner_core.contract.types import Progress
 
 ViewState = Literal[
-    "waiting",  # for inputs, or for a free local slot
+    "waiting",  # for inputs, for a free local slot, or out a pause between two attempts
+    "paused",  # for room on the disk; it goes on by itself
+    "queued",  # submitted; the scheduler has not started it yet, or has suspended it
     "running",  # started by this call
     "reattached",  # found running, started by an earlier call or another process
     "skipped",  # was done before this call

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from refiner_core.contract.errors import Interrupted, StageFailed, WorkspaceError
+from refiner_core.contract.errors import Interrupted, NotFiniteError, WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.checkpoint import load_state, save_state
 
@@ -98,12 +98,12 @@ def require_finite(stage: str, step: int, **values: float) -> None:
 
     Raises
     ------
-    StageFailed
+    NotFiniteError
         Names the step and the value.
     """
     for name, value in values.items():
         if not math.isfinite(value):
-            raise StageFailed(
+            raise NotFiniteError(
                 f"{stage} step {step}: the {name.replace('_', ' ')} is {value}; "
                 "the weights were not updated with it",
                 expected="a finite number",

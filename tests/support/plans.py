@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from infra.dispatch import SubmititDispatcher
+from infra.dispatch import Router
+from infra.local import LocalDispatcher
+from infra.worker_command import WorkerCommand
 from infra.workspace import Claim, Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig, TrackingConfig
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
@@ -55,6 +57,7 @@ def run_record(workspace: Workspace, plan: Plan) -> RunRecord:
     )
 
 
-def fake_dispatcher(workspace: Workspace) -> SubmititDispatcher:
-    """Real jobs through submitit that run the fake worker."""
-    return SubmititDispatcher(workspace, worker=(str(FAKE_WORKER),))
+def fake_router(workspace: Workspace, *module: str) -> Router:
+    """Real jobs through submitit that run the fake worker (or another module)."""
+    worker = WorkerCommand(workspace.root, module or (str(FAKE_WORKER),))
+    return Router({"local": LocalDispatcher(workspace, worker)}, lambda _: "local")

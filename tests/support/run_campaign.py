@@ -14,7 +14,7 @@ from pathlib import Path
 
 from infra.campaign import Campaign
 from infra.workspace import Workspace
-from tests.support.plans import fake_dispatcher, run_record, small_plan
+from tests.support.plans import fake_router, run_record, small_plan
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     workspace = Workspace.open(Path(sys.argv[1]))
     plan = small_plan(*sys.argv[2:])
     run = run_record(workspace, plan)
-    campaign = Campaign(plan, workspace, fake_dispatcher(workspace), run=run)
+    campaign = Campaign(plan, workspace, fake_router(workspace), run=run)
     campaign.start()
     try:
         views = campaign.join()

@@ -8,16 +8,26 @@ from typing import get_args
 
 import pytest
 
-from infra import disk
+from infra.disk import room
 from infra.disk.room import has_room, is_no_space
-from infra.failures import CLASSES, MESSAGE_LIMIT, classify, classify_silent_end
+from infra.failures import (
+    CLASSES,
+    MESSAGE_LIMIT,
+    classify,
+    classify_silent_end,
+    detailed,
+    traceback_signature,
+)
 from refiner_core.contract.errors import (
     EXIT_CODES,
     ConfigurationError,
     DataError,
     Interrupted,
     JudgeOutage,
+    LaunchError,
     NoSpaceError,
+    NotFiniteError,
+    StageFailed,
     UnsupportedError,
     WorkspaceError,
 )
@@ -41,18 +51,24 @@ class OutOfMemoryError(RuntimeError):
         (NoSpaceError("x"), "disk_full", "resume", 5),
         (OSError(errno.EDQUOT, "x"), "disk_full", "resume", 5),
         (JudgeOutage("You exceeded your current quota"), "judge_outage", "resume", 7),
-        (RuntimeError("API quota exceeded"), "bug", "stop", 70),
+        (RuntimeError("API quota exceeded"), "bug", "resume", 70),
         (JudgeOutage("x"), "judge_outage", "resume", 7),
         (ConfigurationError("x"), "bad_configuration", "stop", 2),
         (DataError("x"), "bad_data", "stop", 3),
         (WorkspaceError("x"), "bug", "stop", 4),
         (PermissionError(errno.EACCES, "x", "/locked/pub"), "bug", "stop", 4),
         (UnsupportedError("x"), "unsupported", "stop", 8),
-        (MemoryError(), "out_of_memory", "stop", 1),
-        (OutOfMemoryError("CUDA out of memory"), "out_of_memory", "stop", 1),
+        (MemoryError(), "out_of_memory", "resume", 1),
+        (RuntimeError("[enforce fail] can't allocate memory"), "out_of_memory", "resume", 1),
+        (OutOfMemoryError("CUDA out of memory"), "gpu_out_of_memory", "resume", 1),
+        (RuntimeError("CUDA error: an illegal memory access"), "gpu_error", "resume", 1),
+        (RuntimeError("NCCL Error 2: unhandled system error"), "gpu_error", "resume", 1),
+        (NotFiniteError("the loss is nan"), "not_finite", "stop", 1),
+        (LaunchError("sbatch: socket timed out"), "launch_failure", "resume", 1),
+        (StageFailed("nothing is left to train on"), "bug", "stop", 1),
         (FloatingPointError("loss is nan"), "not_finite", "stop", 1),
         (ImportError("no module named x"), "bug", "stop", 70),
-        (ValueError("x"), "bug", "stop", 70),
+        (ValueError("x"), "bug", "resume", 70),
     ],
 )
 def test_exceptions_become_outcomes(
@@ -75,7 +91,7 @@ def test_an_error_about_writing_is_settled_by_a_probe(
 ) -> None:
     error = RuntimeError("PytorchStreamWriter failed writing file data/3")
     assert not is_no_space(error, tmp_path)
-    monkeypatch.setattr(disk, "has_room", lambda _: False)
+    monkeypatch.setattr(room, "has_room", lambda _: False)
     assert is_no_space(error, tmp_path)
     assert not is_no_space(ValueError("learning rate"), tmp_path)
 
@@ -125,3 +141,36 @@ def test_an_import_error_is_shown_and_not_retried() -> None:
     outcome = classify_silent_end(False, IMPORT_ERROR)
     assert outcome.decision == "stop"
     assert "No module named 'flows'" in outcome.message
+
+
+def raised(error: Exception, deeper: bool = False) -> Exception:
+    def inner() -> None:
+        raise error
+
+    try:
+        if deeper:
+            raise error
+        inner()
+    except Exception as caught:
+        return caught
+    raise AssertionError
+
+
+def test_a_traceback_is_known_again_but_not_by_its_message() -> None:
+    one, two = raised(ValueError("row 17")), raised(ValueError("row 18"))
+    assert traceback_signature(one) == traceback_signature(two)
+    assert traceback_signature(one) != traceback_signature(raised(KeyError("x")))
+    assert traceback_signature(one) != traceback_signature(raised(ValueError("x"), deeper=True))
+
+
+def test_a_bug_before_the_first_step_is_not_tried_again() -> None:
+    error = raised(ValueError("x"))
+    assert detailed(classify(error), error, None).decision == "stop"
+    assert detailed(classify(error), error, 7).decision == "resume"
+
+
+def test_an_outcome_says_what_the_system_said() -> None:
+    hidden = RuntimeError("saving failed")
+    hidden.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
+    outcome = detailed(classify(hidden), hidden, 100)
+    assert (outcome.failure, outcome.errno, outcome.step) == ("disk_full", 122, 100)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from infra.failures import CLASSES, outcome_of
+from infra.jobs import Sight
 from infra.reconcile import (
     Action,
     Block,
@@ -17,12 +18,14 @@ from infra.reconcile import (
     Fail,
     Launch,
     Observed,
+    Pause,
     Policy,
+    Release,
     Seen,
-    Sight,
     Wait,
     reconcile,
 )
+from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
 from refiner_core.contract.records import (
     Attempt,
@@ -37,7 +40,8 @@ from tests.support.plans import small_plan
 ME, OTHER = "here:1:1.00", "here:2:1.00"
 PLAN = small_plan("data", "sft", "evaluate")
 DATA, SFT = PLAN.by_name["data"], PLAN.by_name["sft"]
-POLICY = Policy(owner=ME, max_attempts=3, max_parallel=2)
+POLICY = Policy(owner=ME, max_parallel=2)
+RETRIES = RetryConfig()
 RESUMABLE = [c for c, rule in CLASSES.items() if rule.decision == "resume"]
 FINAL = [c for c, rule in CLASSES.items() if rule.decision == "stop"]
 
@@ -49,9 +53,13 @@ def spec(stage: PlannedStage) -> StageSpec:
     )
 
 
-def attempt(number: int, outcome: FailureClass | None = None, owner: str = ME) -> Attempt:
+def attempt(
+    number: int, outcome: FailureClass | None = None, owner: str = ME, resumed: int | None = None
+) -> Attempt:
     ended = None if outcome is None else outcome_of(outcome)
-    return Attempt(number, f"c{number}", "local", owner, "t", outcome=ended)
+    return Attempt(
+        number, f"c{number}", "local", owner, "t", outcome=ended, resumed_from_step=resumed
+    )
 
 
 def record(stage: PlannedStage, *attempts: Attempt, done: bool = False) -> StageRecord:
@@ -63,11 +71,10 @@ def decide(
     records: list[tuple[PlannedStage, StageRecord]],
     seen: Mapping[str, Seen] | None = None,
     policy: Policy = POLICY,
-    room: bool = True,
+    short: Mapping[str, str] | None = None,
 ) -> dict[str, Action]:
-    actions = reconcile(
-        PLAN, {s.id: r for s, r in records}, Observed(seen or {}, room=room), policy
-    )
+    observed = Observed(seen or {}, short=short or {})
+    actions = reconcile(PLAN, {s.id: r for s, r in records}, observed, policy)
     return {a.stage.name: a for a in actions}
 
 
@@ -151,12 +158,59 @@ def test_a_result_counts_even_if_the_outcome_is_missing() -> None:
 
 
 @pytest.mark.parametrize("failure", RESUMABLE)
-def test_what_can_be_resumed_is_tried_again_within_the_budget(failure: FailureClass) -> None:
-    tries = [attempt(n, failure) for n in (1, 2)]
-    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 2)
-    last = decide([(DATA, record(DATA, *tries, attempt(3, failure)))])["data"]
+def test_what_can_be_resumed_is_tried_again_within_the_budget_of_its_class(
+    failure: FailureClass,
+) -> None:
+    budget = getattr(RETRIES, failure, RETRIES.killed)
+    if budget < 0:
+        tries = [attempt(n, failure) for n in range(1, 60)]
+        assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 59)
+        return
+    tries = [attempt(n, failure) for n in range(1, budget + 1)]
+    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, budget)
+    last = decide([(DATA, record(DATA, *tries, attempt(budget + 1, failure)))])["data"]
     assert isinstance(last, Fail)
     assert last.state == CLASSES[failure].exhausted
+
+
+def test_an_attempt_that_got_further_clears_the_count() -> None:
+    """A run that loses a node every hour, but saves every ten minutes, goes on for ever."""
+    tries = [attempt(n, "killed", resumed=10 * n) for n in range(1, 30)]
+    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 29)
+    stuck = [attempt(n, "killed", resumed=10) for n in range(30, 33)]
+    assert isinstance(decide([(DATA, record(DATA, *tries, *stuck))])["data"], Fail)
+
+
+def test_one_class_does_not_use_up_the_budget_of_another() -> None:
+    classes: list[FailureClass] = ["preempted", "killed", "judge_outage", "killed", "preempted"]
+    tries = [attempt(n, c) for n, c in enumerate(classes, 1)]
+    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 5)
+
+
+def bug(number: int, step: int, signature: str) -> Attempt:
+    outcome = replace(outcome_of("bug"), step=step, signature=signature)
+    return replace(attempt(number), outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("second", "again"),
+    [
+        (bug(2, 50, "a"), False),  # the same bug at the same step
+        (replace(bug(2, 60, "a"), resumed_from_step=50), True),  # it got further
+        (bug(2, 50, "b"), False),  # another one without progress: the budget of 1 is used up
+    ],
+)
+def test_the_same_traceback_twice_at_one_step_stops(second: Attempt, again: bool) -> None:
+    action = decide([(DATA, record(DATA, bug(1, 50, "a"), second))])["data"]
+    assert isinstance(action, Launch) is again
+
+
+def test_the_same_bug_at_one_step_stops_however_large_the_budget() -> None:
+    policy = replace(POLICY, retries=RetryConfig(bug=-1))
+    twice = (DATA, record(DATA, bug(1, 50, "a"), bug(2, 50, "a")))
+    assert isinstance(decide([twice], policy=policy)["data"], Fail)
+    other = (DATA, record(DATA, bug(1, 50, "a"), bug(2, 50, "b")))
+    assert decide([other], policy=policy)["data"] == Launch(DATA, 2)
 
 
 @pytest.mark.parametrize("failure", FINAL)
@@ -165,9 +219,10 @@ def test_what_another_try_would_only_repeat_stops_and_blocks_what_follows(
 ) -> None:
     actions = decide([(DATA, record(DATA, attempt(1, failure)))])
     assert isinstance(actions["data"], Fail)
-    assert actions["data"].state == "failed"
-    assert actions["sft"] == Block(SFT, "data", "blocked")
-    assert actions["evaluate-sft"] == Block(PLAN.by_name["evaluate-sft"], "data", "blocked")
+    assert actions["data"].state == CLASSES[failure].exhausted
+    how = "interrupted" if failure == "cancelled" else "blocked"
+    assert actions["sft"] == Block(SFT, "data", how)
+    assert actions["evaluate-sft"] == Block(PLAN.by_name["evaluate-sft"], "data", how)
 
 
 @pytest.mark.parametrize("failure", [*RESUMABLE, *FINAL])
@@ -178,31 +233,66 @@ def test_what_ended_before_this_call_is_tried_again(failure: FailureClass) -> No
     assert decide([(DATA, record(DATA, *tries))], policy=policy)["data"] == Launch(DATA, 3)
 
 
-def test_attempts_of_other_calls_use_up_nothing_of_this_ones_budget() -> None:
+def test_what_failed_before_this_call_uses_up_nothing_of_its_budget() -> None:
     tries = [attempt(n, "killed", OTHER) for n in range(1, 9)]
-    assert decide([(DATA, record(DATA, *tries))])["data"] == Launch(DATA, 8)
+    policy = replace(POLICY, ended_before={DATA.id: 7})
+    assert decide([(DATA, record(DATA, *tries))], policy=policy)["data"] == Launch(DATA, 8)
 
 
-def test_a_full_disk_is_not_run_into_again_while_it_is_full() -> None:
+def test_a_full_disk_is_waited_out_and_not_run_into_again() -> None:
     full = [(DATA, record(DATA, attempt(1, "disk_full")))]
-    assert decide(full, room=True)["data"] == Launch(DATA, 1)
-    action = decide(full, room=False)["data"]
+    assert decide(full)["data"] == Launch(DATA, 1)
+    short = {DATA.id: "waits for room"}
+    assert decide(full, short=short)["data"] == Pause(DATA, "waits for room")
+    action = decide(full, short=short, policy=replace(POLICY, gave_up=frozenset({DATA.id})))["data"]
     assert isinstance(action, Fail)
     assert (action.state, action.outcome.exit_code) == ("interrupted", 5)
 
 
 def test_a_stage_that_could_not_be_launched_ends_unless_another_call_makes_it() -> None:
-    policy = replace(POLICY, refused={DATA.id: outcome_of("disk_full")})
+    policy = replace(POLICY, refused={DATA.id: outcome_of("unsupported")})
     action = decide([], policy=policy)["data"]
     assert isinstance(action, Fail)
-    assert action.state == "interrupted"
+    assert action.state == "failed"
     assert isinstance(decide([DATA_DONE], policy=policy)["data"], Done)
 
 
-def test_an_end_that_cannot_be_written_down_is_no_endless_loop() -> None:
-    policy = replace(POLICY, refused={DATA.id: outcome_of("disk_full")})
-    action = decide([(DATA, record(DATA, attempt(1)))], {DATA.id: Seen(1, "dead")}, policy)["data"]
-    assert isinstance(action, Fail)
+def test_an_end_that_cannot_be_written_down_waits_for_room() -> None:
+    dead = {DATA.id: Seen(1, "dead")}
+    action = decide([(DATA, record(DATA, attempt(1)))], dead, short={DATA.id: "full"})["data"]
+    assert action == Pause(DATA, "full")
+
+
+def test_an_outage_is_followed_by_a_pause() -> None:
+    lost = [(DATA, record(DATA, attempt(1, "judge_outage")))]
+    action = decide(lost, policy=replace(POLICY, now=5.0, not_before={DATA.id: 35.0}))["data"]
+    assert isinstance(action, Wait)
+    assert "judge outage" in action.reason
+    assert "30 s" in action.reason
+    later = replace(POLICY, now=36.0, not_before={DATA.id: 35.0})
+    assert decide(lost, policy=later)["data"] == Launch(DATA, 1)
+
+
+def test_a_job_that_is_held_after_a_failed_start_is_released() -> None:
+    seen = {DATA.id: Seen(1, "live", held=True, running=False, note="PENDING (held)")}
+    action = decide([(DATA, record(DATA, attempt(1)))], seen)["data"]
+    assert action == Release(DATA, 1, "PENDING (held)")
+
+
+def test_a_job_that_queues_says_why() -> None:
+    seen = {DATA.id: Seen(1, "live", running=False, note="PENDING (Resources)")}
+    action = decide([(DATA, record(DATA, attempt(1)))], seen)["data"]
+    assert action == Wait(DATA, "PENDING (Resources)", 1, queued=True)
+
+
+def test_what_fills_a_cache_comes_first_though_nothing_of_it_is_an_input() -> None:
+    fetch = replace(DATA, name="fetch", kind="fetch", fingerprint="f" * 64)
+    data = replace(DATA, after=("fetch",))
+    plan = Plan("p", PLAN.config, (fetch, data))
+    actions = reconcile(plan, {}, Observed(), POLICY)
+    assert [type(a) for a in actions] == [Launch, Wait]
+    failed = {fetch.id: record(fetch, attempt(1, "bad_configuration"))}
+    assert reconcile(plan, failed, Observed(), POLICY)[1] == Block(data, "fetch", "blocked")
 
 
 # ---------------------------------------------------------------- stopping
@@ -219,6 +309,15 @@ def test_a_stop_begins_nothing_and_retries_nothing() -> None:
         "evaluate-base": "interrupted",
         "evaluate-sft": "interrupted",
     }
+
+
+def test_a_cancelled_stage_is_not_begun_and_what_needs_it_neither() -> None:
+    policy = replace(POLICY, cancelled=frozenset({SFT.id}))
+    actions = decide([DATA_DONE], policy=policy)
+    assert isinstance(actions["sft"], Fail)
+    assert actions["sft"].outcome.failure == "cancelled"
+    assert actions["evaluate-sft"] == Block(PLAN.by_name["evaluate-sft"], "sft", "interrupted")
+    assert isinstance(actions["evaluate-base"], Launch), "the others go on"
 
 
 # ---------------------------------------------------------------- whole campaigns under faults
@@ -257,7 +356,9 @@ class World:
                 continue
             sight: Sight = "live" if stage_id in self.jobs else "dead"
             seen[stage_id] = Seen(tries[-1].number, sight)
-        return Observed(seen, room=not self.faults or self.dice.random() < 0.8)
+        full = self.faults and self.dice.random() < 0.2
+        short = dict.fromkeys(self.attempts, "full") if full else {}
+        return Observed(seen, short=short)
 
     def apply(self, actions: tuple[Action, ...], owner: str) -> bool:
         """True if anything changed."""
@@ -358,7 +459,7 @@ def test_a_call_ends_with_every_stage_in_a_final_state(seed: int) -> None:
     world = World(plan, random.Random(seed))
     last = drive(world, [ME], 400)[ME]
     assert all(isinstance(a, Done | Fail | Block) for a in last), last
-    assert world.launches <= 3 * len(plan.stages)
+    assert world.launches <= 20 * len(plan.stages)
 
 
 def test_reconcile_does_not_change_what_it_is_given() -> None:
