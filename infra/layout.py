@@ -13,17 +13,20 @@
           scheduler.json                      what the scheduler said in the end; once
           started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
                                               by the worker
+          stop.json                           somebody wants it to save and end; once
           outcome.json                        by the worker, or by who found it dead; once
           submitit/                           submitit's own files
       runs/<run id>/run.json events.jsonl dirty.diff
                     orchestrator.json         the process that works on it, by itself
-                    cancel.json               somebody wants it to end; once
+                    cancel/                   somebody wants it, or stages of it, to end
       disk/reservations/ pins/                room that saves in progress will need; what must stay
       code/<digest>/                          code snapshots
       published/                              folder target of publishing
 
-``control`` holds the small files, ``data`` the large ones; they may be different file systems, and
-are the same folder unless the workspace is told otherwise.
+``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
+output, tracking, published); they may be different file systems, and are the same folder unless the
+workspace was made with another ``data_root``. A data root of its own carries ``refiner-data.json``:
+whose it is.
 """
 
 from __future__ import annotations
@@ -86,6 +89,11 @@ class AttemptPaths:
     def resumed(self) -> Path:
         """Which checkpoint the attempt went on from, if any."""
         return self.control / "resumed.json"
+
+    @property
+    def stop(self) -> Path:
+        """Somebody wants it to save and end, and why."""
+        return self.control / "stop.json"
 
     @property
     def outcome(self) -> Path:
@@ -187,8 +195,8 @@ class RunPaths:
 
     @property
     def cancel(self) -> Path:
-        """Somebody wants it to end."""
-        return self.folder / "cancel.json"
+        """One file for each time that somebody wanted it, or stages of it, to end."""
+        return self.folder / "cancel"
 
     @property
     def diff(self) -> Path:
@@ -207,6 +215,11 @@ class Layout:
     def format_file(self) -> Path:
         """Says that this is a workspace, and of which format."""
         return self.control / "workspace.json"
+
+    @property
+    def data_mark(self) -> Path:
+        """Says whose data lie in a data root of its own."""
+        return self.data / "refiner-data.json"
 
     @property
     def stages(self) -> Path:

@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("stage")
     parser.add_argument("attempt", type=int)
     told = parser.parse_args()
-    workspace = Workspace(told.workspace)
+    workspace = Workspace.read_only(told.workspace)
     behaviour = workspace.read_control(told.workspace / "behaviour.json") or {}
     with AttemptRun(workspace, told.stage, told.attempt) as attempt:
         name = attempt.spec.name

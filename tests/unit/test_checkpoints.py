@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import atomic, disk
+from infra import atomic
 from infra.attempt import AttemptClosed
 from infra.checkpoints import MARKER, CheckpointStore, step_name
+from infra.disk import room
 from refiner_core.contract.errors import Interrupted, NoSpaceError
 
 
@@ -185,7 +186,7 @@ def test_every_way_of_saying_that_the_disk_is_full_is_understood(
 ) -> None:
     store = CheckpointStore(folder, 1)
     save(store, 1)
-    monkeypatch.setattr(disk, "has_room", lambda *_: False)
+    monkeypatch.setattr(room, "has_room", lambda *_: False)
     with pytest.raises(NoSpaceError, match="checkpoint of step 2"):
         save_and_fail(store, 2, error)
     assert [p.name for p in folder.iterdir()] == [step_name(1)]

@@ -53,7 +53,7 @@ def result_of(attempt: int) -> StageResult:
 def test_opening_makes_a_workspace_and_opening_again_keeps_it(tmp_path: Path) -> None:
     first = Workspace.open(tmp_path / "a" / "ws")
     text = first.layout.format_file.read_text()
-    assert json.loads(text)["format"] == FORMAT
+    assert json.loads(text)["format"] == 1, "older versions read it as well"
     assert Workspace.open(tmp_path / "a" / "ws").layout.format_file.read_text() == text
 
 
@@ -121,6 +121,72 @@ def test_files_follow_the_umask_so_that_a_group_can_share(tmp_path: Path) -> Non
         os.umask(before)
     assert stat.S_IMODE(workspace.layout.format_file.stat().st_mode) == 0o664
     assert stat.S_IMODE(workspace.layout.stages.stat().st_mode) == 0o775
+
+
+# ---------------------------------------------------------------- data in another place
+
+
+def test_a_data_root_is_said_once_and_known_to_all_who_come_later(
+    tmp_path: Path, plan: Plan
+) -> None:
+    made = Workspace.open(tmp_path / "ws", tmp_path / "big")
+    stage = claim(made, plan, "data")
+    for later in (Workspace.open(tmp_path / "ws"), Workspace.read_only(tmp_path / "ws")):
+        paths = later.layout.attempt(stage.id, 1)
+        assert paths.intent.exists()
+        assert paths.output.is_relative_to(tmp_path / "big")
+        assert later.layout.stage(stage.id).checkpoints.is_relative_to(tmp_path / "big")
+        assert later.layout.published.is_relative_to(tmp_path / "big")
+    assert [p.name for p in (tmp_path / "big").iterdir()] == ["refiner-data.json"]
+
+
+def test_older_versions_are_kept_away_from_a_workspace_whose_data_they_would_not_find(
+    tmp_path: Path,
+) -> None:
+    made = Workspace.open(tmp_path / "ws", tmp_path / "big")
+    assert json.loads(made.layout.format_file.read_text())["format"] == FORMAT
+
+
+def test_the_same_folder_for_everything_is_no_data_root(tmp_path: Path) -> None:
+    made = Workspace.open(tmp_path / "ws", tmp_path / "ws")
+    assert json.loads(made.layout.format_file.read_text())["format"] == 1
+    assert Workspace.open(tmp_path / "ws", tmp_path / "ws").layout.data == tmp_path / "ws"
+
+
+@pytest.mark.parametrize("first", [None, "big"])
+def test_another_data_root_is_refused_with_how_to_move(tmp_path: Path, first: str | None) -> None:
+    Workspace.open(tmp_path / "ws", None if first is None else tmp_path / first)
+    Workspace.open(tmp_path / "ws")
+    with pytest.raises(ConfigurationError, match=r"data_root is .*other.*move .* to the new place"):
+        Workspace.open(tmp_path / "ws", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_data_root_inside_moves_with_the_workspace(tmp_path: Path) -> None:
+    Workspace.open(tmp_path / "ws", tmp_path / "ws" / "data")
+    (tmp_path / "ws").rename(tmp_path / "moved")
+    assert Workspace.open(tmp_path / "moved").layout.data == tmp_path / "moved" / "data"
+
+
+def test_a_data_root_that_is_not_mounted_is_not_taken_for_an_empty_one(
+    tmp_path: Path, plan: Plan
+) -> None:
+    made = Workspace.open(tmp_path / "ws", tmp_path / "big")
+    claim(made, plan, "data")
+    (tmp_path / "big").rename(tmp_path / "unmounted")
+    (tmp_path / "big").mkdir()
+    with pytest.raises(WorkspaceError, match="is not there or empty"):
+        Workspace.open(tmp_path / "ws")
+    (tmp_path / "big").rmdir()
+    (tmp_path / "unmounted").rename(tmp_path / "big")
+    Workspace.open(tmp_path / "ws")
+
+
+def test_two_workspaces_do_not_share_a_data_root(tmp_path: Path) -> None:
+    Workspace.open(tmp_path / "one", tmp_path / "big")
+    with pytest.raises(ConfigurationError, match=r"another workspace, .*/one"):
+        Workspace.open(tmp_path / "two", tmp_path / "big")
+    assert not (tmp_path / "two" / "workspace.json").exists(), "another data root can be named"
 
 
 # ---------------------------------------------------------------- claims
@@ -305,6 +371,32 @@ def test_a_workspace_can_be_moved(workspace: Workspace, plan: Plan) -> None:
     assert there.output_dir(stage.id) == moved / "stages" / stage.id / "attempts/0001/output"
 
 
+def test_what_is_known_of_an_attempt_is_put_together_from_all_who_know(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    token = {"process": "n1:1:1", "started_at": "then", "node": "n1", "restart": 2}
+    workspace.start_attempt(stage.id, 1, token)
+    assert workspace.note_scheduler(stage.id, 1, {"State": "NODE_FAIL", "node": "n9"})
+    assert not workspace.note_scheduler(stage.id, 1, {"State": "COMPLETED"}), "once"
+    atomic.write_json(workspace.layout.attempt(stage.id, 1).heartbeat, {"seconds": 12.5})
+    workspace.close_attempt(stage.id, 1, Outcome("node_failure", "resume"))
+    attempt = workspace.read_attempt(stage.id, 1)
+    assert attempt is not None
+    assert (attempt.node, attempt.restart, attempt.seconds) == ("n1", 2, 12.5)
+    assert workspace.read_scheduler(stage.id, 1) == {"State": "NODE_FAIL", "node": "n9"}
+
+
+def test_the_node_of_a_worker_that_never_spoke_is_known_from_the_scheduler(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    workspace.note_scheduler(stage.id, 1, {"State": "NODE_FAIL", "node": "n9"})
+    attempt = workspace.read_attempt(stage.id, 1)
+    assert attempt is not None
+    assert attempt.node == "n9"
+
+
 # ---------------------------------------------------------------- atomic files
 
 
@@ -347,6 +439,30 @@ def test_runs_sort_by_time_and_read_back(workspace: Workspace, plan: Plan) -> No
     assert workspace.read_run(runs[0].run) == runs[0]
     with pytest.raises(ConfigurationError, match="has no run 'nope'"):
         workspace.read_run("nope")
+
+
+def test_requests_to_cancel_add_up(workspace: Workspace, plan: Plan) -> None:
+    run = run_record(workspace, plan).run
+    assert workspace.cancel_asked(run) is None
+    assert workspace.ask_cancel(run, "ana@login1", ["sft"])
+    assert not workspace.ask_cancel(run, "bo@login2", ["sft"]), "asked for already"
+    assert workspace.ask_cancel(run, "bo@login2", ["data"])
+    asked = workspace.cancel_asked(run)
+    assert asked is not None
+    assert asked["stages"] == ["data", "sft"]
+    assert workspace.ask_cancel(run, "ana@login1")
+    asked = workspace.cancel_asked(run)
+    assert asked is not None
+    assert asked["stages"] == [], "all of it"
+    assert not workspace.ask_cancel(run, "bo@login2", ["sft"])
+
+
+def test_a_call_says_which_process_works_on_it(workspace: Workspace, plan: Plan) -> None:
+    run = run_record(workspace, plan).run
+    assert workspace.read_orchestrator(run) is None
+    workspace.write_orchestrator(run, {"process": "n1:1:1"})
+    workspace.write_orchestrator(run, {"process": "n1:1:1", "exit_code": 0})
+    assert workspace.read_orchestrator(run) == {"process": "n1:1:1", "exit_code": 0}
 
 
 def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
