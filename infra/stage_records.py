@@ -306,8 +306,8 @@ class StageRecords(RecordFiles):
         self,
         stage_id: str,
         number: int,
+        failure: Literal["interrupted", "cancelled"],
         reason: str,
-        failure: Literal["interrupted", "cancelled"] = "interrupted",
     ) -> bool:
         """Say why a worker is about to be asked to save and end, before it gets the signal: it
         cannot know otherwise whose signal that is. False if somebody had said so before.
