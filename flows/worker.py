@@ -1,8 +1,9 @@
 """What a job runs: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
-In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace.
-The exit code is the one of :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job
-needs nothing else of it.
+In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
+job that the scheduler starts again gets the same command line; :mod:`infra.restart` finds out which
+attempt that means by then. The exit code is the one of
+:data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from infra.attempt import AttemptRun
+from infra.restart import AttemptClosed, attempt_to_run, job_of
 from infra.workspace import Workspace
+from refiner_core.contract.errors import RefinerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,16 +29,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("stage_id")
     parser.add_argument("attempt", type=int)
     args = parser.parse_args(argv)
-    attempt = AttemptRun(Workspace.open(args.workspace), args.stage_id, args.attempt)
-    logging.basicConfig(
-        level=attempt.config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    with attempt:
-        try:
-            attempt.finish(_run(attempt))
-        except BaseException as error:
-            return attempt.fail(error).exit_code
+    try:
+        workspace = Workspace.open(args.workspace)
+        job = job_of(workspace, args.stage_id, args.attempt)
+        number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
+        attempt = AttemptRun(workspace, args.stage_id, number, job)
+        logging.basicConfig(
+            level=attempt.config.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        with attempt:
+            try:
+                attempt.finish(_run(attempt))
+            except BaseException as error:
+                return attempt.fail(error).exit_code
+    except AttemptClosed as closed:
+        print(closed, file=sys.stderr)
+        return 0  # somebody else goes on, so this job has done its part
+    except RefinerError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

@@ -16,32 +16,39 @@ the result comes after all that it names.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore
 from infra.disk.room import no_space_guard
-from infra.failures import classify
+from infra.failures import classify, detailed, outcome_of
 from infra.heartbeat import Heartbeat
-from infra.processes import ProcessId
+from infra.jobs import AttemptRef
+from infra.processes import ProcessId, host_name
 from infra.provenance import job_provenance
+from infra.restart import AttemptClosed as AttemptClosed
+from infra.signals import SlurmJob, StopFlag, why_stopped
 from infra.stage_io import AttemptIO
 from infra.tracking import TrackedRun, Tracker
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import Interrupted, WorkspaceError
+from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import (
     RECORD_VERSION,
+    FailureClass,
     Outcome,
     OutputFile,
     StageResult,
@@ -53,12 +60,24 @@ from refiner_core.contract.records import (
 log = logging.getLogger(__name__)
 
 
-class AttemptClosed(Interrupted):
-    """Somebody gave this attempt up, or a later one exists: it must not make anything visible."""
+#: Errors that, right after a request to stop, are taken for its consequence: what else was told to
+#: stop (a judge, data workers, another rank) may have gone first.
+_FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
+    {"interrupted", "bug", "gpu_error", "judge_outage"}
+)
 
 
 class AttemptRun:
     """One attempt at work; a context manager.
+
+    Parameters
+    ----------
+    workspace, stage_id, number
+        Which one.
+    job
+        The Slurm job that runs it, if one does.
+    own_log
+        Whether all that this process prints goes to the attempt's log.
 
     Attributes
     ----------
@@ -75,10 +94,16 @@ class AttemptRun:
     """
 
     def __init__(
-        self, workspace: Workspace, stage_id: str, number: int, *, own_log: bool = True
+        self,
+        workspace: Workspace,
+        stage_id: str,
+        number: int,
+        job: SlurmJob | None = None,
+        *,
+        own_log: bool = True,
     ) -> None:
         self.workspace, self.stage_id, self.number = workspace, stage_id, number
-        self._own_log = own_log
+        self.job, self._own_log = job, own_log
         self.stage_paths = workspace.layout.stage(stage_id)
         self.paths = workspace.layout.attempt(stage_id, number)
         self.spec = from_json(StageSpec, self._need(self.stage_paths.spec))
@@ -88,10 +113,9 @@ class AttemptRun:
         self.input_reports: dict[str, Mapping[str, Any]] = {}
         self._read_inputs()
         self.output_dir = self.paths.output
-        self._stop_signal: int | None = None
-        self._old_handlers: dict[int, Any] = {}
+        self._flag, self._stop_noted = StopFlag(), False
         self._began = time.monotonic()
-        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began)
+        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._look_for_stop)
         self.tracker = Tracker(self.config.tracking, self._tracked_run())
         store = CheckpointStore(
             self.stage_paths.checkpoints,
@@ -99,6 +123,8 @@ class AttemptRun:
             keep=getattr(getattr(self.config, self.spec.kind, None), "keep", 2),
             fence=self.check_fence,
             before_commit=lambda: self.io.flush(),
+            reserve=self._reserve,
+            watch=self.heartbeat.saving,
         )
         self.io = AttemptIO(
             self.stage_paths,
@@ -111,8 +137,8 @@ class AttemptRun:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal has asked to save and end."""
-        return self._stop_signal is not None
+        """Whether a signal, or a note beside the attempt, has asked to save and end."""
+        return self._flag.signal is not None or self._stop_noted
 
     @property
     def seconds(self) -> float:
@@ -123,16 +149,13 @@ class AttemptRun:
 
     def __enter__(self) -> AttemptRun:
         # Handlers first: whoever sees the start may ask to stop at once.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._old_handlers[number] = signal.signal(number, self._note_signal)
+        self._flag.__enter__()
         try:
-            self._take_token()
-        except BaseException:
-            self._restore_handlers()
+            self._begin()
+        except BaseException as error:
+            self.fail(error)
+            self._flag.__exit__()
             raise
-        if self._own_log:
-            self._redirect_output()
-        self.heartbeat.start()
         return self
 
     def __exit__(
@@ -143,7 +166,7 @@ class AttemptRun:
     ) -> None:
         self.heartbeat.stop()
         self.tracker.finish(0 if error is None else 1)
-        self._restore_handlers()
+        self._flag.__exit__()
 
     def finish(self, report: Mapping[str, Any]) -> StageResult:
         """Publish the result: hash the output, check the fence, write ``result.json`` last.
@@ -178,9 +201,14 @@ class AttemptRun:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
         then the exit code alone tells the orchestrator."""
         outcome = classify(error, self.paths.data)
-        log.error("attempt %d ends: %s", self.number, outcome.message, exc_info=error)
         if isinstance(error, AttemptClosed):
+            log.warning("attempt %d ends: %s", self.number, outcome.message)
             return outcome  # the outcome file is somebody else's by now
+        if self.stop_asked or outcome.failure == "interrupted":
+            outcome = self._stopped(outcome)
+        outcome = detailed(outcome, error, self.step)
+        number = _number_text(outcome.errno)
+        log.error("attempt %d ends: %s%s", self.number, outcome.message, number, exc_info=error)
         try:
             if outcome.failure == "disk_full" and not self.stage_paths.result.exists():
                 # Half an output is of no use to anybody, and the outcome needs a little room.
@@ -189,6 +217,12 @@ class AttemptRun:
         except OSError as second:
             log.error("the outcome could not be written: %s", second)
         return outcome
+
+    @property
+    def step(self) -> int | None:
+        """The last step that is known to be finished; None before the stage has said anything."""
+        progress = self.heartbeat.progress
+        return self.io.resumed_step if progress is None else progress.done
 
     def check_inputs(self) -> None:
         """Raise if what an input stage has made is not there any more.
@@ -212,10 +246,22 @@ class AttemptRun:
 
     # ------------------------------------------------------------ parts
 
-    def _take_token(self) -> None:
+    def _begin(self) -> None:
+        self._take_token()
+        self.check_fence()
+        if self._own_log:
+            self._redirect_output()
         with no_space_guard(self.paths.data, "starting the attempt"):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            token = {"process": str(ProcessId.of()), "started_at": now_text()}
+        self.heartbeat.start()
+
+    def _take_token(self) -> None:
+        token: dict[str, Any] = {"process": str(ProcessId.of()), "started_at": now_text()}
+        token["node"] = host_name()
+        if self.job is not None:
+            name = self.job.array_id or self.job.id
+            token |= {"node": self.job.node, "job_id": name, "restart": self.job.restart}
+        with no_space_guard(self.paths.control, "starting the attempt"):
             if not self.workspace.start_attempt(self.stage_id, self.number, token):
                 raise AttemptClosed(
                     f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
@@ -223,9 +269,30 @@ class AttemptRun:
                     fix="nothing; whoever gave it up goes on",
                 )
 
-    def _restore_handlers(self) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
+    def _look_for_stop(self) -> None:
+        """Where no signal gets through (another host, a wrapper that swallows it)."""
+        self._stop_noted = self._stop_noted or self.paths.stop.exists()
+
+    def _stopped(self, outcome: Outcome) -> Outcome:
+        """Who asked for the end, and with what class it counts."""
+        if outcome.failure not in _FOLLOWS_FROM_STOPPING:
+            return outcome
+        asked = self.workspace.stop_asked(self.stage_id, self.number)
+        failure, message = why_stopped(self.job, self._flag.signal, asked)
+        return outcome_of(failure, f"{message}: {outcome.message}")
+
+    def _reserve(self) -> AbstractContextManager[object]:
+        """Room for the next save, kept free of other jobs."""
+        if importlib.util.find_spec("infra.disk.keeper") is None:
+            return contextlib.nullcontext()
+        keeper = importlib.import_module("infra.disk.keeper").DiskKeeper(
+            self.workspace, self.config.disk
+        )
+        need = keeper.need_of(self.stage_id)
+        reserved: AbstractContextManager[object] = keeper.reserve(
+            AttemptRef(self.stage_id, self.number), need
+        )
+        return reserved
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)
@@ -259,10 +326,6 @@ class AttemptRun:
             config=self.spec.identity,
         )
 
-    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Only a flag: saving inside a handler hangs now and then.
-        self._stop_signal = number
-
     def _redirect_output(self) -> None:
         """Everything that this process and its children print goes to the attempt's log."""
         sys.stdout.flush()
@@ -292,6 +355,11 @@ class AttemptRun:
     def _close(self, outcome: Outcome) -> None:
         self.heartbeat.stop()
         self.workspace.close_attempt(self.stage_id, self.number, outcome, self.seconds)
+
+
+def _number_text(number: int | None) -> str:
+    """A system error's number for the log: `` [errno 122, EDQUOT]``."""
+    return "" if number is None else f" [errno {number}, {errno.errorcode.get(number, 'unknown')}]"
 
 
 def hash_files(folder: Path) -> tuple[OutputFile, ...]:

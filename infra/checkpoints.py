@@ -1,9 +1,10 @@
 """Resume checkpoints: complete or invisible, in order, and never one too few.
 
 In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
-(``COMPLETE.json``: step, attempt, sizes of its files). The engine writes into a temporary folder;
-that is fsynced, marked, fenced (an attempt that is no longer the newest may not make it visible)
-and renamed. Readers ignore what has no marker or whose files are not as long as the marker says.
+(``COMPLETE.json``: step, attempt, sizes of its files, and what it cost: seconds, bytes). The engine
+writes into a temporary folder; that is fsynced, marked, fenced (an attempt that is no longer the
+newest may not make it visible) and renamed. Readers ignore what has no marker or whose files are
+not as long as the marker says.
 
 Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
 deleted before its successor is complete.
@@ -15,7 +16,9 @@ import contextlib
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,9 +58,13 @@ class CheckpointStore:
     keep
         Complete checkpoints kept, at least 1.
     fence
-        Called right before a checkpoint becomes visible; raises if the attempt is stale.
+        Called before anything is deleted, and right before a checkpoint becomes visible; raises if
+        the attempt is stale.
     before_commit
         Called before the marker is written: makes durable what must not be newer than it.
+    reserve, watch
+        Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
+        be none), and hears how long it takes.
     """
 
     def __init__(
@@ -68,9 +75,12 @@ class CheckpointStore:
         *,
         fence: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
+        reserve: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
         self._fence, self._before_commit = fence, before_commit
+        self._reserve, self._watch = reserve, watch
 
     # ------------------------------------------------------------ reading
 
@@ -109,19 +119,22 @@ class CheckpointStore:
         try:
             # The guard is inside: it may probe for room, which cleaning up would give back.
             with no_space_guard(self.folder, f"saving the checkpoint of step {step}"):
+                self._fence()
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._sweep()
+                self._sweep(step)
                 if self.keep >= 2:
                     self._retain(self.keep - 1, spare=target)
-                temporary.mkdir()
-                yield temporary
-                self._commit(step, temporary, target)
+                with self._reserve(), self._watch():
+                    began = time.monotonic()
+                    temporary.mkdir()
+                    yield temporary
+                    self._commit(step, temporary, target, began)
         finally:
             if temporary.exists():
                 _remove_tree(temporary)
         self._retain(self.keep, spare=target)
 
-    def _commit(self, step: int, temporary: Path, target: Path) -> None:
+    def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
         self._before_commit()
         files = {
@@ -129,7 +142,8 @@ class CheckpointStore:
             for p in sorted(temporary.rglob("*"))
             if p.is_file()
         }
-        marker = {"step": step, "attempt": self.attempt, "files": files}
+        cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
+        marker = {"step": step, "attempt": self.attempt, "files": files, **cost}
         atomic.write_json(temporary / MARKER, marker)
         self._fence()
         if target.exists():
@@ -142,19 +156,24 @@ class CheckpointStore:
         atomic.sync_folder(self.folder)
 
     def _retain(self, count: int, *, spare: Path) -> None:
-        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare``."""
-        complete = [c for c in self.complete() if c.path != spare]
+        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare``, and
+        nothing after it, which is not ours."""
+        before = int(spare.name.removeprefix("step-"))
+        complete = [c for c in self.complete() if c.step < before]
         count -= read_checkpoint(spare) is not None
         for old in complete[: max(0, len(complete) - max(0, count))]:
             # Marker first: a deletion that is cut short leaves no complete-looking remains.
             atomic.remove_quietly(old.path / MARKER)
             _remove_tree(old.path)
 
-    def _sweep(self) -> None:
-        """Remove what older attempts, or this one, left half-written."""
+    def _sweep(self, step: int) -> None:
+        """Remove what older attempts, or this one, left half-written or half-deleted."""
         for path in self.folder.iterdir():
             match = _TEMPORARY.fullmatch(path.name)
             if match and int(match.group(1)) <= self.attempt:
+                _remove_tree(path)
+        for path in self._folders():
+            if int(path.name.removeprefix("step-")) < step and not (path / MARKER).exists():
                 _remove_tree(path)
 
 

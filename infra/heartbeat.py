@@ -1,15 +1,25 @@
 """The worker's sign of life.
 
-In: :class:`Progress` from the stage. Out: ``heartbeat.json`` every few seconds, and at once when
-the phase changes. Observers look at whether ``counter`` moves; the times in it are for people. A
-heartbeat that cannot be written is one warning, never an error.
+In: :class:`Progress` from the stage, the beginnings and ends of saves. Out: ``heartbeat.json``
+every few seconds, and at once when the phase changes or a save begins:
+
+    counter            moves while the process lives
+    told               moves while the stage says anything, or saves
+    moved, moved_at_s  how often what it says was new, and when it last was, by ``seconds``
+    saving, save_s     whether a checkpoint is being written; seconds that the longest one took
+    seconds            since the worker began
+
+Observers look at whether the counters move; the times are for people. A heartbeat that cannot be
+written is one warning, never an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +35,21 @@ INTERVAL_S = 2.0
 class Heartbeat:
     """Writes from a thread of its own, so that a long step is no silence."""
 
-    def __init__(self, path: Path, began: float, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        path: Path,
+        began: float,
+        interval_s: float = INTERVAL_S,
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._path, self._began, self._interval_s = path, began, interval_s
+        self._on_beat = on_beat
         self._counter = 0
-        self._progress: Progress | None = None
-        self._told = 0
+        self.progress: Progress | None = None
+        self._told = self._moved = 0
+        self._moved_at_s = 0.0
+        self._saving = False
+        self._save_s: float | None = None
         self._warned = False
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -41,10 +61,25 @@ class Heartbeat:
 
     def tell(self, progress: Progress) -> None:
         """Take the stage's progress. Cheap: the thread writes it."""
-        new_phase = self._progress is None or progress.phase != self._progress.phase
-        self._progress, self._told = progress, self._told + 1
-        if new_phase:
+        before, self.progress = self.progress, progress
+        self._told += 1
+        if before is None or (before.phase, before.done) != (progress.phase, progress.done):
+            self._moved += 1
+            self._moved_at_s = self._seconds()
+        if before is None or before.phase != progress.phase:
             self._wake.set()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the save of a checkpoint; one that comes to its end is measured."""
+        began = time.monotonic()
+        self._saving, self._told = True, self._told + 1
+        self._wake.set()
+        try:
+            yield
+            self._save_s = max(self._save_s or 0.0, time.monotonic() - began)
+        finally:
+            self._saving, self._told = False, self._told + 1
 
     def stop(self) -> None:
         """Write the last one, and end. More than one call does no harm."""
@@ -62,14 +97,22 @@ class Heartbeat:
             self._wake.clear()
             if not self._ended.is_set():
                 self._write()
+                self._on_beat()
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began, 3)
 
     def _write(self) -> None:
         self._counter += 1
         value: dict[str, Any] = {
             "counter": self._counter,
             "told": self._told,
-            "seconds": round(time.monotonic() - self._began, 3),
-            "progress": atomic.finite(to_json(self._progress)),
+            "moved": self._moved,
+            "moved_at_s": self._moved_at_s,
+            "saving": self._saving,
+            "save_s": None if self._save_s is None else round(self._save_s, 3),
+            "seconds": self._seconds(),
+            "progress": atomic.finite(to_json(self.progress)),
         }
         try:
             atomic.write_json(self._path, value, sync=False)

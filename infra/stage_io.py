@@ -85,6 +85,8 @@ class AttemptIO:
         self._metrics: IO[str] | None = None
         self._last_step: int | None = None
         self._asked_for_checkpoint = False
+        #: Step of the checkpoint that the attempt went on from.
+        self.resumed_step: int | None = None
         self._unsynced: list[Path] = []
 
     # ------------------------------------------------------------ metrics and rollouts
@@ -142,6 +144,13 @@ class AttemptIO:
         self._asked_for_checkpoint = True
         return None if found is None else saved(found)
 
+    def go_on_from(self, found: Complete) -> None:
+        """Go on from a checkpoint that is not in the store (another trainer's): notes it down and
+        takes over what ``found.attempt`` has logged up to its step. Call it before anything is
+        logged."""
+        self._take_over(found)
+        self._asked_for_checkpoint = True
+
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write the checkpoint of ``step`` into."""
         return self.checkpoints.new(step)
@@ -159,6 +168,7 @@ class AttemptIO:
             atomic.write_json(
                 self.paths.resumed, {"step": found.step, "from_attempt": found.attempt}
             )
+        self.resumed_step = found.step
         log.info("going on from the checkpoint of step %d", found.step)
 
     def _link_rollouts(self, source: Path, last_step: int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,11 @@ from infra import atomic
 from infra.attempt import AttemptClosed
 from infra.checkpoints import MARKER, CheckpointStore, step_name
 from infra.disk import room
+from infra.heartbeat import Heartbeat
+from infra.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, NoSpaceError
+from refiner_core.contract.types import Progress
+from tests.support.plans import claim, small_plan
 
 
 @pytest.fixture
@@ -145,12 +153,20 @@ def test_saving_a_step_again_never_leaves_a_moment_without_it(folder: Path) -> N
 # ---------------------------------------------------------------- fence and order
 
 
-def test_a_stale_attempt_makes_nothing_visible(folder: Path) -> None:
-    def stale() -> None:
-        raise AttemptClosed("a newer attempt exists")
+def test_an_attempt_that_becomes_stale_while_saving_makes_nothing_visible(folder: Path) -> None:
+    newer: list[int] = []
+
+    def fence() -> None:
+        if newer:
+            raise AttemptClosed("a newer attempt exists")
+
+    def save_while_another_begins() -> None:
+        with CheckpointStore(folder, 1, fence=fence).new(7) as path:
+            (path / "state.bin").write_text("x")
+            newer.append(2)
 
     with pytest.raises(AttemptClosed):
-        save(CheckpointStore(folder, 1, fence=stale), 7)
+        save_while_another_begins()
     assert list(folder.iterdir()) == []
 
 
@@ -221,4 +237,99 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
 def test_the_marker_names_every_file_with_its_size(folder: Path) -> None:
     save(CheckpointStore(folder, 3), 1)
     marker = json.loads((folder / step_name(1) / MARKER).read_text())
-    assert marker == {"step": 1, "attempt": 3, "files": {"sub/state.bin": 5}}
+    assert marker.pop("seconds") >= 0
+    assert marker == {"step": 1, "attempt": 3, "files": {"sub/state.bin": 5}, "bytes": 5}
+
+
+# ---------------------------------------------------------------- room, and what a save costs
+
+
+def test_room_is_reserved_after_retention_and_before_anything_is_written(folder: Path) -> None:
+    seen: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def reserve() -> Iterator[None]:
+        seen.append(sorted(p.name for p in folder.iterdir()))
+        yield
+        seen.append(sorted(p.name for p in folder.iterdir()))
+
+    store = CheckpointStore(folder, 1, keep=2, reserve=reserve)
+    for step in (1, 2, 3):
+        save(store, step)
+    assert seen[4:] == [[step_name(2)], [step_name(2), step_name(3)]]
+
+
+def test_no_room_to_reserve_leaves_the_last_checkpoint_and_nothing_else(folder: Path) -> None:
+    @contextlib.contextmanager
+    def reserve() -> Iterator[None]:
+        raise NoSpaceError("there will be none")
+        yield
+
+    save(CheckpointStore(folder, 1), 1)
+    with pytest.raises(NoSpaceError, match="there will be none"):
+        save(CheckpointStore(folder, 1, reserve=reserve), 2)
+    assert [p.name for p in folder.iterdir()] == [step_name(1)]
+
+
+def test_a_save_is_measured_and_the_longest_is_known_to_who_plans_the_next_job(
+    tmp_path: Path,
+) -> None:
+    workspace, plan = Workspace.open(tmp_path / "ws"), small_plan()
+    stage = claim(workspace, plan, "data")
+    assert workspace.longest_save_s(stage.id) == 0.0
+    paths = workspace.layout.attempt(stage.id, 1)
+    heartbeat = Heartbeat(paths.heartbeat, time.monotonic())
+    store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, watch=heartbeat.saving)
+    with store.new(1) as path:
+        (path / "state").write_text("x")
+        time.sleep(0.05)
+    assert workspace.longest_save_s(stage.id) >= 0.05, "known from the marker"
+    heartbeat.stop()
+    shutil.rmtree(store.folder)
+    assert workspace.longest_save_s(stage.id) >= 0.05, "known from the heartbeat"
+
+
+def test_a_save_that_fails_says_nothing_about_how_long_one_takes(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat.json", time.monotonic())
+    store = CheckpointStore(tmp_path / "checkpoints", 1, watch=heartbeat.saving)
+    with pytest.raises(Interrupted):
+        save_and_fail(store, 1, Interrupted("no"))
+    heartbeat.stop()
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert (beat["saving"], beat["save_s"]) == (False, None)
+
+
+def test_an_observer_can_tell_alive_from_getting_further(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat.json", time.monotonic())
+    for done in (1, 1, 1, 2):
+        heartbeat.tell(Progress(done, 9, "steps"))
+    heartbeat.stop()
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert (beat["told"], beat["moved"]) == (4, 2)
+
+
+def test_a_stale_attempt_deletes_nothing_of_a_newer_one(folder: Path) -> None:
+    for step in (1, 2, 3):
+        save(CheckpointStore(folder, 2, keep=9), step)
+
+    def stale() -> None:
+        raise AttemptClosed("a newer attempt exists")
+
+    with pytest.raises(AttemptClosed):
+        save(CheckpointStore(folder, 1, keep=2, fence=stale), 2)
+    assert steps(CheckpointStore(folder, 2)) == [1, 2, 3]
+
+
+def test_a_checkpoint_of_a_later_step_is_never_in_the_way(folder: Path) -> None:
+    save(CheckpointStore(folder, 2, keep=1), 9)
+    save(CheckpointStore(folder, 1, keep=1), 5)
+    assert steps(CheckpointStore(folder, 2)) == [5, 9]
+
+
+def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -> None:
+    store = CheckpointStore(folder, 1)
+    save(store, 1)
+    save(store, 2)
+    (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
+    save(store, 3)
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
