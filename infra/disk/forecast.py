@@ -1,0 +1,281 @@
+"""What plans will take on the disk, before they run: per stage, per run, for several trials.
+
+In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
+with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
+finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits.
+
+A checkpoint holds what :mod:`refiner_core.training.checkpoint` writes: the weights, two moments of
+AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12 bytes per
+parameter in float32, 14 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infra.disk.history import History, history_of
+from infra.disk.modelsize import ModelSize
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import Plan, PlannedStage
+
+#: What a stage's records, log and metrics take, and how many files they are.
+_CONTROL_BYTES, _CONTROL_INODES = 1 << 20, 40
+_CHECKPOINT_INODES = 6
+_TRAINED = ("sft", "grpo")
+#: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
+_TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
+_ROW_BYTES = 8 << 10  # of a prepared row
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+_STATE_BYTES = {"float32": 12, "bfloat16": 14}
+_MOST_FILES = 10  # of an exported model besides its shards
+
+
+class StageNeed(NamedTuple):
+    """What one stage that is still to run takes.
+
+    ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
+    that once its checkpoints were reclaimed. Bytes; ``inodes`` at the peak. ``basis`` says what the
+    figures rest on; ``known`` is False where nothing did.
+    """
+
+    stage: PlannedStage
+    peak: int
+    final: int
+    kept: int
+    inodes: int
+    basis: str
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What plans take together.
+
+    Attributes
+    ----------
+    stages
+        Those that are still to run, each once however many trials share it.
+    parallel
+        How many may run at a time.
+    reclaim
+        Whether finished stages' checkpoints may go when room is short.
+    """
+
+    stages: tuple[StageNeed, ...]
+    parallel: int
+    reclaim: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most, if nothing is reclaimed."""
+        extra = sorted((s.peak - s.final for s in self.stages), reverse=True)
+        return self.final_bytes + sum(extra[: self.parallel])
+
+    @property
+    def least_bytes(self) -> int:
+        """The most, if all that may go has gone."""
+        extra = sorted((s.peak - s.kept for s in self.stages), reverse=True)
+        return sum(s.kept for s in self.stages) + sum(extra[: self.parallel])
+
+    @property
+    def final_bytes(self) -> int:
+        """What lies there in the end."""
+        return sum(s.final for s in self.stages)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be free for it to go through, under the rules as they are."""
+        return self.least_bytes if self.reclaim else self.peak_bytes
+
+    @property
+    def inodes(self) -> int:
+        """Files and folders."""
+        return sum(s.inodes for s in self.stages)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Stages of which nothing was known."""
+        return tuple(s.stage.name for s in self.stages if not s.known)
+
+
+SizeOf = Callable[[RecipeConfig], ModelSize]
+
+
+def forecast_disk(plans: Sequence[Plan], workspace: Workspace, size_of_model: SizeOf) -> Forecast:
+    """What the stages of ``plans`` that are not done will take.
+
+    ``size_of_model`` says how many parameters a recipe's model has.
+    """
+    needs: dict[str, StageNeed] = {}
+    histories: dict[tuple[str, str], History] = {}
+    for plan in plans:
+        model = size_of_model(plan.config)
+        for stage in plan.stages:
+            if stage.id in needs or workspace.read_result(stage.id) is not None:
+                continue
+            key = (stage.kind, plan.config.model.name_or_path)
+            if key not in histories:
+                histories[key] = history_of(workspace, *key)
+            needs[stage.id] = _need(stage, plan.config, model, histories[key])
+    config = plans[0].config if plans else RecipeConfig()
+    local = config.dispatch.executor == "local"
+    parallel = config.dispatch.max_parallel if local else max(1, len(plans))
+    return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
+
+
+def _need(
+    stage: PlannedStage, config: RecipeConfig, model: ModelSize, history: History
+) -> StageNeed:
+    weights = (model.parameters or 0) * _WEIGHT_BYTES[config.model.dtype]
+    if stage.kind in _TRAINED:
+        return _training_need(stage, config, model, history)
+    guess: int | None = None
+    basis, inodes = "estimated", 4
+    if stage.kind == "data":
+        rows = config.data.synthetic_sft_rows + config.data.synthetic_rl_rows
+        guess = rows * _ROW_BYTES
+    elif stage.kind == "evaluate":
+        guess = _evaluation_bytes(config)
+    elif stage.kind == "card":
+        guess = 1 << 20
+    elif stage.kind == "publish":
+        # A copy, wherever it goes: what lies elsewhere is counted too, for want of knowing better.
+        guess = weights if model.parameters and config.publish.target == "folder" else None
+        guess = 1 << 20 if config.publish.target == "hub" else guess
+        basis, inodes = model.source, _MOST_FILES
+    size = history.output_bytes if stage.kind not in ("publish",) else None
+    if size is not None:
+        basis, inodes = "measured", history.output_inodes or inodes
+    total = (size if size is not None else guess or 0) + _CONTROL_BYTES
+    known = size is not None or guess is not None
+    return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, known)
+
+
+def _training_need(
+    stage: PlannedStage, config: RecipeConfig, model: ModelSize, history: History
+) -> StageNeed:
+    section = config.sft if stage.kind == "sft" else config.grpo
+    dtype, parameters = config.model.dtype, model.parameters or 0
+    one = history.checkpoint_bytes or parameters * _STATE_BYTES[dtype]
+    output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
+    steps = _steps(stage.kind, config)
+    saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
+    # From 2 kept ones up, room is made before a save; with 1, the old one stays until the new one
+    # is complete.
+    most = min(saves, max(2, section.keep))
+    left = min(saves, section.keep)
+    rollouts, files = 0, 0
+    if stage.kind == "grpo":
+        step = history.rollout_step_bytes or _rollout_step_bytes(config)
+        rollouts, files = step * steps, steps
+    rest = rollouts + output + _CONTROL_BYTES
+    measured = history.checkpoint_bytes is not None
+    return StageNeed(
+        stage,
+        peak=most * one + rest,
+        final=left * one + rest,
+        kept=rest,
+        inodes=most * (history.checkpoint_inodes or _CHECKPOINT_INODES)
+        + files
+        + _MOST_FILES
+        + _CONTROL_INODES,
+        basis="measured" if measured else model.source,
+        known=measured or model.parameters is not None,
+    )
+
+
+def _steps(kind: str, config: RecipeConfig) -> int:
+    """Optimiser steps; 0 where only the data will tell."""
+    if kind == "grpo":
+        return config.grpo.num_training_steps
+    return config.sft.max_train_steps or 0
+
+
+def _rollout_step_bytes(config: RecipeConfig) -> int:
+    grpo = config.grpo
+    samples = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    return samples * (_TOKEN_BYTES * grpo.response_length + _ROLLOUT_BYTES)
+
+
+def _evaluation_bytes(config: RecipeConfig) -> int:
+    evaluate = config.evaluate
+    prompts = evaluate.max_prompts or config.data.max_rl_rows or 1000
+    samples = prompts * (evaluate.num_samples + 1)
+    return samples * (_TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES)
+
+
+# ---------------------------------------------------------------- making it fit
+
+
+class Change(NamedTuple):
+    """Overrides that make plans fit, what they need then, and what they cost in words."""
+
+    overrides: tuple[str, ...]
+    needed_bytes: int
+    cost: str
+
+
+def fit(
+    forecast_with: Callable[[Sequence[str]], Forecast], config: RecipeConfig, free_bytes: int
+) -> Change | None:
+    """The cheapest change with which the forecast fits into ``free_bytes``; None: none does.
+
+    ``forecast_with`` makes the forecast anew under overrides. In order of what they cost: reclaim
+    finished checkpoints, keep fewer checkpoints, fewer jobs at a time, save only at the end.
+    """
+    for options in sorted(_combinations(config), key=lambda c: sum(o.price for o in c)):
+        overrides = tuple(text for option in options for text in option.overrides)
+        needed = forecast_with(overrides).needed_bytes
+        if needed <= free_bytes:
+            return Change(overrides, needed, "; ".join(o.cost for o in options if o.cost))
+    return None
+
+
+class _Option(NamedTuple):
+    price: float
+    overrides: tuple[str, ...]
+    cost: str
+
+
+_AS_IT_IS = _Option(0.0, (), "")
+
+
+def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
+    reclaim = [_AS_IT_IS]
+    if not config.disk.reclaim:
+        reclaim.append(_Option(1.0, ("disk.reclaim=true",), "finished checkpoints are reclaimed"))
+    parallel = [_AS_IT_IS]
+    most = config.dispatch.max_parallel
+    if config.dispatch.executor == "local":
+        parallel += [
+            _Option(
+                10.0 * (most - n),
+                (f"dispatch.max_parallel={n}",),
+                f"{n} at a time instead of {most}",
+            )
+            for n in range(most - 1, 0, -1)
+        ]
+    trained = [k for k in _TRAINED if k in config.stages]
+    saving = [_saving_options(config, kind) for kind in trained]
+    return itertools.product(reclaim, parallel, *saving)
+
+
+def _saving_options(config: RecipeConfig, kind: str) -> list[_Option]:
+    section = config.sft if kind == "sft" else config.grpo
+    found = [_AS_IT_IS]
+    for keep in range(section.keep - 1, 1, -1):
+        found.append(
+            _Option(1.0 * (section.keep - keep), (f"{kind}.keep={keep}",), f"{kind} keeps {keep}")
+        )
+    if section.keep > 1:
+        # One less in the end; while it saves there are two all the same.
+        found.append(_Option(5.0, (f"{kind}.keep=1",), f"{kind} keeps 1 checkpoint"))
+    steps = _steps(kind, config)
+    if steps and section.save_freq < steps:
+        text = f"{kind} saves once, at the end: a failure loses all of it"
+        found.append(_Option(1000.0, (f"{kind}.keep=1", f"{kind}.save_freq={steps}"), text))
+    return found

@@ -1,0 +1,147 @@
+"""What earlier stages took, as measured: sizes, seconds and failures, for forecasts.
+
+In: a workspace. Out: a :class:`History` per kind of stage (and, where it is known, per model).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infra.checkpoints import CheckpointStore
+from infra.disk.usage import size_of
+from infra.stage_io import list_rollouts, read_metrics
+from infra.workspace import Workspace
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.records import StageRecord
+
+log = logging.getLogger(__name__)
+#: Ends that say something about the machines, and not about the recipe or the person.
+_BREAKDOWNS = (
+    *("preempted", "node_failure", "killed", "out_of_memory", "gpu_out_of_memory"),
+    *("gpu_error", "disk_full", "hung", "judge_outage", "time_limit", "launch_failure"),
+)
+
+
+class History(NamedTuple):
+    """The largest that stages of one kind have taken; None where none has.
+
+    Bytes and inodes; ``rollout_step`` is one step's file; ``step_s``, ``save_s`` are seconds.
+    """
+
+    checkpoint_bytes: int | None = None
+    checkpoint_inodes: int | None = None
+    output_bytes: int | None = None
+    output_inodes: int | None = None
+    rollout_step_bytes: int | None = None
+    step_s: float | None = None
+    save_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Breakdowns in so many seconds of work."""
+
+    count: int
+    seconds: float
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """Mean time between breakdowns, seconds; None where too little was seen to say."""
+        return self.seconds / self.count if self.count and self.seconds > 0 else None
+
+
+def history_of(workspace: Workspace, kind: str, model: str | None = None) -> History:
+    """What stages of a kind have taken; ``model`` restricts it to those that started there."""
+    found: History = History()
+    for stage_id in workspace.stage_ids():
+        if stage_id.rpartition("-")[0] != kind:
+            continue
+        record = _record(workspace, stage_id)
+        if record is None:
+            continue
+        named = record.spec.identity.get("model.name_or_path")
+        if model is not None and named is not None and named != model:
+            continue
+        found = _larger(found, _of_stage(workspace, stage_id, record))
+    return found
+
+
+def failures_of(workspace: Workspace) -> Failures:
+    """How often attempts broke down, over all their seconds."""
+    count, seconds = 0, 0.0
+    for stage_id in workspace.stage_ids():
+        record = _record(workspace, stage_id)
+        for attempt in record.attempts if record else ():
+            seconds += attempt.seconds or 0.0
+            if attempt.outcome is not None and attempt.outcome.failure in _BREAKDOWNS:
+                count += 1
+    return Failures(count, seconds)
+
+
+def suggest_save_freq(step_s: float, save_s: float, mtbf_s: float) -> int:
+    """Steps between checkpoints that lose the least time, at least 1.
+
+    Young's first-order optimum, an interval of sqrt(2 · save · MTBF) seconds (J. W. Young, "A first
+    order approximation to the optimum checkpoint interval", CACM 17, 1974; J. T. Daly, FGCS 22,
+    2006, refines it). ``step_s``, ``save_s`` and ``mtbf_s`` are seconds.
+    """
+    if step_s <= 0 or save_s < 0 or mtbf_s <= 0:
+        raise ValueError(f"no times: step {step_s} s, save {save_s} s, MTBF {mtbf_s} s")
+    return max(1, round(math.sqrt(2 * save_s * mtbf_s) / step_s))
+
+
+def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
+    try:
+        return workspace.read_record(stage_id)
+    except RefinerError as error:
+        log.debug("%s", error)
+        return None
+
+
+def _of_stage(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+    paths = workspace.layout.stage(stage_id)
+    saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
+    output = None
+    if record.result is not None:
+        output = size_of(paths.data / record.result.output_dir)
+        if sum(f.bytes for f in record.result.files) > output.bytes:  # reclaimed meanwhile
+            output = output._replace(bytes=sum(f.bytes for f in record.result.files))
+    newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
+    rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
+    return History(
+        checkpoint_bytes=max((s.bytes for s in saved), default=None),
+        checkpoint_inodes=max((s.inodes for s in saved), default=None),
+        output_bytes=output.bytes if output else None,
+        output_inodes=output.inodes if output else None,
+        rollout_step_bytes=sum(rollouts) // len(rollouts) if rollouts else None,
+        step_s=_step_s(workspace, stage_id, record),
+        save_s=workspace.longest_save_s(stage_id) or None,
+    )
+
+
+def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float | None:
+    """Seconds of a step: as logged, else those of the attempt over its steps."""
+    if not record.attempts:
+        return None
+    last = record.attempts[-1]
+    try:
+        lines = read_metrics(workspace.layout.attempt(stage_id, last.number).metrics)
+    except (OSError, ValueError, KeyError):
+        return None
+    times = [t for line in lines if (t := line.metrics.get("time/step_s")) is not None]
+    if times:
+        return sum(times) / len(times)
+    steps = lines[-1].step - (last.resumed_from_step or 0) if lines else 0
+    return last.seconds / steps if steps > 0 and last.seconds else None
+
+
+def _larger(one: History, other: History) -> History:
+    return History(*(_max((a, b)) for a, b in zip(one, other, strict=True)))  # type: ignore[arg-type]
+
+
+def _max(values: Sequence[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)

@@ -1,0 +1,303 @@
+"""The disk as the orchestrator and running attempts use it: is there room, make some, reserve some.
+
+In: a workspace and the ``disk`` section. Out: a :class:`DiskKeeper`. What quota tools say, what
+others have reserved and a probe write are put together: where the tools are blind, the write has
+the last word. Looking never raises; only :meth:`DiskKeeper.reserve` does, when nothing fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.checkpoints import CheckpointStore
+from infra.disk.caches import find_caches
+from infra.disk.ledger import Ledger, Need
+from infra.disk.mounts import existing, sync_file_system
+from infra.disk.probe import Prober, Room, Used
+from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
+from infra.disk.room import PROBE_BYTES, has_room
+from infra.disk.stock import Stock, read_stock
+from infra.disk.usage import Item, measure, size_of
+from infra.jobs import AttemptRef
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import NoSpaceError
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+#: What a save needs of which nothing is known yet.
+FLOOR_BYTES = 4 << 20
+#: Files and folders that a save makes.
+SAVE_INODES = 16
+_LONGEST_CACHE_S = 10.0
+_WRITE_CACHE_S = 2.0
+_ROUNDS = 3  # of reclaiming: what is given back may be less than what was counted
+
+
+class _Cached(NamedTuple):
+    room: Room
+    at: float
+
+
+class DiskKeeper:
+    """Room of one workspace. Threads may share it.
+
+    Parameters
+    ----------
+    workspace, config
+        Where, and the ``disk`` section.
+    clock, sleep
+        Seconds, monotonic; how to wait.
+
+    Raises
+    ------
+    ConfigurationError
+        ``disk.probe`` names nothing that is known.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        config: DiskConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.workspace, self.config = workspace, config
+        self.ledger = Ledger(workspace, _folder(config.ledger))
+        self._clock, self._sleep = clock, sleep
+        self._prober = Prober(workspace.layout.data, config, measure=self._used)
+        self._lock = threading.RLock()
+        self._cached: _Cached | None = None
+        self._wrote: tuple[float, int] | None = (
+            None  # when a probe write went through, and its size
+        )
+        self._random = random.Random()
+
+    # ------------------------------------------------------------ looking
+
+    def room(self, *, fresh: bool = False) -> Room:
+        """The room that is left; looked at again after a quarter of ``watch_s`` (10 s at most), or
+        with ``fresh``."""
+        with self._lock:
+            age_s = min(self.config.watch_s / 4, _LONGEST_CACHE_S)
+            now = self._clock()
+            if fresh or self._cached is None or now - self._cached.at >= age_s:
+                self._cached = _Cached(self._prober.look(), now)
+            return self._cached.room
+
+    def reserved(self, ref: AttemptRef | None = None) -> Need:
+        """What attempts other than ``ref`` have announced and not yet written."""
+        others = self.ledger.others(ref)
+        return Need(sum(r.outstanding for r in others), sum(r.need.inodes for r in others))
+
+    def shortage(self, need_bytes: int, ref: AttemptRef | None = None) -> int:
+        """Bytes that are missing for ``need_bytes``, after the margin and what others have
+        reserved; 0: it fits. A lack of inodes counts as bytes too."""
+        return self._shortage(need_bytes, ref, fresh=False)
+
+    def need_of(self, stage_id: str) -> int:
+        """Bytes that the stage's next save will need: the largest of its checkpoints, else the
+        largest that another stage of its kind has saved, else a small floor."""
+        sizes = [size_of(c.path).bytes for c in self._checkpoints(stage_id)]
+        if not sizes:
+            kind = stage_id.rpartition("-")[0]
+            alike = [s for s in self.workspace.stage_ids() if s.startswith(f"{kind}-")]
+            sizes = [size_of(c.path).bytes for s in alike for c in self._checkpoints(s)[-1:]]
+        return max([*sizes, FLOOR_BYTES])
+
+    def status_line(self) -> str:
+        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``."""
+        room, reserved = self.room(), self.reserved().bytes
+        if room.used_bytes is None or room.limit_bytes is None:
+            text = f"{gib(room.free_bytes)} free"
+        else:
+            used, limit = room.used_bytes / _GIB, room.limit_bytes / _GIB
+            digits = 1 if limit >= 1 else 3
+            text = f"{used:,.{digits}f} of {limit:,.{digits}f} GiB used"
+        return f"{text}, {gib(reserved)} reserved" if reserved else text
+
+    # ------------------------------------------------------------ making room
+
+    def stock(self, *, caches: bool = False) -> Stock:
+        """What lies in the workspace, and what protects it."""
+        return read_stock(self.workspace, self.caches() if caches else ())
+
+    def caches(self) -> list[Item]:
+        """The caches that are watched."""
+        return find_caches(self.config.watch_caches, self.workspace.layout)
+
+    def candidates(self, need_bytes: int | None, *, caches: bool = False) -> list[Candidate]:
+        """What a reclaim of ``need_bytes`` (None: of all that may go) would delete."""
+        return plan_reclaim(self.stock(caches=caches), need_bytes, caches=caches)
+
+    def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
+        """Delete candidates, and have the file system give the room back."""
+        done = carry_out(self.workspace, candidates)
+        self._settle()
+        return done
+
+    def reclaim(self, need_bytes: int, ref: AttemptRef | None = None) -> Reclaimed:
+        """Delete by the policy until ``need_bytes`` fit, or nothing more may go."""
+        self.ledger.sweep()
+        total, items = 0, list[str]()
+        for _ in range(_ROUNDS):
+            missing = self._shortage(need_bytes, ref, fresh=True)
+            if not missing:
+                break
+            inodes = self._missing_inodes(self.room(), ref)
+            wanted = plan_reclaim(self.stock(), missing, inodes)
+            done = self.carry_out(wanted) if wanted else Reclaimed()
+            if not done.items:
+                break
+            total += done.bytes
+            items += done.items
+        return Reclaimed(total, tuple(items))
+
+    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Reclaimed | None:
+        """Reclaim if ``need_bytes`` do not fit, where ``disk.reclaim`` allows it; None when they
+        still do not."""
+        if not self._shortage(need_bytes, ref, fresh=True):
+            return Reclaimed()
+        if not self.config.reclaim:
+            return None
+        done = self.reclaim(need_bytes, ref)
+        return None if self._shortage(need_bytes, ref, fresh=True) else done
+
+    @contextlib.contextmanager
+    def reserve(self, ref: AttemptRef, need_bytes: int) -> Iterator[None]:
+        """Announce a save of ``need_bytes`` for the length of the block.
+
+        The entry is written first and looked at next, so that of two writers who do not fit
+        together never both go on; one that does not fit withdraws, and tries again for ``hold_s``.
+
+        Raises
+        ------
+        NoSpaceError
+            It did not fit, though all was reclaimed that may be.
+        """
+        self._wait_for_room(ref, need_bytes)
+        try:
+            yield
+        finally:
+            self.ledger.remove(ref)
+
+    # ------------------------------------------------------------ parts
+
+    def _wait_for_room(self, ref: AttemptRef, need_bytes: int) -> None:
+        deadline = self._clock() + self.config.hold_s
+        said = False
+        while True:
+            if self._announced_and_fits(ref, need_bytes):
+                return
+            made = self.make_room(need_bytes, ref)
+            if made is not None and self._announced_and_fits(ref, need_bytes):
+                return
+            self.ledger.remove(ref)
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                raise self._no_space(need_bytes, ref)
+            if not said:
+                log.warning("waiting for room for %d bytes (%s)", need_bytes, self.status_line())
+                said = True
+            pause_s = min(1.0, self.config.watch_s / 4)
+            self._sleep(min(left_s, pause_s * (0.5 + self._random.random())))
+
+    def _announced_and_fits(self, ref: AttemptRef, need_bytes: int) -> bool:
+        return self._announced(ref, need_bytes) and not self._shortage(need_bytes, ref, fresh=True)
+
+    def _announced(self, ref: AttemptRef, need_bytes: int) -> bool:
+        """Write the entry. False: not even that fits. Where it is refused for another reason, the
+        save goes on without: others then do not know of it."""
+        try:
+            self.ledger.write(ref, Need(need_bytes, SAVE_INODES))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return False
+            log.warning("the reservation of %d bytes cannot be noted: %s", need_bytes, error)
+        return True
+
+    def _shortage(self, need_bytes: int, ref: AttemptRef | None, *, fresh: bool) -> int:
+        room = self.room(fresh=fresh)
+        margin = int(self.config.margin_gb * _GIB)
+        missing = need_bytes + margin + self.reserved(ref).bytes - room.free_bytes
+        if missing > 0:
+            return missing
+        if self._missing_inodes(room, ref):
+            return max(1, need_bytes)
+        return 0 if self._write_goes_through(need_bytes, fresh) else max(1, need_bytes)
+
+    def _missing_inodes(self, room: Room, ref: AttemptRef | None) -> int:
+        if room.free_inodes is None:
+            return 0
+        return max(0, SAVE_INODES + self.reserved(ref).inodes - room.free_inodes)
+
+    def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
+        """What no figure tells: a quota that no tool shows. A write that went through is believed
+        for two seconds."""
+        size = max(4096, min(need_bytes, PROBE_BYTES))
+        now = self._clock()
+        if not fresh and self._wrote is not None:
+            at, wrote = self._wrote
+            if wrote >= size and now - at < _WRITE_CACHE_S:
+                return True
+        layout = self.workspace.layout
+        roots = {existing(layout.control): 4096, existing(layout.data): size}
+        fits = all(has_room(folder, bytes_) for folder, bytes_ in roots.items())
+        self._wrote = (now, size) if fits else None
+        return fits
+
+    def _settle(self) -> None:
+        """After deleting: btrfs, for one, gives quota back only once it has written that out."""
+        for root in {existing(self.workspace.layout.data), existing(self.workspace.layout.control)}:
+            sync_file_system(root)
+        self._cached = None
+        self._wrote = None
+
+    def _used(self) -> Used:
+        size = measure(self.workspace.layout)
+        return Used(size.bytes, size.inodes)
+
+    def _checkpoints(self, stage_id: str) -> list[_Complete]:
+        store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
+        return [_Complete(c.step, c.path) for c in store.complete()]
+
+    def _no_space(self, need_bytes: int, ref: AttemptRef) -> NoSpaceError:
+        room = self.room()
+        missing = self.shortage(need_bytes, ref)
+        return NoSpaceError(
+            f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {gib(missing)} are "
+            f"missing ({self.status_line()}, by {room.source}{_also(room.note)})",
+            expected="room on the disk, and in the quota of the user or group",
+            fix="see `refiner disk`, free some space and run the same command again",
+        )
+
+
+class _Complete(NamedTuple):
+    step: int
+    path: Path
+
+
+def gib(size: int) -> str:
+    """A size for people, in a unit that fits: ``3.0 GiB``, ``12 MiB``."""
+    for unit, factor, digits in (("TiB", 2**40, 1), ("GiB", 2**30, 1), ("MiB", 2**20, 1)):
+        if size >= factor:
+            return f"{size / factor:,.{digits}f} {unit}"
+    return f"{size / 1024:,.0f} KiB"
+
+
+def _also(note: str) -> str:
+    return f"; {note}" if note else ""
+
+
+def _folder(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser().absolute()

@@ -1,0 +1,86 @@
+"""What people and the reaper note about stages' files: pins, and what was reclaimed.
+
+In: a workspace's layout and a stage. Out: ``disk/pins/<stage id>.json`` (nothing of the stage may
+be reclaimed), and ``reclaimed.json`` beside a result (which output files are gone on purpose, and
+where a verified copy lies), written before anything is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra import atomic
+from infra.layout import Layout, StagePaths
+from refiner_core.contract.records import OutputFile, to_json
+
+RECLAIMED = "reclaimed.json"
+_ENDING = ".json"
+
+
+def pin(layout: Layout, stage_id: str) -> bool:
+    """Keep all of a stage's files; False if it was pinned before."""
+    folder = layout.disk / "pins"
+    folder.mkdir(parents=True, exist_ok=True)
+    return atomic.create_json(folder / f"{stage_id}{_ENDING}", {"stage_id": stage_id, "at": _now()})
+
+
+def unpin(layout: Layout, stage_id: str) -> bool:
+    """Let the policy decide again; False if it was not pinned."""
+    path = layout.disk / "pins" / f"{stage_id}{_ENDING}"
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def pins(layout: Layout) -> frozenset[str]:
+    """Stages that are pinned."""
+    try:
+        names = [p.name for p in (layout.disk / "pins").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset()
+    found = (n.removesuffix(_ENDING) for n in names if n.endswith(_ENDING))
+    return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
+
+
+def write_reclaimed(
+    stage: StagePaths, files: Sequence[OutputFile], *, copy: Path, why: str
+) -> None:
+    """Note that output files are about to be deleted on purpose, and where their copy lies."""
+    value = {
+        "version": 1,
+        "at": _now(),
+        "why": why,
+        "copy": str(copy),
+        "files": to_json(list(files)),
+    }
+    atomic.write_json(stage.control / RECLAIMED, value)
+
+
+def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
+    """What was noted when a stage's output was reclaimed; None if it never was.
+
+    Raises
+    ------
+    ValueError
+        The note is not JSON.
+    """
+    value: Mapping[str, Any] | None = atomic.read_json(stage.control / RECLAIMED)
+    return value
+
+
+def reclaimed_text(stage: StagePaths) -> str | None:
+    """For people: when and why files of the output went, and where they can be had again."""
+    value = read_reclaimed(stage)
+    if value is None:
+        return None
+    day = str(value["at"])[:10]
+    return f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

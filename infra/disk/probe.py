@@ -1,0 +1,321 @@
+"""How much room there is, by whatever knows: quota tools, the kernel, a limit of one's own.
+
+In: a folder and the configuration. Out: one :class:`Room`, the tightest of what applies. Which
+tools are asked follows from the file system's type (``disk.probe=auto``); the file system's own
+free figures are asked last and always, and know nothing of quotas. A tool that fails, or prints
+what cannot be meant, is named in the log once and left out; looking never raises.
+"""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import pwd
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.disk.figures import Room, ToolFailed, quota_room, statvfs_room, tightest
+from infra.disk.mounts import Mount, btrfs_subvolume, existing, mount_of, project_id
+from infra.disk.parsers import (
+    Limit,
+    Quota,
+    parse_btrfs_qgroups,
+    parse_mmlsquota,
+    parse_quota,
+    parse_repquota_csv,
+    parse_with_pattern,
+    parse_xfs_quota,
+)
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_TOOL_TIMEOUT_S = 20.0
+_SYSFS_BTRFS = Path("/sys/fs/btrfs")
+_GIB = 2**30
+
+
+class Used(NamedTuple):
+    """What a workspace uses."""
+
+    bytes: int
+    inodes: int
+
+
+Runner = Callable[[Sequence[str]], str]
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """What a command prints, standard error included; its exit status is not looked at.
+
+    Raises
+    ------
+    ToolFailed
+        It is not there, or does not end.
+    """
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_TOOL_TIMEOUT_S,
+            check=False,
+            env=environment,
+        )
+    except FileNotFoundError as error:
+        raise ToolFailed(f"{command[0]} is not installed") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolFailed(f"{shlex.join(command)}: {error}") from error
+    return done.stdout.decode(errors="replace")
+
+
+class Prober:
+    """Looks at the room of one folder, again and again; remembers what it has complained about.
+
+    Parameters
+    ----------
+    folder
+        Where writes go; it need not exist yet.
+    config
+        ``probe``, ``pattern``, ``limit_gb``, ``inode_limit``.
+    measure
+        What the workspace uses now; asked only where a limit of its own is configured.
+    run, mount
+        How commands are run, and where the folder lies.
+
+    Raises
+    ------
+    ConfigurationError
+        ``probe`` names nothing that is known.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DiskConfig,
+        *,
+        measure: Callable[[], Used] | None = None,
+        run: Runner = run_tool,
+        mount: Mount | None = None,
+    ) -> None:
+        self.folder, self.config = folder, config
+        self._measure, self._run, self._mount = measure, run, mount
+        self._complained: set[str] = set()
+        if not config.probe.startswith("command:") and config.probe not in _PROBES:
+            raise ConfigurationError(
+                f"`disk.probe` is {config.probe!r}",
+                expected=f"one of: {', '.join(_PROBES)}, or `command:PROGRAM ARGUMENTS`",
+                fix="name one of these",
+            )
+
+    def look(self) -> Room:
+        """The room that is left now: the tightest of all that applies."""
+        mount = self._mount or mount_of(self.folder)
+        base = statvfs_room(existing(self.folder), mount)
+        rooms = [base] if base is not None else []
+        for name, probe in self._probes(mount):
+            try:
+                quotas = probe(self, mount)
+                rooms += [r for q in quotas if (r := quota_room(name, q)) is not None]
+            except (ToolFailed, ValueError, KeyError, IndexError) as error:
+                self._complain(name, error)
+        if own := self._own_limit():
+            rooms.append(own)
+        return tightest(rooms)
+
+    def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
+        if self.config.probe.startswith("command:"):
+            return [("command", _ask_command)]
+        if self.config.probe != "auto":
+            return _named(_PROBES[self.config.probe])
+        return _named(next((v for k, v in _BY_TYPE if mount.type.startswith(k)), ()))
+
+    def _own_limit(self) -> Room | None:
+        config = self.config
+        if (config.limit_gb is None and config.inode_limit is None) or self._measure is None:
+            return None
+        try:
+            used = self._measure()
+        except OSError as error:
+            self._complain("disk.limit_gb", error)
+            return None
+        space = Limit(used.bytes, hard=int((config.limit_gb or 0) * _GIB))
+        inodes = Limit(used.inodes, hard=config.inode_limit or 0)
+        return quota_room("disk.limit_gb", Quota("", "", space, inodes))
+
+    def _complain(self, name: str, error: Exception) -> None:
+        if name in self._complained:
+            return
+        self._complained.add(name)
+        missing = isinstance(error, ToolFailed) and "not installed" in str(error)
+        level = logging.DEBUG if missing and self.config.probe == "auto" else logging.WARNING
+        log.log(level, "room cannot be learned from %s: %s; the next best is asked", name, error)
+
+    def ask(self, *command: str) -> str:
+        """Run one tool."""
+        return self._run(command)
+
+
+# ---------------------------------------------------------------- the tools
+
+Probe = Callable[[Prober, Mount], list[Quota]]
+
+
+def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
+    """`quota` of the user, of the folder's group and of its project, on this file system."""
+    found = parse_quota(prober.ask("quota", "-w", "-u"))
+    group = existing(prober.folder).stat().st_gid
+    found += parse_quota(prober.ask("quota", "-w", "-g", _group_name(group)))
+    if project := project_id(prober.folder):
+        found += parse_quota(prober.ask("quota", "-w", "-P", str(project)))
+    return [q for q in found if q.where in (mount.source, str(mount.point))]
+
+
+def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
+    """`repquota`, which root alone may call, by number."""
+    point, status = str(mount.point), existing(prober.folder).stat()
+    asked = [("-u", os.geteuid()), ("-g", status.st_gid), ("-P", project_id(prober.folder))]
+    found: list[Quota] = []
+    for option, number in asked:
+        if option != "-P" or number:
+            text = prober.ask("repquota", "-O", "csv", "-n", option, point)
+            found += parse_repquota_csv(text, str(number))
+    return found
+
+
+def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
+    status, point = existing(prober.folder).stat(), str(mount.point)
+    asked = [f"-u {os.geteuid()}", f"-g {status.st_gid}"]
+    if project := project_id(prober.folder):
+        asked.append(f"-p {project}")
+    found: list[Quota] = []
+    for who in asked:
+        kind, number = who.split()
+        command = f"quota {kind} -b -i -n -N -v {number}"
+        found += [
+            q._replace(whose=who)
+            for q in parse_xfs_quota(prober.ask("xfs_quota", "-c", command, point))
+        ]
+    return found
+
+
+def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
+    """The kernel's own figures, which everybody may read; the tool where they are not shown."""
+    subvolume = btrfs_subvolume(prober.folder)
+    groups = _btrfs_groups(mount)
+    if subvolume is None:
+        return []
+    found = []
+    if groups is not None:
+        found = _btrfs_kernel(groups, subvolume)
+        if not any(not p.name.startswith("0_") and p.is_dir() for p in groups.iterdir()):
+            return found
+    text = prober.ask("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
+    return found + parse_btrfs_qgroups(text)
+
+
+def _btrfs_groups(mount: Mount) -> Path | None:
+    device = Path(mount.source).name
+    for folder in _SYSFS_BTRFS.glob("*/devices"):
+        groups = folder.parent / "qgroups"
+        if (folder / device).exists() and groups.is_dir():
+            return groups
+    return None
+
+
+def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
+    folder = groups / f"0_{subvolume}"
+    if not folder.is_dir():
+        return []
+    value = {p.name: int(p.read_text()) for p in folder.iterdir()}
+    doubt = (
+        ""
+        if (groups / "inconsistent").read_text().strip() == "0"
+        else ("btrfs calls its own numbers inconsistent")
+    )
+    # What is written and not yet on the disk is reserved, and counts against the limit.
+    reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
+    whose = f"qgroup 0/{subvolume}"
+    return [
+        Quota(whose, "", Limit(value[used] + reserved, hard=value[limit]), None, doubt)
+        for used, limit in (("referenced", "max_referenced"), ("exclusive", "max_exclusive"))
+    ]
+
+
+def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
+    folder = existing(prober.folder)
+    asked = [("-u", _user_name(os.geteuid())), ("-g", _group_name(folder.stat().st_gid))]
+    if project := project_id(folder):
+        asked.append(("-p", str(project)))
+    found: list[Quota] = []
+    for option, who in asked:
+        rows = parse_quota(prober.ask("lfs", "quota", "-q", option, who, str(mount.point)))
+        found += [q._replace(whose=f"{option} {who}") for q in rows]
+    return found
+
+
+def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:
+    file_system = mount.source.rpartition("/")[2]
+    found = parse_mmlsquota(prober.ask("mmlsquota", "-Y", file_system))
+    return [q for q in found if q.where == file_system]
+
+
+def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
+    command = shlex.split(prober.config.probe.removeprefix("command:"))
+    command = [word.replace("{folder}", str(prober.folder)) for word in command]
+    text = prober.ask(*command)
+    if prober.config.pattern is None:
+        raise ToolFailed("`disk.pattern` is needed to read what the command prints")
+    return parse_with_pattern(text, prober.config.pattern)
+
+
+_TOOLS: dict[str, Probe] = {
+    "quota": _ask_quota,
+    "repquota": _ask_repquota,
+    "xfs": _ask_xfs,
+    "btrfs": _ask_btrfs,
+    "lustre": _ask_lustre,
+    "gpfs": _ask_gpfs,
+}
+#: What `disk.probe` may name, and what is then asked besides the file system itself.
+_PROBES: dict[str, tuple[str, ...]] = {
+    "auto": (),
+    "statvfs": (),
+    **{name: (name,) for name in _TOOLS},
+}
+#: What `auto` asks, by the beginning of the file system's type.
+_BY_TYPE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("btrfs", ("btrfs",)),
+    ("xfs", ("xfs", "quota", "repquota")),
+    ("ext", ("quota", "repquota")),
+    ("f2fs", ("quota", "repquota")),
+    ("nfs", ("quota",)),
+    ("lustre", ("lustre",)),
+    ("gpfs", ("gpfs",)),
+)
+
+
+def _named(names: Sequence[str]) -> list[tuple[str, Probe]]:
+    # repquota is for root alone; asking it as somebody else would only be refused.
+    return [(n, _TOOLS[n]) for n in names if n != "repquota" or os.geteuid() == 0]
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # a container may not know the name
+        return str(number)
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

@@ -1,0 +1,278 @@
+"""What may be deleted when room is short, in which order, and deleting it.
+
+In: a :class:`~infra.disk.stock.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
+candidates, cheapest loss first; :func:`carry_out` deletes them.
+
+=====================  ============================================================================
+order                  what protects it
+=====================  ============================================================================
+leftovers              half-written, by attempts that can make nothing visible any more
+superseded outputs     of attempts that did not make the stage's result
+finished checkpoints   the stage has its result, so nobody resumes from them
+older checkpoints      of unfinished stages: the newest complete one always stays
+code snapshots         only those that finished runs alone have used
+published weights      only with a verified copy elsewhere, that no unfinished stage will read
+caches                 only when asked for
+=====================  ============================================================================
+
+Nothing of a pinned stage, and no output that a running attempt reads, is ever a candidate.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra import atomic
+from infra.checkpoints import MARKER, CheckpointStore
+from infra.disk.marks import write_reclaimed
+from infra.disk.stock import StageFacts, Stock, Weights
+from infra.disk.usage import Item
+from infra.workspace import Workspace
+from refiner_core.contract.errors import RefinerError
+
+log = logging.getLogger(__name__)
+
+
+class Rank(enum.IntEnum):
+    """The order in which things go."""
+
+    LEFTOVER = 1
+    SUPERSEDED = 2
+    FINISHED = 3
+    OLDER = 4
+    CODE = 5
+    WEIGHTS = 6
+    CACHE = 7
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may go: what it gives back, and why it may."""
+
+    rank: Rank
+    path: Path
+    bytes: int
+    inodes: int
+    why: str
+    stage_id: str = ""
+    attempt: int = 0
+    step: int | None = None
+    weights: Weights | None = None
+
+
+class Reclaimed(NamedTuple):
+    """What was given back, by the sizes that the files had."""
+
+    bytes: int = 0
+    items: tuple[str, ...] = ()
+
+
+def plan_reclaim(
+    stock: Stock, need_bytes: int | None, need_inodes: int = 0, *, caches: bool = False
+) -> list[Candidate]:
+    """What to delete to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
+
+    Where everything together does not suffice, what costs nobody anything goes all the same, but no
+    published weights and no cache are given up in vain.
+    """
+    order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
+    if need_bytes is None:
+        return order
+    chosen: list[Candidate] = []
+    for candidate in order:
+        if _sum_bytes(chosen) >= need_bytes and _sum_inodes(chosen) >= need_inodes:
+            return chosen
+        chosen.append(candidate)
+    if _sum_bytes(chosen) >= need_bytes and _sum_inodes(chosen) >= need_inodes:
+        return chosen
+    return [c for c in chosen if c.rank < Rank.WEIGHTS]
+
+
+def _sum_bytes(candidates: Iterable[Candidate]) -> int:
+    return sum(c.bytes for c in candidates)
+
+
+def _sum_inodes(candidates: Iterable[Candidate]) -> int:
+    return sum(c.inodes for c in candidates)
+
+
+def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
+    for item in stock.items:
+        facts = stock.stages.get(item.stage_id)
+        if item.kind == "code" and item.path.name in stock.idle_code:
+            yield _candidate(Rank.CODE, item, "only finished runs have used it")
+        if facts is None or facts.pinned:
+            continue
+        if item.kind == "temporary" and _is_leftover(item, facts):
+            yield _candidate(Rank.LEFTOVER, item, "half-written by an attempt that has ended")
+        elif item.kind == "outputs" and _is_superseded(item, facts):
+            yield _candidate(Rank.SUPERSEDED, item, "of an attempt that did not make the result")
+    yield from _checkpoints(stock)
+    for stage_id, facts in stock.stages.items():
+        if facts.weights is not None and may_go(facts):
+            yield _weights_candidate(stage_id, facts.weights)
+    for item in stock.caches if caches else ():
+        yield _candidate(Rank.CACHE, item, "a cache, filled again when it is needed")
+
+
+def _candidate(rank: Rank, item: Item, why: str) -> Candidate:
+    return Candidate(
+        rank,
+        item.path,
+        item.size.gain,
+        item.size.inodes,
+        why,
+        item.stage_id,
+        item.attempt,
+        item.step,
+    )
+
+
+def _weights_candidate(stage_id: str, weights: Weights) -> Candidate:
+    return Candidate(
+        Rank.WEIGHTS,
+        weights.folder,
+        weights.gain,
+        len(weights.files),
+        f"published and verified in {weights.copy}",
+        stage_id,
+        weights=weights,
+    )
+
+
+def _is_leftover(item: Item, facts: StageFacts) -> bool:
+    if item.attempt:
+        return (facts.done and item.attempt != facts.kept_attempt) or item.attempt in facts.dead
+    return not facts.open
+
+
+def _is_superseded(item: Item, facts: StageFacts) -> bool:
+    return not facts.leased and item.attempt in facts.dead and item.attempt != facts.kept_attempt
+
+
+def may_go(facts: StageFacts) -> bool:
+    """Whether a finished stage's weights may be deleted."""
+    weights = facts.weights
+    return (
+        facts.done
+        and weights is not None
+        and weights.copy is not None
+        and weights.verified
+        and weights.elsewhere
+        and weights.gain > 0
+        and not (facts.pinned or facts.leased or facts.needed_by)
+    )
+
+
+def _checkpoints(stock: Stock) -> Iterator[Candidate]:
+    by_stage: dict[str, list[Item]] = {}
+    for item in stock.items:
+        if item.kind == "checkpoints":
+            by_stage.setdefault(item.stage_id, []).append(item)
+    for stage_id, items in by_stage.items():
+        facts = stock.stages.get(stage_id)
+        if facts is None or facts.pinned:
+            continue
+        items.sort(key=lambda i: -1 if i.step is None else i.step)
+        if facts.done:
+            why = "the stage is done, nobody resumes from it"
+            yield from (_candidate(Rank.FINISHED, i, why) for i in items)
+            continue
+        complete = [i for i in items if i.path in stock.complete]
+        why = "a newer complete one is there"
+        yield from (_candidate(Rank.OLDER, i, why) for i in complete[:-1])
+
+
+# ---------------------------------------------------------------- deleting
+
+
+def carry_out(workspace: Workspace, candidates: Iterable[Candidate]) -> Reclaimed:
+    """Delete candidates, each after another look at what protects it. Never raises: what cannot be
+    deleted is named in the log and not counted."""
+    total, items = 0, []
+    for candidate in candidates:
+        try:
+            if not _still_may_go(workspace, candidate):
+                continue
+            _delete(workspace, candidate)
+        except (OSError, ValueError, RefinerError) as error:
+            log.warning("%s was not reclaimed: %s", candidate.path, error)
+            continue
+        if _is_gone(candidate):
+            log.info("reclaimed %d bytes: %s (%s)", candidate.bytes, candidate.path, candidate.why)
+            total += candidate.bytes
+            items.append(str(candidate.path))
+    return Reclaimed(total, tuple(items))
+
+
+def _still_may_go(workspace: Workspace, candidate: Candidate) -> bool:
+    stage = workspace.layout.stage(candidate.stage_id)
+    if candidate.rank is Rank.FINISHED:
+        return stage.result.exists()
+    if candidate.rank is Rank.OLDER:
+        complete = CheckpointStore(stage.checkpoints, 0).complete()
+        return bool(complete) and complete[-1].step > (candidate.step or 0)
+    if candidate.rank is Rank.SUPERSEDED:
+        result = workspace.read_result(candidate.stage_id)
+        return result is None or result.attempt != candidate.attempt
+    return True
+
+
+def _delete(workspace: Workspace, candidate: Candidate) -> None:
+    path = candidate.path
+    if candidate.weights is not None:
+        _delete_weights(workspace, candidate.stage_id, candidate.weights)
+    elif candidate.rank in (Rank.FINISHED, Rank.OLDER):
+        # Marker first: a deletion that is cut short leaves no complete-looking remains.
+        atomic.remove_quietly(path / MARKER)
+        _remove(path)
+    elif candidate.rank is Rank.CODE:
+        hidden = atomic.temporary_name(path)
+        path.rename(hidden)
+        _remove(hidden)
+    else:
+        _remove(path)
+
+
+def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights) -> None:
+    copy = weights.copy
+    if copy is None or not all(_copy_is_sound(copy, f.sha256) for f in weights.files):
+        raise ValueError(f"the copy in {copy} is not what was published")
+    write_reclaimed(
+        workspace.layout.stage(stage_id), weights.files, copy=copy, why="room was short"
+    )
+    for file in weights.files:
+        (weights.folder / file.path).unlink(missing_ok=True)
+
+
+def _copy_is_sound(copy: Path, sha256: str) -> bool:
+    """Whether some weights in ``copy`` have that hash, by reading them once more."""
+    for path in copy.glob("*.safetensors"):
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
+                return True
+    return False
+
+
+def _is_gone(candidate: Candidate) -> bool:
+    if candidate.weights is not None:
+        return not any((candidate.path / f.path).exists() for f in candidate.weights.files)
+    return not candidate.path.exists()
+
+
+def _remove(path: Path) -> None:
+    def complain(_function: Any, name: str, error: Any) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            log.warning("could not remove %s: %s", name, error[1])
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=complain)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,309 @@
+"""All that the policy of reclaiming decides by: what lies in a workspace, and what protects it.
+
+In: a workspace. Out: a :class:`Stock`. Everything is read from records and the disk. What cannot be
+read protects itself: a stage whose records are damaged has no facts, and is not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.checkpoints import MARKER, read_checkpoint
+from infra.disk.marks import pins
+from infra.disk.mounts import existing, project_id
+from infra.disk.usage import Item, size_of, take_stock
+from infra.publishing import target_damage
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.records import OutputFile, RunRecord, StageRecord, from_json
+
+log = logging.getLogger(__name__)
+_WEIGHTS = ".safetensors"
+
+
+class Weights(NamedTuple):
+    """Exported weights of a finished stage, and the copy that was published of them.
+
+    ``verified``: the target holds files of the same hashes and sizes; ``elsewhere``: it does not
+    lie on the quota or file system that deleting would relieve.
+    """
+
+    folder: Path
+    files: tuple[OutputFile, ...]  # relative to the folder
+    gain: int
+    copy: Path | None = None
+    verified: bool = False
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What decides about a stage's files.
+
+    Attributes
+    ----------
+    done, pinned
+        It has its result; somebody wants to keep it.
+    dead
+        Attempts that can make nothing visible any more.
+    open
+        Whether an attempt is at work, or may be.
+    kept_attempt
+        The attempt whose output the result names; 0 without a result.
+    leased
+        A running attempt reads its output.
+    needed_by
+        An unfinished stage of a recorded run that will read its output; empty: none.
+    weights
+        What it exported.
+    """
+
+    kind: str = ""
+    done: bool = False
+    pinned: bool = False
+    dead: frozenset[int] = frozenset()
+    open: bool = False
+    kept_attempt: int = 0
+    leased: bool = False
+    needed_by: str = ""
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What lies there and what protects it.
+
+    ``complete`` are the checkpoints that can be resumed from, ``idle_code`` the snapshots that no
+    unfinished run uses, ``caches`` what was asked for besides.
+    """
+
+    items: tuple[Item, ...]
+    stages: Mapping[str, StageFacts]
+    complete: frozenset[Path] = frozenset()
+    idle_code: frozenset[str] = frozenset()
+    caches: tuple[Item, ...] = field(default=())
+
+
+def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
+    """The stock of a workspace now."""
+    # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
+    records = _records(workspace)
+    runs = _runs(workspace)
+    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
+    leased = {s for i, r in records.items() if _is_open(r) for s in inputs[i]}
+    needed = _needed(runs, records, inputs)
+    copies = _copies(workspace, records)
+    pinned = pins(workspace.layout)
+    stages = {
+        stage_id: _facts(record, stage_id in pinned, stage_id in leased)
+        for stage_id, record in records.items()
+    }
+    for stage_id, facts in stages.items():
+        weights = _weights(workspace, stage_id, records[stage_id], copies.get(stage_id, ()))
+        stages[stage_id] = StageFacts(
+            **{**facts.__dict__, "needed_by": needed.get(stage_id, ""), "weights": weights}
+        )
+    items = [_looked_at(item) for item in take_stock(workspace.layout)]
+    complete = frozenset(
+        i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
+    )
+    idle = _idle_code(runs, records)
+    return Stock(tuple(items), stages, complete, idle, tuple(caches))
+
+
+def _looked_at(item: Item) -> Item:
+    """A checkpoint folder without its marker is the remains of a deletion that was cut short."""
+    if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
+        return item._replace(kind="temporary")
+    return item
+
+
+def _records(workspace: Workspace) -> dict[str, StageRecord]:
+    found = {}
+    for stage_id in workspace.stage_ids():
+        try:
+            record = workspace.read_record(stage_id)
+        except RefinerError as error:
+            log.warning("nothing of %s is reclaimed: %s", stage_id, error)
+            continue
+        if record is not None:
+            found[stage_id] = record
+    return found
+
+
+def _runs(workspace: Workspace) -> list[RunRecord | None]:
+    """Recorded calls, oldest first; None for one that cannot be read."""
+    found: list[RunRecord | None] = []
+    for run_id in workspace.run_ids():
+        try:
+            found.append(workspace.read_run(run_id))
+        except RefinerError as error:
+            log.warning("%s", error)
+            found.append(None)
+    return found
+
+
+def _is_open(record: StageRecord) -> bool:
+    """Whether its newest attempt may be at work."""
+    return record.result is None and bool(record.attempts) and record.attempts[-1].outcome is None
+
+
+def _facts(record: StageRecord, pinned: bool, leased: bool) -> StageFacts:
+    numbers = [a.number for a in record.attempts]
+    kept = 0 if record.result is None else record.result.attempt
+    dead = {
+        a.number
+        for a in record.attempts
+        if a.number != kept and (kept or a.outcome is not None or a.number != numbers[-1])
+    }
+    return StageFacts(
+        kind=record.spec.kind,
+        done=record.result is not None,
+        pinned=pinned,
+        dead=frozenset(dead),
+        open=_is_open(record),
+        kept_attempt=kept,
+        leased=leased,
+    )
+
+
+def _recorded_inputs(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[str, ...]:
+    """Stages that the attempts at an unfinished stage read."""
+    if record.result is not None or not record.attempts:
+        return ()
+    paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
+    try:
+        return tuple((workspace.read_control(paths.inputs) or {}).values())
+    except RefinerError as error:
+        log.warning("%s", error)
+        return ()
+
+
+def _needed(
+    runs: Iterable[RunRecord | None],
+    records: Mapping[str, StageRecord],
+    inputs: Mapping[str, tuple[str, ...]],
+) -> dict[str, str]:
+    """Stage id -> an unfinished stage that will read its output."""
+    needed = {s: reader for reader, read in inputs.items() for s in read}
+    for run in runs:
+        if run is None:  # whatever it needs, it may be any of them
+            return dict.fromkeys(records, "a run whose record cannot be read") | needed
+        edges = _edges(run)
+        for name, stage_id in run.stages.items():
+            record = records.get(stage_id)
+            if record is not None and record.result is not None:
+                continue
+            read = run.stages.values() if edges is None else edges.get(name, ())
+            needed.update(dict.fromkeys(read, f"{name} of {run.run}"))
+    return needed
+
+
+def _edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
+    """Stage name -> ids of the stages that it reads; None where the record does not tell."""
+    if not run.config:
+        return None
+    try:
+        plan = make_plan(from_json(RecipeConfig, run.config), {})
+    except (RefinerError, TypeError, ValueError, KeyError, AttributeError):
+        return None
+    if not set(run.stages) <= set(plan.by_name):
+        return None
+    return {
+        name: tuple(run.stages[i] for i in plan.by_name[name].inputs.values() if i in run.stages)
+        for name in run.stages
+    }
+
+
+def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord]) -> frozenset[str]:
+    """Snapshots that only finished runs name. One that no run names may just have been made, and
+    the newest run's is likely to be used again."""
+    if None in runs or not runs:
+        return frozenset()
+    known = [r for r in runs if r is not None]
+    busy = {known[-1].code}
+    for run in known:
+        done = [records[s].result is not None for s in run.stages.values() if s in records]
+        if len(done) < len(run.stages) or not all(done):
+            busy.add(run.code)
+    return frozenset({r.code for r in known if r.code} - busy)
+
+
+# ---------------------------------------------------------------- published weights
+
+
+class _Copy(NamedTuple):
+    target: Path
+    hashes: Mapping[str, str]  # sha256 -> name
+
+
+def _copies(
+    workspace: Workspace, records: Mapping[str, StageRecord]
+) -> dict[str, tuple[_Copy, ...]]:
+    """Stage id -> folders that its weights were published to and still lie in."""
+    found: dict[str, tuple[_Copy, ...]] = {}
+    for stage_id, record in records.items():
+        result = record.result
+        if record.spec.kind != "publish" or result is None or "target" not in result.report:
+            continue
+        target = Path(str(result.report["target"]))
+        paths = workspace.layout.attempt(stage_id, result.attempt)
+        try:
+            source = (workspace.read_control(paths.inputs) or {}).get("weights")
+            damaged = target_damage(result.report)
+        except (RefinerError, KeyError, TypeError) as error:
+            log.warning("the publication %s is not counted: %s", stage_id, error)
+            continue
+        if source is None or damaged or not target.is_absolute():
+            continue
+        hashes = {f["sha256"]: f["path"] for f in result.report.get("files", ())}
+        found[source] = (*found.get(source, ()), _Copy(target, hashes))
+    return found
+
+
+def _weights(
+    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[_Copy]
+) -> Weights | None:
+    if record.result is None:
+        return None
+    folder = workspace.layout.stage(stage_id).data / record.result.output_dir
+    files = tuple(
+        f for f in record.result.files if f.path.endswith(_WEIGHTS) and (folder / f.path).exists()
+    )
+    if not files:
+        return None
+    weights = Weights(folder, files, sum(size_of(folder / f.path).gain for f in files))
+    for copy in copies:
+        candidate = weights._replace(
+            copy=copy.target,
+            verified=all(_lies_in(copy, f) for f in files),
+            elsewhere=_elsewhere(copy.target, folder),
+        )
+        if candidate.verified and candidate.elsewhere:
+            return candidate
+        weights = candidate
+    return weights
+
+
+def _lies_in(copy: _Copy, file: OutputFile) -> bool:
+    name = copy.hashes.get(file.sha256)
+    try:
+        return name is not None and (copy.target / name).stat().st_size == file.bytes
+    except OSError:
+        return False
+
+
+def _elsewhere(target: Path, folder: Path) -> bool:
+    """Whether the two do not share a file system, or are accounted to different projects."""
+    try:
+        if target.stat().st_dev != existing(folder).stat().st_dev:
+            return True
+    except OSError:
+        return False
+    return project_id(target) != project_id(folder)

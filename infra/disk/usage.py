@@ -1,0 +1,215 @@
+"""What a workspace uses: by run, by stage and by kind, in bytes allocated and inodes.
+
+In: a workspace. Out: one :class:`Item` per thing that could be told apart or deleted alone (a
+checkpoint, an attempt's output, a code snapshot …). Files that are linked several times count
+once. Links to elsewhere are never followed, and what vanishes while it is looked at is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from infra import atomic
+from infra.layout import AttemptPaths, Layout, StagePaths
+
+Kind = Literal[
+    "checkpoints",  # to resume from
+    "outputs",  # what stages make for others: weights, prepared data, results
+    "rollouts",
+    "logs",  # metrics, logs, records of attempts
+    "trackers",
+    "temporary",  # half-written, of attempts that run or have died
+    "code",  # snapshots
+    "published",
+    "records",  # what is left: of stages, runs and the workspace
+    "caches",
+]
+KINDS: tuple[Kind, ...] = (
+    *("checkpoints", "outputs", "rollouts", "logs", "trackers"),
+    *("temporary", "code", "published", "records", "caches"),
+)
+#: The one folder of another trainer (stage ``command``): its checkpoints, as it names them.
+WORK = "work"
+_BLOCK = 512  # of st_blocks, whatever the file system's own is
+_STEP = re.compile(r"step-(\d+)")
+_OF_ATTEMPT = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
+
+
+class Size(NamedTuple):
+    """What something takes, and what deleting it alone would give back (``gain``, bytes): a file
+    that is linked from elsewhere gives nothing back."""
+
+    bytes: int = 0
+    inodes: int = 0
+    gain: int = 0
+
+    def plus(self, other: Size) -> Size:
+        """Both together."""
+        return Size(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Item(NamedTuple):
+    """One thing on the disk."""
+
+    path: Path
+    kind: Kind
+    size: Size
+    stage_id: str = ""
+    attempt: int = 0
+    step: int | None = None
+
+
+#: Files with several links that have been counted: device and inode.
+Seen = set[tuple[int, int]]
+
+
+def size_of(path: Path, seen: Seen | None = None) -> Size:
+    """What a file or folder takes on the disk, itself included; nothing if it is not there."""
+    seen = set() if seen is None else seen
+    try:
+        status = path.lstat()
+    except OSError:
+        return Size()
+    total = _size(status, seen)
+    if not path.is_dir() or path.is_symlink():
+        return total
+    stack = [str(path)]
+    while stack:
+        try:
+            with os.scandir(stack.pop()) as entries:
+                for entry in entries:
+                    try:
+                        total = total.plus(_size(entry.stat(follow_symlinks=False), seen))
+                    except FileNotFoundError:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        stack.append(entry.path)
+        except OSError:  # gone meanwhile, or closed to us
+            continue
+    return total
+
+
+def _size(status: os.stat_result, seen: Seen) -> Size:
+    used = status.st_blocks * _BLOCK
+    if status.st_nlink > 1 and not _is_folder(status):
+        key = (status.st_dev, status.st_ino)
+        if key in seen:
+            return Size()
+        seen.add(key)
+        return Size(used, 1, 0)
+    return Size(used, 1, used)
+
+
+def _is_folder(status: os.stat_result) -> bool:
+    return (status.st_mode & 0o170000) == 0o040000
+
+
+def measure(layout: Layout) -> Size:
+    """All that a workspace takes."""
+    seen: Seen = set()
+    total = size_of(layout.control, seen)
+    if not layout.data.is_relative_to(layout.control):
+        total = total.plus(size_of(layout.data, seen))
+    return total
+
+
+def take_stock(layout: Layout) -> list[Item]:
+    """Everything in a workspace, told apart. A missing workspace has nothing."""
+    seen: Seen = set()
+    found: list[Item] = []
+    for stage_id in _stage_ids(layout):
+        found += _of_stage(layout.stage(stage_id), stage_id, seen)
+    found += [Item(p, "code", size_of(p, seen)) for p in _folders(layout.code)]
+    found += [Item(p, "published", size_of(p, seen)) for p in _entries(layout.published)]
+    roots = dict.fromkeys((layout.control, layout.data))
+    skip = {layout.stages, layout.code, layout.published, layout.data / "stages"}
+    for root in roots:
+        for path in _entries(root):
+            if path not in skip:
+                kind: Kind = "temporary" if _is_temporary(path) else "records"
+                found.append(Item(path, kind, size_of(path, seen)))
+    return found
+
+
+def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[Item]:
+    for path in _entries(stage.checkpoints):
+        if match := _OF_ATTEMPT.fullmatch(path.name):
+            yield Item(path, "temporary", size_of(path, seen), stage_id, int(match.group(1)))
+        elif _is_temporary(path):
+            yield Item(path, "temporary", size_of(path, seen), stage_id)
+        else:
+            step = _STEP.fullmatch(path.name)
+            number = int(step.group(1)) if step else None
+            yield Item(path, "checkpoints", size_of(path, seen), stage_id, 0, number)
+    for number in _attempt_numbers(stage):
+        yield from _of_attempt(stage.attempt(number), stage_id, number, seen)
+    known = {"checkpoints", "attempts"}
+    for root in dict.fromkeys((stage.control, stage.data)):
+        for path in _entries(root):
+            if path.name == WORK:
+                yield Item(path, "checkpoints", size_of(path, seen), stage_id)
+            elif path.name not in known:
+                kind: Kind = "temporary" if _is_temporary(path) else "records"
+                yield Item(path, kind, size_of(path, seen), stage_id)
+
+
+def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> Iterator[Item]:
+    known: dict[Path, Kind] = {
+        paths.output: "outputs",
+        paths.rollouts: "rollouts",
+        paths.tracker: "trackers",
+    }
+    for root in dict.fromkeys((paths.control, paths.data)):
+        for path in _entries(root):
+            kind: Kind = "temporary" if _is_temporary(path) else known.get(path, "logs")
+            yield Item(path, kind, size_of(path, seen), stage_id, number)
+
+
+def _attempt_numbers(stage: StagePaths) -> list[int]:
+    both = StagePaths(stage.data, stage.data).attempt_numbers()
+    return sorted({*stage.attempt_numbers(), *both})
+
+
+def _stage_ids(layout: Layout) -> list[str]:
+    roots = dict.fromkeys((layout.stages, layout.data / "stages"))
+    return sorted({p.name for root in roots for p in _folders(root)})
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(atomic.TEMPORARY)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [p for p in _entries(folder) if p.is_dir() and not _is_temporary(p)]
+
+
+class Row(NamedTuple):
+    """What one run (or nobody's stages) uses of one kind."""
+
+    run: str
+    kind: Kind
+    size: Size
+
+
+def by_run_and_kind(items: Sequence[Item], runs: dict[str, Sequence[str]]) -> list[Row]:
+    """Sums of use. ``runs`` maps run ids, oldest first, to the ids of their stages; a stage that
+    several runs use is shown with the newest of them. What no run names is under ``""``."""
+    owner = {stage: run for run, stages in runs.items() for stage in stages}
+    sums: dict[tuple[str, Kind], Size] = {}
+    for item in items:
+        key = (owner.get(item.stage_id, "") if item.stage_id else "", item.kind)
+        sums[key] = sums.get(key, Size()).plus(item.size)
+    order = [*reversed(list(runs)), ""]
+    rows = [Row(run, kind, size) for (run, kind), size in sums.items()]
+    return sorted(rows, key=lambda r: (order.index(r.run), KINDS.index(r.kind)))
