@@ -11,6 +11,7 @@ from pathlib import Path
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import HUB_DIGEST
 from refiner_core.data.sources import source_digest
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
@@ -30,6 +31,9 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         A source is missing; the message names field and path.
     """
     sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
+    if (tokenizer := config.model.tokenizer_name_or_path) is not None:
+        if not Path(resolve_ref(tokenizer)).is_dir():  # a local one is named by the recipe itself
+            sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"
     if config.data.sft_path is not None:
         sources["data.sft"] = source_digest(config.data, "sft")
     if config.data.rl_path is not None:
@@ -47,7 +51,7 @@ def model_digest(name_or_path: str, revision: str) -> str:
     resolved = resolve_ref(name_or_path)
     path = Path(resolved)
     if not path.is_dir():
-        return f"hub:{name_or_path}@{revision}"
+        return f"{HUB_DIGEST}{name_or_path}@{revision}"
     if not (path / "config.json").is_file():
         raise ConfigurationError(
             f"The model folder {path} has no config.json.",

@@ -39,7 +39,8 @@ class StageWork:
 
     @property
     def model_ref(self) -> str:
-        """The model that this stage starts from or measures."""
+        """The model that this stage starts from or measures: a folder, or a reference to the
+        recipe's base."""
         for role in ("policy", "weights"):
             if role in self.inputs:
                 return str(self.inputs[role] / "model")
@@ -88,10 +89,27 @@ def run_grpo(work: StageWork) -> dict[str, Any]:
     )
 
 
+def run_command(work: StageWork) -> dict[str, Any]:
+    """Another trainer's script to weights in the layout of the Hub."""
+    from flows.foreign import run_foreign
+
+    return run_foreign(work)
+
+
+def run_fetch(work: StageWork) -> dict[str, Any]:
+    """Models and data sets of a Hub into this machine's cache."""
+    from flows.fetch import fetch
+
+    return fetch(work.config, work.spec.sources, output_dir=work.output_dir, io=work.io)
+
+
 def run_evaluate(work: StageWork) -> dict[str, Any]:
     """Weights and a protocol to per-sample results and numbers."""
+    from infra.foreign.exports import require_whole
     from refiner_core.evaluation.run import evaluate_model
 
+    if work.spec.model == "command":
+        require_whole(work.inputs["weights"] / "model", "evaluation")
     return evaluate_model(
         work.config,
         data_dir=work.inputs["data"],
@@ -119,9 +137,11 @@ def run_card(work: StageWork) -> dict[str, Any]:
 
 
 STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
+    "fetch": run_fetch,
     "data": run_data,
     "sft": run_sft,
     "grpo": run_grpo,
+    "command": run_command,
     "evaluate": run_evaluate,
     "publish": run_publish,
     "card": run_card,

@@ -381,13 +381,28 @@ class DiskConfig:
 class CommandConfig:
     """A training script of somebody else's, run under the same care (stage `command`).
 
-    Texts may use ``{output}`` (the stage's folder for what it makes), ``{seed}``, ``{data}``,
-    ``{resume}`` (the resume arguments, empty at the first start), ``{checkpoint}`` (in
-    ``resume_arguments``: the newest complete checkpoint) and ``{workdir}``.
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
+    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+
+    ``{output}``
+        folder for what it makes; the same one in all attempts.
+    ``{seed}``, ``{workdir}``
+        run seed; folder it starts in.
+    ``{data}``
+        output folder of the `data` stage.
+    ``{model}``
+        folder of the model that it starts from: the recipe's newest one, else the base model.
+    ``{resume}``
+        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+    ``{checkpoint}``
+        the newest complete checkpoint (in ``resume_arguments`` only).
     """
 
     run: str = identity("", doc="the shell command that trains")
     version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
+    adopted: str = identity(
+        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+    )
     env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
     workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
     resume_arguments: str = execution(
@@ -402,9 +417,9 @@ class CommandConfig:
     complete: str = execution(
         "weights",
         doc="when a checkpoint counts: `weights` (every shard can be read), `file:NAME` (that file "
-        "is there), or `quiet:SECONDS` (unchanged for so long)",
+        "is there, too), or `quiet:SECONDS` (and unchanged for so long)",
     )
-    keep: int = execution(2, doc="complete checkpoints kept when room is short, besides `exports`")
+    keep: int = execution(2, doc="complete checkpoints kept when room is short")
     heartbeat: Literal["output", "files"] = execution(
         "output", doc="sign of life: something printed, or something written below `{output}`"
     )
@@ -414,6 +429,11 @@ class CommandConfig:
     )
     exports: str = identity(
         "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
+    )
+    companions: str = identity(
+        "",
+        doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
+        "it starts from",
     )
     stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
         "TERM", doc="signal that asks it to save and end"

@@ -1,12 +1,17 @@
 """The plan: a recipe's stages as values, with fingerprints. Making it changes nothing.
 
 ``make_plan(config, sources)`` is pure: ``sources`` maps names of outside things (``data.sft``,
-``data.rl``, ``model``, ``rubrics``, ``judge_prompt``) to digests that the edge has computed. The
-graph follows from the recipe's stage list:
+``data.rl``, ``model``, ``tokenizer``, ``rubrics``, ``judge_prompt``) to digests that the edge has
+computed. The graph follows from the recipe's stage list:
 
-    data ─┬─> sft ──> grpo ──> publish ─┐
-          │    │        │               ├─> card
-          └────┴────────┴──> evaluate (one per model: base, sft, grpo)
+    data ─┬─> sft ──> grpo ──> command ──> publish ─┐
+          │    │        │         │                 ├─> card
+          └────┴────────┴─────────┴──> evaluate (one per model: base, sft, grpo, command)
+
+``command`` is another trainer; it reads `data` or an earlier model only where its texts name
+``{data}`` or ``{model}``. What lies on a Hub is fetched first, by ``fetch``, where the network is:
+the stages that read it come *after* that stage without having it as an input, so that where a
+model comes from changes no fingerprint.
 
 Several stages may share a *kind* (``evaluate``); each has a *name* of its own (``evaluate-sft``).
 ``card`` follows ``publish`` and the evaluations and writes the numbers into the published card, so
@@ -15,11 +20,12 @@ that publishing never waits for an evaluation and an evaluation never blocks pub
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from refiner_core.contract.config import RecipeConfig, Resources
+from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
 
@@ -77,7 +83,7 @@ _NAMED_BY_SOURCE = {
 }
 
 _SOURCES: dict[StageKind, tuple[str, ...]] = {
-    "fetch": ("data.sft", "data.rl", "model"),
+    "fetch": (),
     "data": ("data.sft", "data.rl", "model"),
     "sft": ("model",),
     "grpo": ("model", "rubrics", "judge_prompt"),
@@ -86,7 +92,17 @@ _SOURCES: dict[StageKind, tuple[str, ...]] = {
     "evaluate": ("model", "rubrics", "judge_prompt"),
     "card": (),
 }
-_NEEDS_NETWORK: frozenset[StageKind] = frozenset({"publish", "card"})
+#: Doubled braces, the shell's own ``${…}``, or a placeholder.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
+#: A source that lies on a Hub has a digest that begins so.
+HUB_DIGEST = "hub:"
+#: Which sources a kind reads from the Hub's cache; `fetch` brings them there.
+_READS: dict[StageKind, tuple[str, ...]] = {
+    "data": ("model", "tokenizer", "data.sft", "data.rl"),
+    "sft": ("model", "tokenizer"),
+    "grpo": ("model", "tokenizer"),
+    "evaluate": ("model", "tokenizer"),
+}
 
 
 @dataclass(frozen=True)
@@ -163,13 +179,16 @@ class _Builder:
         self.stages: dict[str, PlannedStage] = {}
 
     def add(self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = "") -> str:
-        values = identity_values(self.config, STAGE_FIELDS[kind])
+        fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
+        if kind == "command" and self._starts_at_base(inputs):
+            fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
+        values = identity_values(self.config, fields)
         values = {
             path: value
             for path, value in values.items()
             if path not in _NOT_IN_EVALUATION and _NAMED_BY_SOURCE.get(path) not in self.sources
         }
-        wanted = {k: self.sources[k] for k in _SOURCES[kind] if k in self.sources}
+        wanted = {k: self.sources[k] for k in needed if k in self.sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
         section = getattr(self.config, "publish" if kind == "card" else kind)
         self.stages[name] = PlannedStage(
@@ -182,9 +201,47 @@ class _Builder:
             input_fingerprints=fingerprints,
             resources=section.resources,
             model=model,
-            needs_network=kind in _NEEDS_NETWORK and self.config.publish.target == "hub",
+            needs_network=self._needs_network(kind),
         )
         return name
+
+    def with_fetch(self) -> tuple[PlannedStage, ...]:
+        """The stages, with ``fetch`` before those that read what lies on a Hub."""
+        reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
+        wanted = {k: self.sources[k] for found in reads.values() for k in found}
+        if not wanted:
+            return tuple(self.stages.values())
+        wanted = dict(sorted(wanted.items()))
+        fetch = PlannedStage(
+            name="fetch",
+            kind="fetch",
+            fingerprint=stage_fingerprint("fetch", STAGE_VERSIONS["fetch"], {}, wanted, {}),
+            identity={},
+            sources=wanted,
+            inputs={},
+            input_fingerprints={},
+            resources=replace(self.config.data.resources, gpus=0, nodes=1),
+            needs_network=True,
+        )
+        others = (
+            replace(stage, after=("fetch",)) if reads[name] else stage
+            for name, stage in self.stages.items()
+        )
+        return (fetch, *others)
+
+    def _hub_sources(self, stage: PlannedStage) -> tuple[str, ...]:
+        names: tuple[str, ...] = _READS.get(stage.kind, ())
+        if stage.kind == "command" and "model" in stage.sources:
+            names = ("model",)
+        return tuple(k for k in names if self.sources.get(k, "").startswith(HUB_DIGEST))
+
+    def _starts_at_base(self, inputs: Mapping[str, str]) -> bool:
+        return "policy" not in inputs and uses(self.config.command, "model")
+
+    def _needs_network(self, kind: StageKind) -> bool:
+        if kind == "command":
+            return self.config.command.needs_network
+        return kind in ("publish", "card") and self.config.publish.target == "hub"
 
 
 def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
@@ -193,17 +250,13 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
     builder = _Builder(config, sources)
     if "data" in config.stages:
         builder.add("data", "data", {})
-    models: dict[str, str] = {"base": ""}
-    for kind in ("sft", "grpo"):
-        if kind not in config.stages:
-            continue
-        inputs = {"data": "data"}
-        if newest := next(reversed(models.values())):
-            inputs["policy"] = newest
-        models[kind] = builder.add(kind, kind, inputs, model=kind)
+    models = _add_training(builder)
     final = next(reversed(models))
     if "publish" in config.stages:
-        builder.add("publish", "publish", {"weights": models[final], "data": "data"}, model=final)
+        inputs = {"weights": models[final]}
+        if "data" in builder.stages[models[final]].inputs:
+            inputs["data"] = "data"
+        builder.add("publish", "publish", inputs, model=final)
     evaluations: dict[str, str] = {}
     if "evaluate" in config.stages:
         for model in (m for m in config.evaluate.models if m in models):
@@ -214,7 +267,38 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
             evaluations[f"evaluation-{model}"] = name
     if "publish" in config.stages and evaluations:
         builder.add("card", "card", {"publish": "publish", **evaluations}, model=final)
-    return Plan(config.recipe, config, tuple(builder.stages.values()))
+    return Plan(config.recipe, config, builder.with_fetch())
+
+
+def _add_training(builder: _Builder) -> dict[str, str]:
+    """The stages that train, one on the other: model name -> stage name (empty for the base)."""
+    config = builder.config
+    models: dict[str, str] = {"base": ""}
+    for kind in ("sft", "grpo"):
+        if kind not in config.stages:
+            continue
+        inputs = {"data": "data"}
+        if newest := next(reversed(models.values())):
+            inputs["policy"] = newest
+        models[kind] = builder.add(kind, kind, inputs, model=kind)
+    if "command" in config.stages:
+        inputs = {"data": "data"} if uses(config.command, "data") else {}
+        newest = next(reversed(models.values()))
+        if newest and uses(config.command, "model"):
+            inputs["policy"] = newest
+        models["command"] = builder.add("command", "command", inputs, model="command")
+    return models
+
+
+def uses(command: CommandConfig, placeholder: str) -> bool:
+    """Whether a command's texts name ``{placeholder}``."""
+    texts = (command.run, command.resume_arguments, command.companions, *command.env)
+    return any(placeholder in placeholders(text) for text in texts)
+
+
+def placeholders(text: str) -> list[str]:
+    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]
 
 
 def _check_stage_list(config: RecipeConfig) -> None:
@@ -225,15 +309,25 @@ def _check_stage_list(config: RecipeConfig) -> None:
             expected="each stage at most once, and at least one",
             fix="correct `stages:`",
         )
-    if "data" not in stages:
+    reads_data = bool({"sft", "grpo", "evaluate"} & set(stages))
+    if "command" in stages:
+        reads_data = reads_data or uses(config.command, "data")
+    if "data" not in stages and (reads_data or "command" not in stages):
         raise ConfigurationError(
             f"`stages` of recipe {config.recipe} has no `data`.",
-            expected="`data` first: every other stage reads what it prepares",
+            expected="`data` first: every other stage reads what it prepares (a `command` does "
+            "where it names {data})",
             fix="add `data` to `stages:` (it is skipped where its outputs are there already)",
         )
-    if "publish" in stages and not {"sft", "grpo"} & set(stages):
+    if "publish" in stages and not {"sft", "grpo", "command"} & set(stages):
         raise ConfigurationError(
             f"Recipe {config.recipe} publishes, but trains nothing.",
-            expected="`sft` or `grpo` beside `publish`",
+            expected="`sft`, `grpo` or `command` beside `publish`",
             fix="add a training stage to `stages:`, or drop `publish`",
+        )
+    if "command" in stages and {"sft", "grpo"} & set(stages) and not uses(config.command, "model"):
+        raise ConfigurationError(
+            f"Recipe {config.recipe} trains a model, and its `command` trains another.",
+            expected="a command that starts from that model, by {model}",
+            fix="write {model} into `command.run`, or drop the other training stages",
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field, identity_values
@@ -21,6 +22,19 @@ IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
 EXECUTION = [p for p, info in FIELDS.items() if info.mark == "execution"]
 #: Identity fields that decide *which* stages there are, not what one of them is.
 GRAPH_FIELDS = {"evaluate.models", "stages"}
+
+
+#: Fingerprints of the default recipe as they were first recorded (first 12 digits).
+PINNED = {
+    "data": "92b0ded45c86",
+    "sft": "97c159653ca6",
+    "grpo": "7598721002f0",
+    "publish": "a704b2995bb1",
+    "evaluate-base": "c0b3b0e05d0b",
+    "evaluate-sft": "bb95c8fbdf58",
+    "evaluate-grpo": "196c10ab8e3f",
+    "card": "32b498f2f151",
+}
 
 
 def another(info: FieldInfo, value: Any) -> Any:
@@ -40,6 +54,15 @@ def another(info: FieldInfo, value: Any) -> Any:
     if value is None:
         return base
     return (not value) if kind is bool else value + (base or 1)
+
+
+def config_with(path: str) -> RecipeConfig:
+    """The default recipe; one with another trainer, where the field is that one's."""
+    config = RecipeConfig()
+    if not path.startswith("command."):
+        return config
+    command = dataclasses.replace(config.command, run="python train.py --out {output}")
+    return dataclasses.replace(config, stages=("command", "publish"), command=command)
 
 
 def fingerprints(config: RecipeConfig) -> dict[str, str]:
@@ -63,7 +86,7 @@ def test_a_field_without_a_mark_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("path", [p for p in EXECUTION if p != "stages"])
 def test_execution_fields_never_change_a_fingerprint(path: str) -> None:
-    config = RecipeConfig()
+    config = config_with(path)
     changed = replace_fields(config, {path: another(FIELDS[path], get_field(config, path))})
     assert changed != config
     assert fingerprints(changed) == fingerprints(config)
@@ -71,7 +94,7 @@ def test_execution_fields_never_change_a_fingerprint(path: str) -> None:
 
 @pytest.mark.parametrize("path", [p for p in IDENTITY if p not in GRAPH_FIELDS])
 def test_identity_fields_change_a_fingerprint(path: str) -> None:
-    config = RecipeConfig()
+    config = config_with(path)
     changed = replace_fields(config, {path: another(FIELDS[path], get_field(config, path))})
     assert fingerprints(changed) != fingerprints(config)
 
@@ -161,11 +184,88 @@ def test_inputs_come_before_the_stages_that_read_them() -> None:
         (("data", "data"), "at most once"),
         (("sft",), "`data` first"),
         (("data", "publish"), "trains nothing"),
+        (("command", "evaluate"), "`data` first"),
+        (("data", "sft", "command"), "starts from that model"),
     ],
 )
 def test_impossible_stage_lists_are_refused(stages: Any, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         make_plan(dataclasses.replace(RecipeConfig(), stages=stages), {})
+
+
+# ---------------------------------------------------------------- another trainer, and a Hub
+
+
+def command_config(*stages: str, **command: Any) -> RecipeConfig:
+    config = dataclasses.replace(RecipeConfig(), stages=stages)
+    return dataclasses.replace(config, command=dataclasses.replace(config.command, **command))
+
+
+def test_a_command_makes_a_model_that_is_published_and_evaluated() -> None:
+    config = command_config("data", "command", "publish", "evaluate", run="train {output}")
+    stages = make_plan(config, {}).by_name
+    assert stages["command"].inputs == {}
+    assert stages["publish"].inputs == {"weights": "command"}
+    assert stages["evaluate-command"].inputs == {"data": "data", "weights": "command"}
+    assert set(stages) == {
+        *("data", "command", "publish", "evaluate-base", "evaluate-command", "card")
+    }
+
+
+def test_a_command_reads_what_its_texts_name() -> None:
+    alone = make_plan(command_config("command", run="train {output} ${HOME} {{data}}"), {})
+    assert [s.name for s in alone.stages] == ["command"]
+    last = command_config("data", "sft", "command", run="train {data} {model} {output}")
+    assert make_plan(last, {}).by_name["command"].inputs == {"data": "data", "policy": "sft"}
+    one, two = (
+        make_plan(command_config("command", run="train {model}"), {"model": m}).by_name["command"]
+        for m in ("weights-1", "weights-2")
+    )
+    assert one.fingerprint != two.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ({}, "no command"),
+        ({"run": "x", "adopted": "abc"}, "both"),
+        ({"run": "x {outptu}"}, r"placeholder \{outptu\}"),
+        ({"run": "x {checkpoint}"}, "placeholder"),
+        ({"run": "x", "resume_arguments": "--resume {checkpoint}"}, "never reach"),
+        ({"run": "x {resume}", "resume_arguments": "--resume"}, "never reach"),
+        ({"run": "x", "step_pattern": "ckpt_("}, "no regular expression"),
+        ({"run": "x", "step_pattern": "ckpt"}, "no group"),
+        ({"run": "x", "complete": "file:"}, "command.complete"),
+        ({"run": "x", "complete": "quiet:soon"}, "command.complete"),
+        ({"run": "x", "checkpoints": "/abs/*"}, "below"),
+        ({"run": "x", "exports": "../final"}, "below"),
+        ({"run": "x", "env": ("A",)}, "sets nothing"),
+    ],
+)
+def test_a_command_that_cannot_work_is_refused_by_its_field(
+    command: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        check_config(command_config("command", **command))
+
+
+def test_what_lies_on_a_hub_is_fetched_first_and_changes_no_fingerprint() -> None:
+    sources = {"model": "hub:a/b@main", "data.sft": "x", "data.rl": "hub:c/d@1/train"}
+    plan = make_plan(RecipeConfig(), sources)
+    fetch, *others = plan.stages
+    assert (fetch.name, fetch.needs_network, fetch.inputs) == ("fetch", True, {})
+    assert fetch.sources == {"data.rl": "hub:c/d@1/train", "model": "hub:a/b@main"}
+    waiting = {s.name for s in others if s.after == ("fetch",)}
+    assert waiting == {"data", "sft", "grpo", "evaluate-base", "evaluate-sft", "evaluate-grpo"}
+    assert not any(s.needs_network for s in others)
+    local = make_plan(RecipeConfig(), {"model": "x", "data.sft": "x", "data.rl": "x"})
+    assert "fetch" not in local.by_name
+    assert all("fetch" not in s.inputs for s in others)
+
+
+def test_shipped_recipes_keep_their_fingerprints() -> None:
+    """Work that was done before must be found again."""
+    assert {n: f[:12] for n, f in fingerprints(RecipeConfig()).items()} == PINNED
 
 
 def test_an_unknown_stage_is_answered_with_those_there_are() -> None:

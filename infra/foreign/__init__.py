@@ -1,0 +1,5 @@
+"""Other people's trainers, run and read with the same care as our own.
+
+In: a shell command and what it leaves in a folder, in whatever layout. Out: a process that never
+outlives its attempt, checkpoints that are known to be whole, and an export for other stages.
+"""

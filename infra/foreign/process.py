@@ -1,0 +1,159 @@
+"""One run of another trainer as a process: started, read, asked to stop, never left behind.
+
+In: a command and its environment. Out: its lines as they come, and its exit code. It runs under
+:mod:`infra.foreign.minder`, which kills it when this process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from infra.foreign import minder
+from infra.foreign.calling import MARK
+
+log = logging.getLogger(__name__)
+
+#: A line without an end is cut after this many bytes.
+_LINE_LIMIT = 1 << 16
+_LAST_WORDS_S = 5.0
+
+
+class Line(NamedTuple):
+    """What was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
+
+    text: str
+    redrawn: bool = False
+
+
+class TrainerProcess:
+    """A started trainer; a context manager that leaves none of its processes behind."""
+
+    def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
+        self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
+        # -I and -S: the settings are the trainer's, and must not change what minds it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(minder.__file__)), command],
+            env=dict(environment),
+            cwd=workdir,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="trainer-output", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> TrainerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, 128 + number for a signal; None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def lines(self, timeout_s: float) -> Iterator[Line]:
+        """What was printed since the last call; waits up to ``timeout_s`` for the first line."""
+        with contextlib.suppress(queue.Empty):
+            yield self._lines.get(timeout=timeout_s)
+            while True:
+                yield self._lines.get_nowait()
+
+    def last_lines(self) -> Iterator[Line]:
+        """What is left once it has ended."""
+        self._reader.join(_LAST_WORDS_S)
+        yield from self.lines(0.0)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End it and all it has started, now."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # the minder hears that
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            log.warning("the trainer's processes do not end (%s)", self._process.pid)
+            self.signal(signal.SIGKILL)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        rest = b""
+        with self._process.stdout as pipe:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
+                for line in whole:
+                    self._put(line)
+                *redrawn, rest = rest.split(b"\r")
+                for line in redrawn:
+                    self._lines.put(Line(_text(line), redrawn=True))
+                if len(rest) > _LINE_LIMIT:
+                    self._put(rest)
+                    rest = b""
+        if rest:
+            self._put(rest)
+
+    def _put(self, line: bytes) -> None:
+        *redrawn, last = line.split(b"\r")
+        for part in redrawn:
+            self._lines.put(Line(_text(part), redrawn=True))
+        self._lines.put(Line(_text(last)))
+
+
+def kill_leftovers(output: Path, patience_s: float = 30.0) -> int:
+    """Kill what an earlier attempt's trainer has left on this host; returns how many processes.
+
+    They are known by the mark in their environment, which children inherit and nobody else has: a
+    process number alone could be another's by now.
+    """
+    deadline, killed = time.monotonic() + patience_s, 0
+    while left := _marked(output):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {[p.pid for p in left]} of an earlier trainer stay")
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed += 1
+        time.sleep(0.05)
+    if killed:
+        log.warning("killed %d processes that an earlier attempt's trainer had left", killed)
+    return killed
+
+
+def _marked(output: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(MARK) == str(output)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+        except (psutil.Error, OSError):  # gone, or another user's
+            continue
+    return found
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip()

@@ -1,0 +1,355 @@
+"""Another trainer under care: it dies in every way that trainers die, and ends with the same bytes.
+
+The trainer (tests/support/foreign_trainer.py) knows nothing of refiner and saves straight into
+place. What is compared is always the bytes of its last checkpoint with those of a run in which
+nothing happened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.foreign.layout import work_folder
+from infra.processes import ProcessId
+from infra.stage_io import read_metrics
+from infra.workspace import Workspace
+from refiner_core.contract.config import CommandConfig, DiskConfig
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Attempt, Outcome
+from tests.support.command import environment, wait_until
+from tests.support.plans import SOURCES, claim, small_config
+from tests.support.require import require
+
+TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
+RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} --steps 16 {{resume}}"
+COMMAND = CommandConfig(
+    run=RUN,
+    resume_arguments="--resume_from {checkpoint}",
+    checkpoints="ckpt_*",
+    complete="file:trainer.json",
+    progress_pattern=r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)",
+)
+
+
+class Story:
+    """One `command` stage, attempt after attempt, in workers of its own."""
+
+    def __init__(self, root: Path, more: str = "", **command: Any) -> None:
+        self.workspace = Workspace.open(root)
+        fields = {"run": RUN + more, **command}
+        config = replace(
+            small_config("command"),
+            command=replace(COMMAND, **fields),
+            disk=DiskConfig(watch_s=0.2, reclaim=False),
+        )
+        self.plan: Plan = make_plan(config, SOURCES)
+        self.id = self.plan.by_name["command"].id
+        self.stage = self.workspace.layout.stage(self.id)
+        self.work = work_folder(self.stage)
+        self.count = 0
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Start the next attempt's worker."""
+        claim(self.workspace, self.plan, "command", after=self.count)
+        self.count += 1
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "flows.worker", "--workspace", str(self.workspace.root)),
+                *(self.id, str(self.count)),
+            ],
+            env=environment(),
+            start_new_session=True,
+        )
+
+    def attempt(self) -> Outcome:
+        """Run the next attempt to its end."""
+        self.begin().wait(60)
+        return self.outcome
+
+    @property
+    def last(self) -> Attempt:
+        found = self.workspace.read_attempt(self.id, self.count)
+        assert found is not None
+        return found
+
+    @property
+    def outcome(self) -> Outcome:
+        assert self.last.outcome is not None, self.log
+        return self.last.outcome
+
+    @property
+    def log(self) -> str:
+        return self.stage.attempt(self.count).log.read_text()
+
+    @property
+    def steps(self) -> list[int]:
+        return [m.step for m in read_metrics(self.stage.attempt(self.count).metrics)]
+
+    def weights(self) -> str:
+        folder = self.workspace.output_dir(self.id)
+        assert folder is not None, self.log
+        return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+    def processes(self) -> list[psutil.Process]:
+        """What of the trainer runs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("REFINER_OUTPUT") == str(self.work):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    story = Story(tmp_path_factory.mktemp("undisturbed") / "ws")
+    assert story.attempt().failure == "none", story.log
+    assert story.steps == list(range(1, 17))
+    return story.weights()
+
+
+@pytest.fixture
+def quota_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Makes a folder with a real quota: writes beyond it fail with errno 122, for root, too."""
+    image, top, folder = tmp_path / "img", tmp_path / "top", tmp_path / "disk"
+
+    def make(mib: int) -> Path:
+        for path in (top, folder):
+            path.mkdir()
+        steps = (
+            ["truncate", "-s", f"{mib + 256}M", str(image)],
+            ["mkfs.btrfs", "-q", "-m", "single", "-d", "single", str(image)],
+            ["mount", "-o", "loop,nodatasum", str(image), str(top)],
+            ["btrfs", "quota", "enable", str(top)],
+            ["btrfs", "subvolume", "create", str(top / "v")],
+            ["btrfs", "qgroup", "limit", f"{mib}M", str(top / "v")],
+            ["mount", "--bind", str(top / "v"), str(folder)],
+        )
+        for step in steps:
+            missing = shutil.which(step[0]) is None
+            if missing or subprocess.run(step, check=False, capture_output=True).returncode:
+                require("quota", False, f"`{step[0]}` does not work here")
+        return folder
+
+    yield make
+    for path in (folder, top):
+        if path.is_mount():
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    return wait_until(condition, what, timeout_s=40)
+
+
+def has_reached(story: Story, step: int) -> Callable[[], bool]:
+    return lambda: bool(story.steps) and story.steps[-1] >= step
+
+
+# ---------------------------------------------------------------- it ends, and how
+
+
+def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(tmp_path: Path) -> None:
+    story = Story(tmp_path / "a folder; with 'signs'")
+    assert story.attempt().failure == "none", story.log
+    result = story.workspace.read_result(story.id)
+    assert result is not None
+    assert (result.report["steps"], result.report["export"]) == (16, "ckpt_16")
+    assert result.report["final"].keys() == {"loss"}
+    assert [f.path for f in result.files] == ["model/model.safetensors", "model/trainer.json"]
+    beat = story.workspace.read_heartbeat(story.id, 1)
+    assert beat is not None
+    assert (beat["progress"]["done"], beat["progress"]["total"]) == (16, 16)
+    assert "step 16/16" in story.log
+
+
+@pytest.mark.parametrize(
+    ("says", "failure", "decision"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", "gpu_out_of_memory", "resume"),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1", "gpu_error", "resume"),
+        ("[Errno 28] No space left on device", "disk_full", "resume"),
+        ("loss is nan at step 6", "not_finite", "stop"),
+        ("KeyError: 'prompt'", "bug", "stop"),
+    ],
+)
+def test_why_it_died_is_told_from_its_last_words(
+    tmp_path: Path, says: str, failure: str, decision: str
+) -> None:
+    story = Story(tmp_path / "ws", f' --die_at 6 --say "{says}"')
+    outcome = story.attempt()
+    assert (outcome.failure, outcome.decision) == (failure, decision), outcome
+    assert says.rpartition(": ")[2][:20] in outcome.message
+
+
+def test_a_command_that_is_not_there_is_bad_configuration(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", run="no-such-trainer {resume}")
+    assert story.attempt().failure == "bad_configuration", story.outcome
+
+
+def test_a_trainer_that_leaves_nothing_is_told_what_was_expected(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", run="echo step 1/1 {resume}")
+    assert "left no complete checkpoint" in story.attempt().message
+
+
+# ---------------------------------------------------------------- it is interrupted
+
+
+def test_after_kill_9_of_the_worker_nothing_of_the_trainer_runs_and_it_goes_on(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1 --child")
+    worker = story.begin()
+    until(has_reached(story, 6), "step 6")
+    assert len(story.processes()) >= 3  # the minder, the trainer and its background process
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    until(lambda: not story.processes(), "the trainer to be gone")
+    assert story.attempt().failure == "none", story.log
+    assert story.last.resumed_from_step in (4, 8)
+    assert story.steps == list(range(1, 17))
+    assert story.weights() == undisturbed
+    until(lambda: not story.processes(), "the background process to be gone")
+
+
+def test_what_an_earlier_trainer_left_running_is_ended_before_the_next_one_starts(
+    tmp_path: Path,
+) -> None:
+    story = Story(tmp_path / "ws")
+    settings = {**os.environ, "REFINER_OUTPUT": str(story.work)}
+    stale = subprocess.Popen(["sleep", "600"], env=settings, start_new_session=True)
+    assert story.attempt().failure == "none", story.log
+    assert stale.wait(5) == -signal.SIGKILL
+    assert "had left" in story.log
+
+
+def test_a_stop_is_passed_on_and_the_trainer_saves(tmp_path: Path, undisturbed: str) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1 --save_every 100")
+    worker = story.begin()
+    until(has_reached(story, 3), "step 3")
+    worker.send_signal(signal.SIGTERM)
+    worker.wait(30)
+    assert story.outcome.failure == "interrupted", story.outcome
+    assert "checkpoint of step" in story.outcome.message
+    assert story.attempt().failure == "none", story.log
+    assert (story.last.resumed_from_step or 0) >= 3
+    assert story.weights() == undisturbed
+
+
+def test_a_trainer_that_does_not_listen_is_killed_after_the_grace(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1 --deaf --steps 1000")
+    story.plan = make_plan(
+        replace(
+            story.plan.config,
+            dispatch=replace(story.plan.config.dispatch, grace_s=1.0),
+        ),
+        SOURCES,
+    )
+    worker = story.begin()
+    until(has_reached(story, 5), "step 5")
+    worker.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    worker.wait(30)
+    assert time.monotonic() - began < 10
+    assert story.outcome.failure == "interrupted"
+    assert not story.processes()
+
+
+def test_a_trainer_of_an_attempt_that_was_given_up_ends(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1 --steps 1000")
+    worker = story.begin()
+    until(has_reached(story, 3), "step 3")
+    claim(story.workspace, story.plan, "command", after=1)
+    worker.wait(30)
+    assert not story.processes()
+    assert story.last.outcome is None  # that is for whoever closed it to say
+
+
+@pytest.mark.parametrize("heartbeat", ["output", "files"])
+def test_a_silent_trainer_makes_no_progress(tmp_path: Path, heartbeat: str) -> None:
+    story = Story(tmp_path / "ws", " --hang_at 6", heartbeat=heartbeat)
+    worker = story.begin()
+
+    def told() -> int:
+        beat = story.workspace.read_heartbeat(story.id, 1) or {}
+        return int(beat.get("told", 0))
+
+    try:
+        until(has_reached(story, 5), "step 5")
+        time.sleep(4.5)
+        before = told()
+        counter = (story.workspace.read_heartbeat(story.id, 1) or {})["counter"]
+        time.sleep(4.5)
+        assert told() == before > 0
+        assert (story.workspace.read_heartbeat(story.id, 1) or {})["counter"] > counter
+    finally:
+        ProcessId.of(worker.pid).kill_group()
+        worker.wait()
+    until(lambda: not story.processes(), "the trainer to be gone")
+
+
+# ---------------------------------------------------------------- no room
+
+
+@pytest.mark.quota
+def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
+    quota_disk: Callable[..., Path], undisturbed: str
+) -> None:
+    disk = quota_disk(mib=12)
+    story = Story(disk / "ws", " --step_s 0.05 --write_s 0.02")
+    filler = disk / "filler"
+    worker = story.begin()
+    until(lambda: (story.work / "ckpt_8").exists(), "the second save")
+    fill(filler)
+    worker.wait(60)
+    outcome = story.outcome
+    assert outcome.failure == "disk_full", outcome
+    assert "Errno 122" in outcome.message
+    assert "Errno 122] Disk quota exceeded" in story.log
+    kept = {p.name for p in story.work.iterdir()}
+    assert "ckpt_4" in kept
+    assert all((story.work / name / "trainer.json").stat().st_size for name in kept), kept
+    filler.unlink()
+    os.sync()
+    assert story.attempt().failure == "none", story.log
+    assert (story.last.resumed_from_step or 0) >= 4
+    assert story.steps == list(range(1, 17))
+    assert story.weights() == undisturbed
+
+
+@pytest.mark.quota
+def test_older_checkpoints_make_room_while_it_runs(quota_disk: Callable[..., Path]) -> None:
+    disk = quota_disk(mib=12)
+    more = " --step_s 0.05 --kib 2048 --steps 48"
+    story = Story(disk / "ws", more, keep=2)
+    assert story.attempt().failure == "none", (story.outcome, story.log)
+    left = sorted(int(p.name.removeprefix("ckpt_")) for p in story.work.iterdir())
+    assert left[-1] == 48
+    assert len(left) < 12
+    assert "to make room" in story.log
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more goes in."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 16, 1 << 12):
+            while True:
+                try:
+                    file.write(os.urandom(size))
+                    os.fsync(file.fileno())
+                except OSError:
+                    break
