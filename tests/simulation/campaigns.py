@@ -1,0 +1,269 @@
+"""One schedule: people run a plan, everything goes wrong for a while, then nothing does any more.
+
+In: a seed. Out: a :class:`Summary`, or a :class:`~tests.simulation.world.Violation` with what must
+be typed to see it again. People start the same command again when it has ended without being done,
+or was killed; a second person may run it, too; they press Ctrl-C now and then.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infra.campaign import Campaign
+from infra.disk.keeper import DiskKeeper
+from infra.dispatch import Router
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig, SftConfig
+from refiner_core.contract.errors import NoSpaceError, RefinerError
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from tests.simulation.disk import GIB, SimDisk
+from tests.simulation.files import simulated_machine
+from tests.simulation.invariants import Watch
+from tests.simulation.slurm import Cluster, SimSlurm
+from tests.simulation.weather import draw_weather
+from tests.simulation.worker import Shape, Worker
+from tests.simulation.world import Process, Stalls, Violation, World
+from tests.support.plans import SOURCES, run_record, small_config
+
+REPLAY = "python -m tests.prove.simulation --seed {seed} --verbose"
+CALM_AFTER_S = 4 * 3600.0
+#: Virtual time that a campaign may need after the faults have stopped, and calls in that time.
+PATIENCE_S = 24 * 3600.0
+CALLS_AFTER = 12
+POLL_S = 45.0
+HOSTS = ("login1", "login2")
+#: Points near which a kill is most instructive.
+_NEAR = ("sbatch", "after sbatch", "rename 0", "after rename 0", "link outcome", "link started")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a schedule was like."""
+
+    seed: int
+    virtual_s: float
+    attempts: int
+    calls: int
+    setbacks: int
+    killed: int
+
+
+def trial_plan(trials: int = 2) -> Plan:
+    """One ``data`` stage, and per trial (a seed) an ``sft`` stage on it and its evaluation."""
+    config = replace(
+        small_config("data", "sft", "evaluate", poll_s=POLL_S, heartbeat_timeout_s=400.0),
+        disk=DiskConfig(wait_min=120.0, watch_s=60.0),
+    )
+    config = replace(
+        config,
+        sft=replace(SftConfig(), keep=2),
+        dispatch=replace(config.dispatch, hung_after_s=2000.0, backoff_s=60.0, grace_s=120.0),
+        evaluate=replace(config.evaluate, models=("sft",)),
+    )
+    stages: dict[str, PlannedStage] = {}
+    for seed in range(1, trials + 1):
+        for stage in make_plan(replace(config, seed=seed), SOURCES).stages:
+            renamed = _of_trial(stage, seed)
+            stages[renamed.name] = renamed
+    return Plan("trials", config, tuple(stages.values()))
+
+
+def _of_trial(stage: PlannedStage, seed: int) -> PlannedStage:
+    def name_of(name: str) -> str:
+        return name if name in ("data", "fetch") else f"{name}-{seed}"
+
+    inputs = {role: name_of(name) for role, name in stage.inputs.items()}
+    after = tuple(name_of(n) for n in stage.after)
+    return replace(stage, name=name_of(stage.name), inputs=inputs, after=after)
+
+
+class Schedule:
+    """Everything of one seed."""
+
+    def __init__(self, seed: int, root: Path, say: Callable[[str], None] | None = None) -> None:
+        self.world = world = World(seed, say)
+        self.weather = draw_weather(world.random)
+        self.plan = trial_plan()
+        self.root = root
+        workspace = Workspace.open(root)
+        self.shapes = {s.id: self._shape(s) for s in self.plan.stages}
+        self.watch = Watch(world, workspace.layout, self.shapes, self.plan.config.dispatch.retries)
+        self.disk = SimDisk(world, workspace.layout, limit=16 * GIB, checkpoint=2 * GIB)
+        self.disk.small_too = self.weather.small_files_too
+        worker = Worker(world, workspace, self.disk, self.shapes)
+        self.cluster = Cluster(world, self.weather, self.watch, worker)
+        self.calls = 0
+        self.killed = 0
+        self._running: dict[int, Process] = {}
+        world.stalls = Stalls(long=self.weather.long_stalls)
+        world.after_event = self.watch.check
+
+    def _shape(self, stage: PlannedStage) -> Shape:
+        rng = self.world.random
+        if stage.kind != "sft":
+            return Shape(rng.randint(1, 3), 40.0, 99, 1.0)
+        return Shape(rng.randint(4, 9), rng.choice([60.0, 200.0]), rng.randint(1, 3), 15.0)
+
+    # ------------------------------------------------------------ the whole of it
+
+    def run(self) -> Summary:
+        """Faults, then calm, to the end.
+
+        Raises
+        ------
+        Violation
+            Something that must never happen did.
+        """
+        with simulated_machine(self.world, self.disk, self.watch, self.cluster):
+            self._call(HOSTS[0], 0.0)
+            if self.weather.second_call:
+                self._call(
+                    HOSTS[self.world.random.randint(0, 1)], 1500 * self.world.random.random()
+                )
+            self._fill_disk()
+            if not self.world.run(CALM_AFTER_S, self._over):
+                self._calm()
+            self.world.tell("all is done")
+            self.watch.check_end(self.plan.stages)
+        return Summary(
+            seed=self.world.seed,
+            virtual_s=self.world.now,
+            attempts=sum(s.newest for s in self.watch.stages.values()),
+            calls=self.calls,
+            setbacks=sum(s.setbacks.total() for s in self.watch.stages.values()),
+            killed=self.killed,
+        )
+
+    def _calm(self) -> None:
+        self.world.tell("the faults stop")
+        self.cluster.clear_up()
+        self.world.stalls = Stalls(short=0.0)
+        self.disk.others, before = 0, self.calls
+        for process in self.world.processes.values():
+            process.dies_at = process.dies_near = None
+        if not self._running:
+            self._call(HOSTS[0], 0.0)
+        self.world.run(self.world.now + PATIENCE_S, self._over)
+        if self.calls - before > CALLS_AFTER:
+            raise Violation(f"it took {self.calls - before} calls after the faults had stopped")
+
+    def _over(self) -> bool:
+        return all(self.watch.stages[s.id].result for s in self.plan.stages)
+
+    # ------------------------------------------------------------ people
+
+    def _call(self, host: str, delay_s: float) -> None:
+        """Somebody types the command."""
+        self.calls += 1
+        name = f"call{self.calls}"
+        process = self.world.spawn(name, host, lambda: self._orchestrate(), delay_s)
+        self._running[process.pid] = process
+        rng = self.world.random
+        if self.world.chance(self.weather.orchestrator_dies):
+            if rng.random() < 0.5:
+                process.dies_near = (rng.choice(_NEAR), rng.randint(1, 4))
+            else:
+                process.dies_at = rng.randint(1, 1500)
+        process.at_end.append(lambda: self._call_ended(process))
+
+    def _call_ended(self, process: Process) -> None:
+        del self._running[process.pid]
+        if not self._over() and not self._running:
+            again_s = 60.0 if self.weather.clear else self.world.random.choice([5.0, 300.0, 2000.0])
+            self._call(self.world.random.choice(HOSTS), again_s)
+
+    def _orchestrate(self) -> None:
+        """What `refiner run` does, as a process."""
+        world, process = self.world, self.world.current
+        assert process is not None
+        self.watch.call_begins(process)
+        world.tell(f"begins on {process.host}")
+        try:
+            workspace = Workspace(self.root)
+            slurm = SimSlurm(self.cluster, workspace)
+            campaign = Campaign(
+                self.plan,
+                workspace,
+                Router({"slurm": slurm}, lambda _: "slurm"),
+                run=run_record(workspace, self.plan),
+                keeper=DiskKeeper(
+                    workspace, self.plan.config.disk, clock=lambda: world.now, sleep=world.sleep
+                ),
+                clock=lambda: world.now,
+            )
+            campaign.begin()
+            stop_at = None
+            if world.chance(self.weather.interrupts):
+                stop_at = world.now + world.random.random() * 3000
+            while not campaign.step():
+                world.sleep(campaign.wake_after())
+                if stop_at is not None and world.now >= stop_at:
+                    world.tell("Ctrl-C")
+                    self._interrupted()
+                    campaign.request_stop("Ctrl-C")
+                    stop_at = None
+        except NoSpaceError as error:
+            world.tell(f"refuses to begin: {error}")
+            return
+        states = ", ".join(f"{n} {v.state}" for n, v in campaign.views().items())
+        world.tell(f"ends: {states}")
+
+    def _interrupted(self) -> None:
+        for stage in self.plan.stages:
+            self.watch.setback(stage.id, "Ctrl-C")
+
+    # ------------------------------------------------------------ the disk
+
+    def _fill_disk(self) -> None:
+        """Other people take room, and give it back."""
+        if not self.weather.disk_fills:
+            return
+        rng = self.world.random
+
+        def change() -> None:
+            if self.weather.clear:
+                return
+            full = rng.random() < self.weather.disk_fills
+            self.disk.others = rng.choice([self.disk.limit, 10 * GIB]) if full else 0
+            self.world.tell(f"others use {self.disk.others / GIB:.0f} GiB")
+            if full:
+                for stage in self.plan.stages:
+                    self.watch.setback(stage.id, "disk")
+            self.world.at(rng.expovariate(1 / 1500.0), change)
+
+        self.world.at(rng.expovariate(1 / 1000.0), change)
+
+
+def run_schedule(seed: int, say: Callable[[str], None] | None = None) -> Summary:
+    """Run one schedule.
+
+    Raises
+    ------
+    Violation
+        Says what happened, and how to see it again.
+    """
+    with _scratch() as root:
+        try:
+            return Schedule(seed, root, say).run()
+        except Exception as error:
+            raise Violation(
+                f"seed {seed}: {type(error).__name__}: {error}\n"
+                f"  replay it with: {REPLAY.format(seed=seed)}"
+            ) from error
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder in memory, where there is one."""
+    memory = Path("/dev/shm")
+    where = memory if memory.is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="refiner-simulation-", dir=where))
+    try:
+        yield folder / "workspace"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""The real code on real files, with every operation that changes something seen by the world.
+
+In: a :class:`~tests.simulation.world.World`, a disk, a watcher. Out: a context in which each rename,
+link, write and removal is a point at which its process may stall or die, fails where the disk is
+full, and is told to the watcher afterwards. Processes, host names and signals are the simulated
+ones; fsync costs nothing; heartbeats beat in virtual time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import infra.attempt
+import infra.disk.room
+import infra.room_keeping
+import infra.workspace
+from infra import atomic, heartbeat, processes, signals
+from infra.disk import keeper, usage
+from infra.disk.keeper import DiskKeeper
+from infra.disk.probe import Room
+from infra.processes import ProcessId
+from infra.signals import SlurmJob
+from tests.simulation.world import World
+
+BEAT_S = 60.0
+_HINTS = functools.cache(typing.get_type_hints)
+
+
+class Watcher(Protocol):
+    """Hears of each operation after it has been done."""
+
+    def done(self, operation: str, path: Path) -> None:
+        """``path`` is the file's or folder's name after the operation."""
+        ...
+
+
+class Disk(Protocol):
+    """Says whether a write fits, by trying and by asking."""
+
+    def look(self) -> Room:
+        """What quota tools say."""
+        ...
+
+    def has_room(self, folder: Path, size: int = ...) -> bool:
+        """Whether a probe write goes through."""
+        ...
+
+    def small_write(self, path: Path) -> None:
+        """Raise OSError (ENOSPC, EDQUOT) if not even a control file fits."""
+        ...
+
+
+class Scheduler(Protocol):
+    """Answers jobs that ask about themselves."""
+
+    def answer(self, command: Sequence[str]) -> str:
+        """What a command of the scheduler prints."""
+        ...
+
+
+@contextlib.contextmanager
+def simulated_machine(
+    world: World, disk: Disk, watcher: Watcher, scheduler: Scheduler
+) -> Iterator[None]:
+    """Real code called within runs on the simulated machine."""
+    numbers = itertools.count(1)
+
+    def token(size: int = 8) -> str:
+        return f"{next(numbers):0{2 * size}x}"
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with contextlib.ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, value))
+
+        _file_operations(put, world, disk, watcher)
+        _processes(put, world)
+        _jobs(put, world, scheduler)
+        _room(put, world, disk)
+        put(secrets, "token_hex", token)
+        put(typing, "get_type_hints", _cached_hints)
+        put(infra.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
+        put(infra.attempt, "job_provenance", lambda _config: {})
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _cached_hints(kind: Any, *rest: Any, **more: Any) -> dict[str, Any]:
+    """Records are read thousands of times; their types do not change."""
+    return _HINTS(kind) if not rest and not more else _HINTS.__wrapped__(kind, *rest, **more)
+
+
+Put = Callable[[Any, str, Any], None]
+
+
+def _file_operations(put: Put, world: World, disk: Disk, watcher: Watcher) -> None:
+    def nothing(*_: Any) -> None:
+        return None
+
+    for target, name in ((os, "fsync"), (atomic, "sync_file"), (atomic, "sync_folder")):
+        put(target, name, nothing)
+    put(atomic, "sync_tree", nothing)
+
+    def seen(operation: str, real: Callable[..., Any], pick: Callable[..., Any]) -> Any:
+        @functools.wraps(real)
+        def call(*args: Any, **named: Any) -> Any:
+            path = Path(pick(*args))
+            label = f"{operation} {_short(path)}"
+            world.point(label)
+            result = real(*args, **named)
+            watcher.done(operation, path)
+            world.point(f"after {label}")
+            return result
+
+        return call
+
+    def first(path: Any, *_: Any) -> Any:
+        return path
+
+    def second(_: Any, path: Any, *__: Any) -> Any:
+        return path
+
+    write = atomic._write_new
+
+    def write_new(path: Path, data: bytes, *, sync: bool) -> None:
+        world.point(f"write {_short(path)}")
+        disk.small_write(path)
+        write(path, data, sync=sync)
+
+    def read_json(path: Path) -> Any:
+        world.point("read")
+        return real_read(path)
+
+    real_read = atomic.read_json
+    put(atomic, "_write_new", write_new)
+    put(atomic, "read_json", read_json)
+    put(os, "link", seen("link", os.link, second))
+    put(Path, "rename", seen("rename", Path.rename, second))
+    put(Path, "replace", seen("rename", Path.replace, second))
+    put(Path, "unlink", seen("unlink", Path.unlink, first))
+    put(shutil, "rmtree", seen("rmtree", shutil.rmtree, first))
+
+
+def _short(path: Path) -> str:
+    """What a file is, without what differs from stage to stage."""
+    return re.split(r"[-.]", path.name.removeprefix(atomic.TEMPORARY))[0]
+
+
+def _processes(put: Put, world: World) -> None:
+    def of(pid: int | None = None) -> ProcessId:
+        process = world.current if pid is None else world.processes[pid]
+        if process is None:
+            return ProcessId("outside", 1, 1.0)
+        return ProcessId(process.host, process.pid, float(process.pid))
+
+    def here(self: ProcessId) -> bool:
+        return world.current is not None and self.host == world.current.host
+
+    def alive(self: ProcessId) -> bool:
+        return here(self) and self.pid in world.processes
+
+    def handle(number: int, handler: Any) -> Any:
+        process = world.current
+        if process is None:
+            return None
+        before, process.handlers[number] = process.handlers.get(number), handler
+        return before
+
+    put(ProcessId, "of", staticmethod(of))
+    put(ProcessId, "here", property(here))
+    put(ProcessId, "alive", property(alive))
+    put(processes, "host_name", lambda: world.current.host if world.current else "outside")
+    put(signal, "signal", handle)
+
+
+def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
+    def from_environment(*_: Any) -> SlurmJob | None:
+        process = world.current
+        if process is None or process.job is None:
+            return None
+        return SlurmJob(process.job.id, "", process.job.restarts, process.host)
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        world.point(command[0])
+        printed = scheduler.answer(command)
+        return subprocess.CompletedProcess(command, 0 if printed else 1, printed, "")
+
+    put(SlurmJob, "from_environment", staticmethod(from_environment))
+    put(signals.subprocess, "run", run)
+
+
+def _room(put: Put, world: World, disk: Disk) -> None:
+    for module in (keeper, infra.disk.room, infra.room_keeping, infra.workspace):
+        put(module, "has_room", disk.has_room)
+    put(keeper, "Prober", lambda *_, **__: disk)
+    put(keeper, "sync_file_system", lambda _folder: None)
+    put(keeper, "random", SimpleNamespace(Random=lambda: world.random))
+    put(usage, "_size", lambda status, _seen: usage.Size(status.st_size, 1, status.st_size))
+    simulated = functools.partial(DiskKeeper, clock=lambda: world.now, sleep=world.sleep)
+    put(keeper, "DiskKeeper", simulated)
+
+
+class _Heartbeat(heartbeat.Heartbeat):
+    """The real one, with a timer of the world instead of a thread."""
+
+    def __init__(self, world: World, path: Path, began: float, *rest: Any, **more: Any) -> None:
+        super().__init__(path, began, *rest, **more)
+        self._world, self._of = world, world.current
+
+    def start(self) -> None:
+        self._write()
+        self._world.at(BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        process = self._of
+        if self._ended.is_set() or process is None or not process.alive:
+            return
+        if not process.frozen:
+            self._write()
+            self._on_beat()
+        self._world.at(BEAT_S, self._beat)

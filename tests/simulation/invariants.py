@@ -1,0 +1,240 @@
+"""What must hold at every moment of a campaign, judged from the files and from nothing else.
+
+In: every operation on the disk, as it is done. Out: a
+:class:`~tests.simulation.world.Violation` that says what should never have happened. Nothing here
+asks the code under test: a claim is a folder that was renamed into place, a token is a link to
+``started.json``, a checkpoint is what its marker says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.layout import Layout
+from infra.stage_io import read_metrics
+from refiner_core.contract.config import RetryConfig
+from refiner_core.contract.plan import PlannedStage
+from tests.simulation.disk import read_state
+from tests.simulation.worker import Shape, chain_after
+from tests.simulation.world import Process, Violation, World
+
+_ATTEMPT = re.compile(r"(\d{4})")
+
+
+@dataclass
+class _End:
+    """How an attempt ended, and how far the stage's checkpoints were then."""
+
+    failure: str
+    decision: str
+    saved: int
+
+
+@dataclass
+class _Stage:
+    """What has happened to one stage."""
+
+    newest: int = 0
+    tokens: dict[int, Process | None] = field(default_factory=dict)  # None: void
+    ends: dict[int, _End] = field(default_factory=dict)
+    claims: dict[int, int | None] = field(default_factory=dict)  # attempt -> pid of who claimed it
+    result: str = ""
+    saved: int = 0
+    setbacks: Counter[str] = field(default_factory=Counter)
+
+
+class Watch:
+    """Sees everything; raises for what must not be.
+
+    Parameters
+    ----------
+    world, layout
+        What is watched.
+    shapes
+        What each stage is to do.
+    retries
+        The budgets per class.
+    """
+
+    def __init__(
+        self, world: World, layout: Layout, shapes: dict[str, Shape], retries: RetryConfig
+    ) -> None:
+        self.world, self.layout, self.shapes, self.retries = world, layout, shapes, retries
+        self.stages: defaultdict[str, _Stage] = defaultdict(_Stage)
+        self.calls: dict[int, str] = {}  # orchestrators by pid
+        self.seen_at_start: dict[int, dict[str, int]] = {}
+        self.cancelled: set[tuple[str, int]] = set()
+        self.claims = 0
+
+    # ------------------------------------------------------------ what others tell
+
+    def setback(self, stage_id: str, why: str) -> None:
+        """See :class:`tests.simulation.slurm.Ledger`."""
+        self.stages[stage_id].setbacks[why] += 1
+
+    def scancelled(self, stage_id: str, attempt: int) -> None:
+        """See :class:`tests.simulation.slurm.Ledger`."""
+        self.cancelled.add((stage_id, self.stages[stage_id].newest or attempt))
+
+    def call_begins(self, process: Process) -> None:
+        """An orchestrator begins: what has ended by now is history to it."""
+        self.calls[process.pid] = process.name
+        self.seen_at_start[process.pid] = {i: s.newest for i, s in self.stages.items()}
+
+    # ------------------------------------------------------------ what is seen
+
+    def done(self, operation: str, path: Path) -> None:
+        """One operation on the disk has been done."""
+        try:
+            parts = path.relative_to(self.layout.stages).parts
+        except ValueError:
+            return
+        stage_id, name = parts[0], parts[-1]
+        stage = self.stages[stage_id]
+        if operation == "rename" and len(parts) == 3 and _ATTEMPT.fullmatch(name):
+            self._claimed(stage_id, stage, int(name))
+        elif operation == "link" and name == "started.json":
+            self._started(stage_id, stage, int(parts[2]), path)
+        elif operation == "link" and name == "outcome.json":
+            self._closed(stage, int(parts[2]), path)
+        elif operation == "link" and name == "result.json":
+            self._finished(stage_id, stage, path)
+        elif "checkpoints" in parts:
+            visible = operation == "rename" and len(parts) == 3 and name.startswith("step-")
+            self._checkpoints(stage_id, stage, path if visible else None)
+
+    def _claimed(self, stage_id: str, stage: _Stage, number: int) -> None:
+        process = self.world.current
+        if number <= stage.newest or stage.result:
+            if not stage.result:
+                raise Violation(f"attempt {number} of {stage_id} was claimed a second time")
+            return
+        stage.newest = number
+        by = process.pid if process is not None and process.pid in self.calls else None
+        stage.claims[number] = by
+        self.world.tell(f"claims attempt {number} of {stage_id}")
+        allowed = 1 + stage.setbacks.total() + len(self.calls)
+        if number > allowed:
+            raise Violation(f"{stage_id} has {number} attempts after {stage.setbacks}")
+        if by is not None:
+            self._check_call(stage_id, stage, number, by)
+
+    def _check_call(self, stage_id: str, stage: _Stage, number: int, pid: int) -> None:
+        """Whether this call may try again."""
+        first = self.seen_at_start[pid].get(stage_id, 0) + 1
+        before = [n for n in range(first, number) if n in stage.ends]
+        if number - 1 >= 1 and number - 1 not in stage.ends:
+            raise Violation(f"attempt {number} of {stage_id} was claimed, {number - 1} still open")
+        if not before or before[-1] != number - 1:
+            return
+        last = stage.ends[before[-1]]
+        if last.decision == "stop":
+            raise Violation(f"{stage_id} was tried again by the same call after {last.failure}")
+        if (stage_id, number - 1) in self.cancelled and stage.claims.get(number - 1) == pid:
+            raise Violation(f"{stage_id} was tried again by the call in which it was cancelled")
+        budget = getattr(self.retries, last.failure, -1)
+        count = self._in_vain(stage, before, last.failure)
+        if 0 <= budget < count:
+            raise Violation(f"{stage_id}: try {count + 1} after {last.failure}, allowed {budget}")
+
+    def _in_vain(self, stage: _Stage, numbers: list[int], failure: str) -> int:
+        """How many of the last attempts ended so, with nothing saved by any attempt since."""
+        saved, count = stage.ends[numbers[-1]].saved, 0
+        for number in reversed(numbers):
+            end, older = stage.ends[number], stage.ends.get(number - 1)
+            if end.saved != saved:
+                break
+            if (older.saved if older else 0) < end.saved:
+                break  # it had saved something itself
+            count += end.failure == failure
+        return count
+
+    def _started(self, stage_id: str, stage: _Stage, number: int, path: Path) -> None:
+        if number in stage.tokens:
+            raise Violation(f"the token of attempt {number} of {stage_id} was taken twice")
+        is_void = json.loads(path.read_text()).get("void")
+        stage.tokens[number] = None if is_void else self.world.current
+        if not is_void:
+            self.world.tell(f"takes the token of attempt {number} of {stage_id}")
+
+    def _closed(self, stage: _Stage, number: int, path: Path) -> None:
+        value = json.loads(path.read_text())["outcome"]
+        self.world.tell(f"closes attempt {number}: {value['failure']}, {value['message'][:70]}")
+        stage.ends[number] = _End(value["failure"], value["decision"], stage.saved)
+
+    def _finished(self, stage_id: str, stage: _Stage, path: Path) -> None:
+        if stage.result:
+            raise Violation(f"{stage_id} was finished twice")
+        stage.result = path.read_text()
+        self.world.tell(f"{stage_id} is done")
+        self._check_result(stage_id, stage, json.loads(stage.result))
+
+    def _check_result(self, stage_id: str, stage: _Stage, result: dict[str, Any]) -> None:
+        number, shape = int(result["attempt"]), self.shapes[stage_id]
+        if stage.tokens.get(number) is None:
+            raise Violation(f"attempt {number} of {stage_id} has a result, and had no token")
+        if result["report"].get("state") != chain_after(stage_id, shape.steps):
+            raise Violation(f"{stage_id} has done steps twice, not at all, or out of order")
+        steps = [m.step for m in read_metrics(self.layout.attempt(stage_id, number).metrics)]
+        if steps != list(range(1, shape.steps + 1)):
+            raise Violation(f"the metrics of {stage_id} have steps {steps}")
+
+    def _checkpoints(self, stage_id: str, stage: _Stage, visible: Path | None) -> None:
+        found = self._newest_complete(stage_id)
+        if found < stage.saved and not stage.result:
+            raise Violation(f"{stage_id}: checkpoint {stage.saved} is gone, {found} is the newest")
+        stage.saved = max(stage.saved, found)
+        if visible is None:
+            return
+        state = read_state(visible)
+        if state != chain_after(stage_id, int(visible.name.removeprefix("step-"))):
+            raise Violation(f"{visible.name} of {stage_id} holds another state")
+
+    def _newest_complete(self, stage_id: str) -> int:
+        folder = self.layout.stage(stage_id).checkpoints
+        try:
+            names = sorted(n for n in os.listdir(folder) if n.startswith("step-"))
+        except FileNotFoundError:
+            return 0
+        for name in reversed(names):
+            marker, state = folder / name / "COMPLETE.json", folder / name / "state.bin"
+            if marker.exists() and state.exists():
+                return int(name.removeprefix("step-"))
+        return 0
+
+    # ------------------------------------------------------------ after every event
+
+    def check(self) -> None:
+        """What must hold between any two events."""
+        for stage_id, stage in self.stages.items():
+            workers = [p for p in stage.tokens.values() if p is not None and p.alive and not p.lost]
+            if len(workers) > 1:
+                names = ", ".join(p.name for p in workers)
+                raise Violation(f"{stage_id} is worked on by {names} at a time")
+
+    # ------------------------------------------------------------ in the end
+
+    def check_end(self, stages: tuple[PlannedStage, ...]) -> None:
+        """All is done, as if nothing had happened."""
+        for planned in stages:
+            stage, paths = self.stages[planned.id], self.layout.stage(planned.id)
+            if not stage.result:
+                raise Violation(f"{planned.name} was lost: {self._story(planned.id)}")
+            if paths.result.read_text() != stage.result:
+                raise Violation(f"the result of {planned.name} has changed")
+            result = json.loads(stage.result)
+            for file in result["files"]:
+                path = paths.data / result["output_dir"] / file["path"]
+                if not path.exists() or path.stat().st_size != file["bytes"]:
+                    raise Violation(f"{planned.name} is done, and {path.name} is gone")
+
+    def _story(self, stage_id: str) -> str:
+        stage = self.stages[stage_id]
+        ends = ", ".join(f"{n} {e.failure}" for n, e in sorted(stage.ends.items()))
+        return f"{stage.newest} attempts ({ends or 'none ended'}), saved step {stage.saved}"
