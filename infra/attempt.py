@@ -16,10 +16,8 @@ the result comes after all that it names.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -29,7 +27,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore
@@ -56,6 +54,9 @@ from refiner_core.contract.records import (
     from_json,
     to_json,
 )
+
+if TYPE_CHECKING:
+    from infra.disk.keeper import DiskKeeper
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class AttemptRun:
         self._read_inputs()
         self.output_dir = self.paths.output
         self._flag, self._stop_noted = StopFlag(), False
+        self._keeper: DiskKeeper | None = None
         self._began = time.monotonic()
         self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._look_for_stop)
         self.tracker = Tracker(self.config.tracking, self._tracked_run())
@@ -283,16 +285,12 @@ class AttemptRun:
 
     def _reserve(self) -> AbstractContextManager[object]:
         """Room for the next save, kept free of other jobs."""
-        if importlib.util.find_spec("infra.disk.keeper") is None:
-            return contextlib.nullcontext()
-        keeper = importlib.import_module("infra.disk.keeper").DiskKeeper(
-            self.workspace, self.config.disk
-        )
-        need = keeper.need_of(self.stage_id)
-        reserved: AbstractContextManager[object] = keeper.reserve(
-            AttemptRef(self.stage_id, self.number), need
-        )
-        return reserved
+        from infra.disk.keeper import DiskKeeper
+
+        if self._keeper is None:
+            self._keeper = DiskKeeper(self.workspace, self.config.disk)
+        need = self._keeper.need_of(self.stage_id)
+        return self._keeper.reserve(AttemptRef(self.stage_id, self.number), need)
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)

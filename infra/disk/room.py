@@ -74,6 +74,12 @@ def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
     Free-space figures know nothing of quotas, so they are not asked. Errors other than a lack of
     room count as room: they are somebody else's to report.
     """
+    return refusal(folder, size) is None
+
+
+def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
+    """The number (ENOSPC or EDQUOT) with which ``folder`` refuses ``size`` bytes; None if it takes
+    them."""
     probe = temporary_name(folder / "probe")
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -82,10 +88,21 @@ def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno not in _NUMBERS
+        return error.errno if error.errno in _NUMBERS else None
     finally:
         remove_quietly(probe)
-    return True
+    return None
+
+
+def number_of(error: BaseException, folder: Path) -> int | None:
+    """Which of ENOSPC and EDQUOT an error means; a writer that does not say is asked by a probe."""
+    for link in chain_of(error):
+        if isinstance(link, OSError) and link.errno in _NUMBERS:
+            return link.errno
+    text = " ".join(str(link).lower() for link in chain_of(error))
+    if any(t in text for t in ("disk quota exceeded", "os error 122", "errno 122")):
+        return errno.EDQUOT
+    return errno.ENOSPC if says_no_space(text) else refusal(folder)
 
 
 def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
@@ -95,11 +112,13 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
     except OSError:
         free = ""
     why = f" ({error})" if error is not None else ""
-    return NoSpaceError(
+    found = NoSpaceError(
         f"No room left while {doing} in {folder}{why}{free}",
         expected="room on the disk, and in the quota of the user or group",
         fix="free some space (or name another `workspace=`) and run the same command again",
     )
+    found.errno = None if error is None else number_of(error, folder)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,6 +1,15 @@
 """A worker that does as it is told, for tests of campaigns: sleeps, saves, fails, and says when.
 
-``behaviour.json`` in the workspace maps stage names to {steps, step_s, save_every, fail, fails}.
+``behaviour.json`` in the workspace maps stage names to what they do:
+
+    steps, step_s, save_every, bytes, output_bytes
+                    how much work, how long, how large
+    save_s          seconds that a save takes at least
+    fail            what goes wrong (a key of ERRORS, or `hang`), for the first `fails` attempts
+    fail_at_step    at which step (none: step 1 + attempt number, so that each gets further)
+    ignore_term     it takes no notice of requests to stop
+    say             something to print at the start
+
 Every beginning and end is a line in ``journal.txt``, so that tests see what ran, and when.
 """
 
@@ -9,11 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from infra.attempt import AttemptRun
+from infra.restart import AttemptClosed, attempt_to_run, job_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -21,6 +34,7 @@ from refiner_core.contract.errors import (
     Interrupted,
     JudgeOutage,
     NoSpaceError,
+    NotFiniteError,
     RefinerError,
 )
 from refiner_core.contract.types import Progress
@@ -31,6 +45,10 @@ ERRORS: dict[str, Exception] = {
     "bad_data": DataError("told to fail"),
     "disk_full": NoSpaceError("told to find no room"),
     "judge_outage": JudgeOutage("told to lose the judge"),
+    "gpu_error": RuntimeError("CUDA error: an illegal memory access was encountered"),
+    "oom": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "host_oom": MemoryError("told to run out of memory"),
+    "nan": NotFiniteError("told to find NaN"),
 }
 
 
@@ -42,29 +60,46 @@ def journal(root: Path, *words: object) -> None:
     os.close(descriptor)
 
 
-def work(attempt: AttemptRun, told: dict[str, object]) -> dict[str, object]:
+def work(attempt: AttemptRun, told: Mapping[str, Any]) -> dict[str, object]:
     """Steps with metrics and checkpoints, going on from the newest checkpoint."""
     latest = attempt.io.latest_checkpoint()
     first = 1 if latest is None else latest.step + 1
-    steps = int(str(told.get("steps", 2)))
+    steps = int(told.get("steps", 2))
     for step in range(first, steps + 1):
-        time.sleep(float(str(told.get("step_s", 0.02))))
-        attempt.io.progress(Progress(step, steps, "steps"))
+        time.sleep(float(told.get("step_s", 0.02)))
         attempt.io.log_metrics(step, {"step_squared": step**2})
         attempt.io.save_rollouts(step, [{"text": f"step {step}"}])
-        save = step % int(str(told.get("save_every", 1))) == 0
-        if save or attempt.io.should_stop():
+        attempt.io.progress(Progress(step, steps, "steps"))
+        save = step % int(told.get("save_every", 1)) == 0
+        if save or stop_asked(attempt, told):
             with attempt.io.new_checkpoint(step) as folder:
-                (folder / "state.bin").write_bytes(b"x" * int(str(told.get("bytes", 10))))
-        if attempt.io.should_stop():
+                (folder / "state.bin").write_bytes(b"x" * int(told.get("bytes", 10)))
+                time.sleep(float(told.get("save_s", 0.0)))
+        if stop_asked(attempt, told):
             raise Interrupted("stopped on request")
-        if told.get("fail") and step == 1 + attempt.number:
-            number_of_failures = int(str(told.get("fails", 99)))
-            if attempt.number <= number_of_failures:
-                raise ERRORS[str(told["fail"])]
-    size = int(str(told.get("output_bytes", 100)))
+        if "fail" in told and step == int(told.get("fail_at_step", 1 + attempt.number)):
+            fail(attempt, told)
+    size = int(told.get("output_bytes", 100))
     (attempt.output_dir / "out.bin").write_bytes(b"y" * size)
     return {"steps": steps, "first": first, "inputs": sorted(attempt.inputs)}
+
+
+def stop_asked(attempt: AttemptRun, told: Mapping[str, Any]) -> bool:
+    """Whether to save and end now."""
+    return attempt.io.should_stop() and not told.get("ignore_term")
+
+
+def fail(attempt: AttemptRun, told: Mapping[str, Any]) -> None:
+    """Go wrong as told."""
+    if attempt.number > int(told.get("fails", 99)):
+        return
+    if told["fail"] == "hang":
+        while not stop_asked(attempt, told):
+            time.sleep(0.05)
+        raise Interrupted("stopped on request")
+    if told["fail"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ERRORS[str(told["fail"])]
 
 
 def main() -> int:
@@ -75,17 +110,31 @@ def main() -> int:
     parser.add_argument("attempt", type=int)
     told = parser.parse_args()
     workspace = Workspace.read_only(told.workspace)
-    behaviour = workspace.read_control(told.workspace / "behaviour.json") or {}
-    with AttemptRun(workspace, told.stage, told.attempt) as attempt:
-        name = attempt.spec.name
-        journal(told.workspace, "begin", name, attempt.number)
-        try:
-            attempt.finish(work(attempt, behaviour.get(name, {})))
-        except (RefinerError, OSError, RuntimeError) as error:
-            outcome = attempt.fail(error)
-            journal(told.workspace, "fail", name, attempt.number, outcome.failure)
-            return outcome.exit_code
-        journal(told.workspace, "end", name, attempt.number)
+    job = job_of(workspace, told.stage, told.attempt)
+    try:
+        number = attempt_to_run(workspace, told.stage, told.attempt, job)
+        attempt = AttemptRun(workspace, told.stage, number, job)
+        behaviour = workspace.read_control(told.workspace / "behaviour.json") or {}
+        with attempt:
+            return live(attempt, behaviour.get(attempt.spec.name, {}))
+    except AttemptClosed as closed:
+        print(closed, file=sys.stderr)
+        return 0
+
+
+def live(attempt: AttemptRun, told: Mapping[str, Any]) -> int:
+    """The attempt's whole life, with its place in the journal."""
+    root, name = attempt.workspace.root, attempt.spec.name
+    journal(root, "begin", name, attempt.number)
+    if said := told.get("say"):
+        print(said, flush=True)
+    try:
+        attempt.finish(work(attempt, told))
+    except (RefinerError, OSError, RuntimeError, MemoryError) as error:
+        outcome = attempt.fail(error)
+        journal(root, "fail", name, attempt.number, outcome.failure)
+        return outcome.exit_code
+    journal(root, "end", name, attempt.number)
     return 0
 
 

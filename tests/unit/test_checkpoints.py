@@ -209,6 +209,23 @@ def test_every_way_of_saying_that_the_disk_is_full_is_understood(
     assert steps(store) == [1]
 
 
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (type("SafetensorError", (Exception,), {})("I/O error: (os error 122)"), errno.EDQUOT),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"), errno.EDQUOT),
+    ],
+)
+def test_the_systems_number_is_kept_also_where_a_writer_does_not_say_it(
+    folder: Path, error: Exception, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "refusal", lambda *_: errno.EDQUOT)
+    with pytest.raises(NoSpaceError) as caught:
+        save_and_fail(CheckpointStore(folder, 1), 2, error)
+    assert caught.value.errno == number
+
+
 def test_a_write_error_with_room_on_the_disk_stays_what_it_is(folder: Path) -> None:
     error = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     with (
