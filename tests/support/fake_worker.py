@@ -6,7 +6,8 @@
                     how much work, how long, how large
     save_s          seconds that a save takes at least
     fail            what goes wrong (a key of ERRORS, or `hang`), for the first `fails` attempts
-    fail_at_step    at which step (none: step 1 + attempt number, so that each gets further)
+    fail_at_step    in which step, every time (none: after step 1 + attempt number, so that each
+                    attempt gets further)
     ignore_term     it takes no notice of requests to stop
     say             something to print at the start
 
@@ -67,6 +68,8 @@ def work(attempt: AttemptRun, told: Mapping[str, Any]) -> dict[str, object]:
     steps = int(told.get("steps", 2))
     for step in range(first, steps + 1):
         time.sleep(float(told.get("step_s", 0.02)))
+        if step == told.get("fail_at_step"):
+            fail(attempt, told)
         attempt.io.log_metrics(step, {"step_squared": step**2})
         attempt.io.save_rollouts(step, [{"text": f"step {step}"}])
         attempt.io.progress(Progress(step, steps, "steps"))
@@ -77,7 +80,7 @@ def work(attempt: AttemptRun, told: Mapping[str, Any]) -> dict[str, object]:
                 time.sleep(float(told.get("save_s", 0.0)))
         if stop_asked(attempt, told):
             raise Interrupted("stopped on request")
-        if "fail" in told and step == int(told.get("fail_at_step", 1 + attempt.number)):
+        if "fail_at_step" not in told and step == 1 + attempt.number:
             fail(attempt, told)
     size = int(told.get("output_bytes", 100))
     (attempt.output_dir / "out.bin").write_bytes(b"y" * size)
@@ -91,7 +94,7 @@ def stop_asked(attempt: AttemptRun, told: Mapping[str, Any]) -> bool:
 
 def fail(attempt: AttemptRun, told: Mapping[str, Any]) -> None:
     """Go wrong as told."""
-    if attempt.number > int(told.get("fails", 99)):
+    if "fail" not in told or attempt.number > int(told.get("fails", 99)):
         return
     if told["fail"] == "hang":
         while not stop_asked(attempt, told):
