@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from infra.dispatch import Router
 from infra.failures import CLASSES, classify, outcome_of
@@ -182,7 +182,12 @@ class Actor:
             self.router.kill(attempt)
 
     def _ask_to_stop(self, attempt: OpenAttempt, wish: StopWish) -> None:
-        self.workspace.ask_stop(*attempt.ref, wish.failure, wish.reason)
+        try:
+            self.workspace.ask_stop(
+                attempt.ref.stage_id, attempt.ref.number, wish.reason, wish.failure
+            )
+        except OSError as error:  # it only tells the worker why; the signal comes all the same
+            log.warning("why %s is to stop could not be noted: %s", attempt.ref, error)
         if attempt.started is not None and self.router.stop(attempt):
             self._stop_sent[attempt.ref] = self.clock()
             return
@@ -199,7 +204,7 @@ class StopWish:
     """
 
     reason: str
-    failure: Any = "interrupted"
+    failure: Literal["interrupted", "cancelled"] = "interrupted"
     grace_s: float = 60.0
     everybody: bool = False
 

@@ -283,14 +283,17 @@ class Campaign:
     def _hear_cancel(self) -> None:
         """Whether somebody has cancelled this run, or stages of it, with `refiner cancel`."""
         asked = self.workspace.cancel_asked(self.run.run)
-        if asked is None or self._cancelled:
+        if asked is None:
             return
         reason = f"cancelled by {asked.get('by', 'somebody')}"
         wish = StopWish(reason, "cancelled", self._settings.grace_s, everybody=True)
         names = asked.get("stages") or list(self.plan.by_name)
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
-        self._cancelled = {s.id: wish for s in wanted}
-        self._note({"event": "cancel", "reason": reason, "stages": [s.name for s in wanted]})
+        new = [s for s in wanted if s.id not in self._cancelled]
+        self._cancelled |= {s.id: wish for s in new}
+        if new:
+            names = [s.name for s in new]
+            self._note({"event": "cancel", "reason": reason, "stages": names})
 
     def _stop_jobs(self, observed: Observed) -> None:
         """Ask live jobs to end that this call does not want any more."""

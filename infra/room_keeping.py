@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from infra.disk.room import has_room
+from infra.failures import without_progress
 from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
@@ -55,8 +56,7 @@ class ProbingKeeper:
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
         """Whether ``need_bytes`` can be written, by writing them."""
         layout = self._workspace.layout
-        roots = {layout.control, layout.data}
-        fits = all(has_room(root, min(need_bytes, SMALL_BYTES)) for root in roots)
+        fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
         return self.Nothing() if fits else None
 
 
@@ -97,7 +97,7 @@ class Rooms:
         """Stages that have to wait now, and why."""
         found: dict[str, str] = {}
         for stage_id, number in self._in_question(records).items():
-            if reason := self._look(stage_id, number):
+            if reason := self._look(stage_id, number, self._need(stage_id, records)):
                 found[stage_id] = reason
         for stage_id in [i for i in self._waiting if i not in found]:
             del self._waiting[stage_id]
@@ -121,13 +121,26 @@ class Rooms:
                 found[stage_id] = last.number
         return found
 
-    def _look(self, stage_id: str, number: int) -> str:
+    def _need(self, stage_id: str, records: Mapping[str, StageRecord]) -> int:
+        """Bytes that must be free before the stage is tried again.
+
+        What was written in vain is only the least that was needed, so each failure in a row asks
+        for twice as much more.
+        """
+        if stage_id in self.blocked or stage_id not in records:
+            return SMALL_BYTES
+        attempts = records[stage_id].attempts
+        in_vain = (attempts[-1].outcome.need_bytes if attempts[-1].outcome else None) or 0
+        times = without_progress(attempts, "disk_full")
+        margin = in_vain // 4 * 2 ** max(0, times - 1)
+        return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
+
+    def _look(self, stage_id: str, number: int, need: int) -> str:
         """Why it has to wait; empty if there is room now."""
         now, waiting = self.clock(), self._waiting.get(stage_id)
         pause_s = min(_RECHECK_S, self.config.watch_s)
         if waiting is not None and now - waiting.looked_at < pause_s:
             return waiting.reason
-        need = SMALL_BYTES if stage_id in self.blocked else self.keeper.need_of(stage_id)
         made = self.keeper.make_room(need, AttemptRef(stage_id, number) if number else None)
         if made is None:
             where = self.workspace.layout.data

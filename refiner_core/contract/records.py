@@ -47,6 +47,7 @@ class Outcome:
 
     ``step`` is the last step that was finished. ``signature`` identifies the traceback, so that the
     same bug at the same step is known again. ``errno`` is what the system said, where it said so.
+    ``need_bytes`` is what had been written, in vain, when the disk was full: more is needed.
     """
 
     failure: FailureClass
@@ -56,6 +57,7 @@ class Outcome:
     step: int | None = None
     signature: str = ""
     errno: int | None = None
+    need_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,20 @@ import pytest
 
 from infra.attempt import AttemptRun
 from infra.campaign import Campaign
-from infra.dispatch import SubmititDispatcher, job_settings
+from infra.dispatch import make_router
 from infra.explain import observe_actions
+from infra.jobs import AttemptRef, OpenAttempt
 from infra.processes import ProcessId
 from infra.snapshot import snapshot_code
 from infra.stage_io import list_rollouts, read_metrics, read_rollouts
+from infra.worker_command import job_settings
 from infra.workspace import Workspace
-from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.views import StageView
-from tests.support.plans import claim, fake_dispatcher, run_record, small_plan
+from tests.support.plans import claim, fake_router, run_record, small_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -54,7 +56,7 @@ def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
 
 def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Campaign:
     run = run_record(workspace, plan)
-    return Campaign(plan, workspace, fake_dispatcher(workspace), run=run, **more)
+    return Campaign(plan, workspace, fake_router(workspace), run=run, **more)
 
 
 def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
@@ -277,7 +279,9 @@ def test_a_killed_job_with_all_its_helpers_is_resumed_too(workspace: Workspace) 
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: steps_done(workspace, plan, "data") >= 2, "two steps")
-    fake_dispatcher(workspace).kill(plan.by_name["data"].id, 1)
+    ref = AttemptRef(plan.by_name["data"].id, 1)
+    attempt = record(workspace, plan, "data").attempts[0]
+    fake_router(workspace).kill(OpenAttempt(ref, attempt))
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("done", 2)
 
@@ -288,7 +292,7 @@ def test_killed_at_random_moments_again_and_again_no_step_is_lost_or_doubled(
     workspace: Workspace, seed: int
 ) -> None:
     dice = random.Random(seed)
-    plan = small_plan("data", max_attempts=99)
+    plan = small_plan("data", retries=RetryConfig(killed=99))
     stage_id = plan.by_name["data"].id
     tell(workspace, data={"steps": 40, "step_s": 0.03, "save_every": 3, "bytes": 200_000})
     campaign = campaign_on(workspace, plan)
@@ -369,15 +373,17 @@ def test_a_signal_to_the_worker_alone_is_resumed_by_the_call_that_waits(
 
 
 @pytest.mark.parametrize(
-    ("failure", "code"), [("bug", 70), ("bad_configuration", 2), ("bad_data", 3)]
+    ("failure", "code", "attempts"),
+    [("bug", 70, 2), ("bad_configuration", 2, 1), ("bad_data", 3, 1)],
 )
-def test_a_failure_that_repeats_is_shown_once_and_blocks_what_follows(
-    workspace: Workspace, failure: str, code: int
+def test_a_failure_that_repeats_is_shown_and_blocks_what_follows(
+    workspace: Workspace, failure: str, code: int, attempts: int
 ) -> None:
+    """A bug is tried once more, since it may have been the machine; at the same step it stops."""
     plan = small_plan("data", "sft", "evaluate")
-    tell(workspace, data={"steps": 5, "fail": failure})
+    tell(workspace, data={"steps": 5, "fail": failure, "fail_at_step": 3})
     views = run_to_end(workspace, plan)
-    assert (views["data"].state, views["data"].attempt) == ("failed", 1)
+    assert (views["data"].state, views["data"].attempt) == ("failed", attempts)
     assert views["data"].exit_code == code
     assert "told to fail" in views["data"].message
     assert "told to fail" in Path(views["data"].log).read_text()
@@ -387,8 +393,8 @@ def test_a_failure_that_repeats_is_shown_once_and_blocks_what_follows(
 
 
 def test_an_outage_is_tried_again_until_the_attempts_are_used_up(workspace: Workspace) -> None:
-    plan = small_plan("data", max_attempts=2)
-    tell(workspace, data={"steps": 9, "fail": "judge_outage"})
+    plan = small_plan("data", retries=RetryConfig(judge_outage=1), backoff_s=0.2)
+    tell(workspace, data={"steps": 9, "fail": "judge_outage", "save_every": 99})
     view = run_to_end(workspace, plan)["data"]
     assert (view.state, view.attempt, view.exit_code) == ("interrupted", 2, 7)
 
@@ -397,8 +403,8 @@ def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
     workspace: Workspace,
 ) -> None:
     plan = small_plan("data")
-    dispatcher = SubmititDispatcher(workspace, worker=("-m", "no_such_worker"))
-    campaign = Campaign(plan, workspace, dispatcher, run=run_record(workspace, plan))
+    router = fake_router(workspace, "-m", "no_such_worker")
+    campaign = Campaign(plan, workspace, router, run=run_record(workspace, plan))
     campaign.start()
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("failed", 1)
@@ -417,11 +423,12 @@ def test_an_error_in_the_campaign_surfaces_where_it_is_waited_for(workspace: Wor
             waiting()
 
 
-def test_slurm_is_refused_by_name(workspace: Workspace) -> None:
-    from infra.dispatch import make_dispatcher
-
-    with pytest.raises(UnsupportedError, match=r"dispatch\.executor"):
-        make_dispatcher(DispatchConfig(executor="slurm"), workspace)
+def test_a_machine_without_slurm_says_so(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(workspace.root))
+    with pytest.raises(UnsupportedError, match="sbatch"):
+        make_router(DispatchConfig(executor="slurm"), workspace)
 
 
 def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Workspace) -> None:
@@ -471,7 +478,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_room(
     small_disk: Path, behaviour: dict[str, Any]
 ) -> None:
-    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
+    workspace = Workspace.open(small_disk / "ws")
+    plan = small_plan("data", disk=DiskConfig(wait_min=0.0, hold_s=0.0))
     filler = small_disk / "filler"
     filler.write_bytes(os.urandom(1_200_000))
     tell(workspace, data=behaviour)
@@ -487,6 +495,23 @@ def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_r
 
 
 @pytest.mark.quota
+def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk: Path) -> None:
+    workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
+    filler = small_disk / "filler"
+    filler.write_bytes(os.urandom(1_200_000))
+    tell(workspace, data={"steps": 4, "bytes": 1_500_000})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: campaign.views()["data"].state == "paused", "the pause")
+    assert "waits for room" in campaign.views()["data"].message
+    filler.unlink()
+    view = campaign.join()["data"]
+    assert (view.state, view.exit_code) == ("done", 0)
+    outcomes = [a.outcome for a in record(workspace, plan, "data").attempts]
+    assert [o and o.failure for o in outcomes][-2:] == ["disk_full", "none"]
+
+
+@pytest.mark.quota
 def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) -> None:
     workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
     run = run_record(workspace, plan)
@@ -495,7 +520,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) ->
             file.write(os.urandom(4096))
     with pytest.raises(NoSpaceError, match="No room left"):
         Workspace.open(small_disk / "ws")
-    campaign = Campaign(plan, workspace, fake_dispatcher(workspace), run=run)
+    campaign = Campaign(plan, workspace, fake_router(workspace), run=run)
     with pytest.raises(NoSpaceError, match="recording the run"):
         campaign.start()
     assert workspace.read_record(plan.by_name["data"].id) is None

@@ -9,7 +9,12 @@ from infra.dispatch import Router
 from infra.local import LocalDispatcher
 from infra.worker_command import WorkerCommand
 from infra.workspace import Claim, Workspace
-from refiner_core.contract.config import DispatchConfig, RecipeConfig, TrackingConfig
+from refiner_core.contract.config import (
+    DiskConfig,
+    DispatchConfig,
+    RecipeConfig,
+    TrackingConfig,
+)
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.contract.records import RunRecord
 
@@ -18,19 +23,20 @@ OWNER = "elsewhere:1:1.00"
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
 
-def small_config(*stages: str, **dispatch: object) -> RecipeConfig:
+def small_config(*stages: str, disk: DiskConfig | None = None, **dispatch: object) -> RecipeConfig:
     """A recipe without a tracker and with quick polls."""
     return replace(
         RecipeConfig(recipe="small"),
         stages=stages or ("data", "sft"),
         tracking=TrackingConfig(wandb="disabled"),
+        disk=disk or DiskConfig(watch_s=0.2, hold_s=0.5),
         dispatch=replace(DispatchConfig(poll_s=0.05, grace_s=20.0), **dispatch),  # type: ignore[arg-type]
     )
 
 
-def small_plan(*stages: str, **dispatch: object) -> Plan:
+def small_plan(*stages: str, disk: DiskConfig | None = None, **dispatch: object) -> Plan:
     """``data → sft`` unless other stages are named."""
-    return make_plan(small_config(*stages, **dispatch), SOURCES)
+    return make_plan(small_config(*stages, disk=disk, **dispatch), SOURCES)
 
 
 def claim(workspace: Workspace, plan: Plan, name: str, after: int = 0) -> PlannedStage:
