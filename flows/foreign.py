@@ -51,12 +51,18 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
     return {
         "steps": steps,
         "command": command.run,
+        "base_model": _base_model(work),
         "version": command.version,
         "export": source.relative_to(job.call.output).as_posix(),
         "missing": missing,
         "resumed_from": report.resumed_from,
         "final": {k: v for k, v in report.values.items() if k not in ("step", "total")},
     }
+
+
+def _base_model(work: StageWork) -> str:
+    """The model that training started from; empty where only the trainer knows."""
+    return work.config.model.name_or_path if uses(work.config.command, "model") else ""
 
 
 def _job(work: StageWork) -> TrainerJob:

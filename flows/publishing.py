@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.stages import StageWork
+from infra.foreign.exports import require_whole
 from infra.publishing import publish_to_folder, update_card
 from refiner_core.cards import CardFacts, attempt_notes, build_card
+from refiner_core.cards.facts import UNKNOWN
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.evaluation.results import load_results
 from refiner_core.rubrics import load_rubric_set
@@ -24,6 +26,8 @@ CARD_FILE = "README.md"
 
 def publish(work: StageWork) -> dict[str, Any]:
     """Copy the final weights and a card to the target; numbers come later, by ``card``."""
+    if work.spec.model == "command":
+        require_whole(work.inputs["weights"] / "model", "publishing")
     records = _records_behind(work)
     facts = card_facts(work, records, evaluations=())
     card = build_card(facts)
@@ -84,10 +88,16 @@ def card_facts(
         evaluations=evaluations,
         attempts=[note for name, r in records.items() for note in attempt_notes(name, r.attempts)],
         provenance=_provenance(run, trained.provenance, records),
+        base_model=_other_base(model, trained.report),
         static_rubric_titles=tuple(r.title for r in load_rubric_set(reward.static_rubrics).rubrics)
         if static
         else (),
     )
+
+
+def _other_base(model: str, report: Mapping[str, Any]) -> str | None:
+    """What another trainer has started from, as far as it is known; ours start at the recipe's."""
+    return str(report.get("base_model") or UNKNOWN) if model == "command" else None
 
 
 def _command(recipe: str, run: RunRecord | None) -> str:
@@ -130,7 +140,7 @@ def _records_behind(work: StageWork) -> dict[str, StageRecord]:
                 continue
             found[record.spec.name] = record
             waiting.append(stage_id)
-    order = ("data", "sft", "grpo")
+    order = ("data", "sft", "grpo", "command")
     return {name: found[name] for name in order if name in found}
 
 

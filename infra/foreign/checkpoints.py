@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra import atomic
+from infra.disk.mounts import sync_file_system
 from infra.foreign import weights
 from refiner_core.contract.config import CommandConfig
 
@@ -85,6 +86,8 @@ def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
     for checkpoint in gone:
         log.warning("deleting unfinished checkpoint %s: %s", checkpoint.path, checkpoint.damage)
         remove(checkpoint.path)
+    if gone:  # some file systems give room back with the next commit only
+        sync_file_system(gone[0].path.parent)
     return len(gone)
 
 
@@ -95,6 +98,8 @@ def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
     for checkpoint in gone:
         log.warning("deleting checkpoint %s to make room", checkpoint.path)
         remove(checkpoint.path)
+    if gone:
+        sync_file_system(gone[0].path.parent)
     return len(gone)
 
 

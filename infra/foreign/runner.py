@@ -12,6 +12,7 @@ trainer dies with its worker; and a worker that is no longer the newest stops it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -115,6 +116,7 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
         error = error_of(ending)
         remove_unfinished(found)
+        at_work.flush_log()
         raise error
     step = at_work.reader.progress.done
     values = dict(at_work.reader.progress.values)
@@ -143,6 +145,7 @@ class _AtWork:
         self.reader = LineReader(job.command.progress_pattern, first_step)
         self.stopped = False
         self._lines: deque[str] = deque(maxlen=400)
+        self._log = _Log()
         self._oom_before = kernel_oom_kills()
         self._stop_deadline = float("inf")
         self._last_redraw = float("-inf")
@@ -159,6 +162,10 @@ class _AtWork:
         """How it ended, for who says why."""
         kills = kernel_oom_kills() - self._oom_before
         return Ending(code, tuple(self._lines), self.job.call.output, kills)
+
+    def flush_log(self) -> None:
+        """Write what did not go in while the disk was full."""
+        self._log.flush()
 
     def until_end(self) -> int:
         """Start it and wait for its end; returns its exit code."""
@@ -188,7 +195,7 @@ class _AtWork:
         else:
             if line.redrawn:
                 self._last_redraw = time.monotonic()
-            _print(line.text)
+            self._log.write(line.text)
         if line.text:
             self._lines.append(line.text)
         reading = self.reader.read(line.text)
@@ -230,7 +237,7 @@ class _AtWork:
     def _wait(self, process: TrainerProcess) -> None:
         while process.code is None and time.monotonic() < self._stop_deadline:
             for line in process.lines(_POLL_S):
-                _print(line.text)
+                self._log.write(line.text)
 
     def _make_room(self) -> None:
         free = self.job.free_bytes()
@@ -263,13 +270,23 @@ def _check_workdir(folder: Path) -> None:
         )
 
 
-def _print(text: str) -> None:
-    """Into the attempt's log. A log that is full is no reason to end the training."""
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except OSError as error:
-        log.debug("a line of the trainer was lost: %s", error)
+class _Log:
+    """The attempt's log. One that is full is no reason to end the training: lines that do not go
+    in wait for the next that does."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[str] = deque(maxlen=400)
+
+    def write(self, text: str) -> None:
+        self._waiting.append(text)
+        self.flush()
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                sys.stdout.write(self._waiting[0] + "\n")
+                sys.stdout.flush()
+                self._waiting.popleft()
 
 
 def _named(checkpoint: ForeignCheckpoint | None) -> str:

@@ -13,19 +13,32 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, Template
 
-from refiner_core.cards.facts import CardFacts, is_hub_id, public_name
+from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id, public_name
 from refiner_core.cards.notes import known_notes
 from refiner_core.cards.results import model_index, result_tables
-from refiner_core.cards.settings import data_lines, grpo_flags, grpo_lines, own_settings, sft_lines
+from refiner_core.cards.settings import (
+    command_lines,
+    data_lines,
+    grpo_flags,
+    grpo_lines,
+    own_settings,
+    sft_lines,
+)
 
 _ALGORITHMS = {
     "sft": "Supervised fine-tuning (SFT)",
     "rft": "Rejection fine-tuning (RFT)",
     "grpo": "Group-relative policy optimisation (GRPO)",
+    "command": "That of another trainer, started by the command below",
 }
+_SHORT_NAMES = {"command": "Externally trained"}
 _TAGS = {"sft": ["sft"], "rft": ["rft"], "grpo": ["grpo", "rlhf"]}
 _BUILTIN = "builtin:"
-_SECTIONS = {"grpo": ("model", "reward", "judge", "data"), "sft": ("model", "sft", "data", "seed")}
+_SECTIONS = {
+    "grpo": ("model", "reward", "judge", "data"),
+    "sft": ("model", "sft", "data", "seed"),
+    "command": ("command", "seed"),
+}
 
 
 def build_card(facts: CardFacts) -> str:
@@ -34,13 +47,13 @@ def build_card(facts: CardFacts) -> str:
     values: dict[str, Any] = {
         "front_matter": yaml.safe_dump(front_matter(facts), sort_keys=False, allow_unicode=True),
         "name": facts.name,
-        "short_name": facts.stage.upper(),
+        "short_name": _SHORT_NAMES.get(facts.stage, facts.stage.upper()),
         "step": facts.step,
         "steps": facts.config.grpo.num_training_steps if grpo else None,
         "final": facts.final,
         "base_model": _base_in_words(facts),
         "algorithm": _ALGORITHMS.get(facts.stage, facts.stage),
-        "setup": data_lines(facts) + (grpo_lines(facts) if grpo else sft_lines(facts)),
+        "setup": _setup(facts),
         "before": sft_lines(facts)[1:-1] if grpo and "sft" in facts.reports else [],
         "answer_only": facts.config.data.refiner_mode in (None, "answer_only"),
         "tables": result_tables(facts),
@@ -51,6 +64,13 @@ def build_card(facts: CardFacts) -> str:
         "provenance": _provenance(facts),
     }
     return _template().render(values).rstrip() + "\n"
+
+
+def _setup(facts: CardFacts) -> list[str]:
+    if facts.stage == "command":
+        held_out = data_lines(facts) if "data" in facts.reports else []
+        return command_lines(facts) + held_out
+    return data_lines(facts) + (grpo_lines(facts) if facts.stage == "grpo" else sft_lines(facts))
 
 
 @cache
@@ -66,7 +86,7 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
     """The card's metadata, in the order in which cards have it."""
     data = facts.config.data
     pinned = [(data.sft_path, data.sft_revision), (data.rl_path, data.rl_revision)]
-    used = pinned if facts.stage == "grpo" else pinned[:1]
+    used = {"grpo": pinned, "command": []}.get(facts.stage, pinned[:1])
     datasets = list(dict.fromkeys(path for path, rev in used if rev and is_hub_id(path)))
     tags = [*_TAGS.get(facts.stage, [facts.stage]), "refiner", "citations"]
     if "qwen3" in facts.base.lower():
@@ -78,6 +98,8 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
         "library_name": "transformers",
         "tags": tags,
     }
+    if facts.base == UNKNOWN:
+        del matter["base_model"]
     if datasets:
         matter["datasets"] = datasets
     index = model_index(facts)
@@ -87,6 +109,8 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
 
 
 def _base_in_words(facts: CardFacts) -> str:
+    if facts.base == UNKNOWN:
+        return "not recorded: another trainer chose it"
     if facts.base.startswith(_BUILTIN):
         return f"`{facts.base}`, a tiny model that is shipped with refiner (for trying things out)"
     if is_hub_id(facts.base):

@@ -18,6 +18,8 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.records import Attempt
 
 _REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
+#: Base of a model whose trainer has not said what it started from.
+UNKNOWN = "unknown"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -54,8 +56,8 @@ class CardFacts:
     config
         The configuration in effect.
     stage, step, final
-        Which model this is (``sft``, ``rft``, ``grpo``), its optimiser step, and whether it is the
-        last checkpoint that the recipe asked for.
+        Which model this is (``sft``, ``rft``, ``grpo``, ``command``), its optimiser step, and
+        whether it is the last checkpoint that the recipe asked for.
     command
         The exact command that made it.
     reports
@@ -70,7 +72,8 @@ class CardFacts:
         ``commit``, ``dirty``, ``packages`` {name: version}, ``host`` (a kind, not a name),
         ``durations`` {stage: seconds}; each may be missing.
     base_model
-        Hub id of what training started from, where it is not ``model.name_or_path``.
+        Hub id of what training started from, where it is not ``model.name_or_path``;
+        :data:`UNKNOWN` where nobody has said.
     static_rubric_titles
         Titles in the static rubric set, where one shaped the reward.
     recorded_fields

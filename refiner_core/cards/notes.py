@@ -19,6 +19,10 @@ _FAILURES = {
     "node_failure": "its node failed",
     "killed": "its process was killed",
     "out_of_memory": "it ran out of memory",
+    "cancelled": "somebody cancelled it",
+    "launch_failure": "the scheduler could not start it",
+    "gpu_out_of_memory": "the GPU's memory did not suffice",
+    "gpu_error": "a GPU failed",
     "disk_full": "the disk or its quota was full",
     "hung": "it hung and was stopped",
     "judge_outage": "the judge did not answer often enough",
@@ -112,6 +116,8 @@ def _later_fields(facts: CardFacts) -> list[str]:
         if info.legacy_value is ABSENT or path in facts.recorded_fields:
             continue
         if path.startswith(("grpo.", "reward.", "judge.")) and facts.stage != "grpo":
+            continue
+        if path.startswith("command.") and facts.stage != "command":
             continue
         name = flag_of(path) or path
         notes.append(

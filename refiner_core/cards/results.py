@@ -14,13 +14,14 @@ from typing import Any
 
 from refiner_core.cards.facts import CardFacts, finite
 
-_ORDER = ("base", "random_copier", "sft", "rft", "grpo")
+_ORDER = ("base", "random_copier", "sft", "rft", "grpo", "command")
 _LABELS = {
     "base": "base",
     "random_copier": "random copier (floor)",
     "sft": "SFT",
     "rft": "RFT",
     "grpo": "GRPO",
+    "command": "external",
 }
 _MISSING = "—"
 

@@ -7,9 +7,10 @@ the reference has no flag for as overrides of ours, and the lines of the section
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
-from refiner_core.cards.facts import CardFacts, is_hub_id, public_name
+from refiner_core.cards.facts import CardFacts, finite, is_hub_id, public_name
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
@@ -34,6 +35,9 @@ _FLAG_LINES: tuple[tuple[str, ...], ...] = (
 _PLAIN = ("verification_reward", "non_stop_penalty", "non_stop_penalty_value")
 #: Reward fields of ours; the reference has no flag for them.
 _OURS = ("combination", "rubric_source", "static_rubrics", "rubric_aggregation")
+
+#: An absolute path, or one from a home folder; the group is its last part.
+_FOLDERS = re.compile(r"(?<![\w./:-])(?:~|/)[\w.~+-]*(?:/[\w.~+-]+)*/([\w.~+-]+)")
 
 _AGGREGATION = {
     "weighted_mean": "their mean, weighted by |weight|",
@@ -110,8 +114,11 @@ def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
         if facts.stage == "grpo" and flag_of(path):
             continue
         value = get_field(facts.config, path)
+        if path.startswith("command.") and value in ("", ()):
+            continue
         if value is not None:
-            lines.append(f"{path}={shown(value)}")
+            text = shown(value)
+            lines.append(f"{path}={without_folders(text) if path[:8] == 'command.' else text}")
     return lines
 
 
@@ -245,6 +252,34 @@ def _judge_words(facts: CardFacts) -> str:
         f"prompts `{judge.prompt}`, temperature {shown(judge.temperature)}, "
         f"`max_tokens = {judge.max_tokens}`."
     )
+
+
+def command_lines(facts: CardFacts) -> list[str]:
+    """Another trainer's run in words: what is recorded of it, and what is not."""
+    report, command = facts.reports.get("command", {}), facts.config.command
+    if command.adopted:
+        lines = [
+            "**Trainer:** not started by refiner. The checkpoint was adopted from the folder of a "
+            "run that had ended: its files were checked, its training settings are not recorded.",
+            f"**Checkpoint:** `{public_name(str(report.get('source', '')))}`, weights with digest "
+            f"`{command.adopted[:12]}`.",
+        ]
+    else:
+        lines = [f"**Trainer:** `{without_folders(command.run)}`"]
+        if command.version:
+            lines[0] += f" (version {command.version})"
+        lines[0] += ", run by refiner as it stands; its settings are its own."
+        lines.append(f"**Seed:** {facts.config.seed}.")
+    numbers = {k: v for k, v in (report.get("final") or {}).items() if finite(v) is not None}
+    if numbers:
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in sorted(numbers.items()))
+        lines.append(f"**Last numbers that it printed:** {listed} (not checked by refiner).")
+    return lines
+
+
+def without_folders(text: str) -> str:
+    """A command line without the folders of the machine that it ran on."""
+    return _FOLDERS.sub(lambda match: match.group(1), text)
 
 
 def sft_lines(facts: CardFacts) -> list[str]:

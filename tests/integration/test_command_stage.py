@@ -307,13 +307,16 @@ def test_a_silent_trainer_makes_no_progress(tmp_path: Path, heartbeat: str) -> N
 
 @pytest.mark.quota
 def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
-    quota_disk: Callable[..., Path], undisturbed: str
+    quota_disk: Callable[..., Path], tmp_path: Path
 ) -> None:
-    disk = quota_disk(mib=12)
-    story = Story(disk / "ws", " --step_s 0.05 --write_s 0.02")
+    control = Story(tmp_path / "control", " --kib 2048")
+    assert control.attempt().failure == "none"
+    disk = quota_disk(mib=24)
+    story = Story(disk / "ws", " --kib 2048 --step_s 0.05 --write_s 0.05")
     filler = disk / "filler"
     worker = story.begin()
-    until(lambda: (story.work / "ckpt_8").exists(), "the second save")
+    half = story.work / "ckpt_8" / "model.safetensors"
+    until(lambda: half.exists() and half.stat().st_size > 500_000, "the second save")
     fill(filler)
     worker.wait(60)
     outcome = story.outcome
@@ -328,7 +331,7 @@ def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
     assert story.attempt().failure == "none", story.log
     assert (story.last.resumed_from_step or 0) >= 4
     assert story.steps == list(range(1, 17))
-    assert story.weights() == undisturbed
+    assert story.weights() == control.weights()
 
 
 @pytest.mark.quota
