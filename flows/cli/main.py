@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
     "status": ("status", "Show the stages of a workspace and how each attempt went."),
     "logs": ("status", "Print the log of a stage's newest attempt."),
+    "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
     "recipes": ("plan", "List the shipped recipes."),
     "server": ("server", "Show or stop the local Prefect server."),
 }

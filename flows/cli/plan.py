@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -17,6 +17,8 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from flows.disk import Interval, PlannedRoom
+    from infra.disk.forecast import Change
     from refiner_core.contract.plan import Plan
 
 
@@ -24,14 +26,120 @@ if TYPE_CHECKING:
 @recipe_argument
 @overrides_argument
 @json_option
-def plan_command(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+@click.option("--disk", "with_disk", is_flag=True, help="show what each stage takes on the disk")
+@click.option("--fit", "with_fit", is_flag=True, help="propose the cheapest change that fits")
+def plan_command(
+    recipe: str, overrides: tuple[str, ...], as_json: bool, with_disk: bool, with_fit: bool
+) -> None:
     """Show what a recipe would do: which stages run, which are skipped, and why.
 
     Changes nothing, and needs neither network nor GPU.
     """
     from flows.api import make_recipe_plan
 
-    show_plan(make_recipe_plan(recipe, overrides), recipe, overrides, as_json)
+    plan = make_recipe_plan(recipe, overrides)
+    if not as_json:
+        show_plan(plan, recipe, overrides, as_json)
+    show_disk(plan, DiskWords(recipe, overrides, with_disk or with_fit, with_fit), as_json)
+
+
+class DiskWords(NamedTuple):
+    """The call of `refiner plan`, as far as the disk goes."""
+
+    recipe: str
+    overrides: Sequence[str]
+    always: bool
+    fit: bool
+
+
+def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
+    """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
+    from flows.api import forecast, plan_json
+    from flows.disk import Interval, planned_room, propose_fit, suggested_intervals
+    from infra.disk.keeper import gib
+    from infra.workspace import Workspace
+
+    room = planned_room([plan])
+    change, intervals = None, list[Interval]()
+    if words.fit:
+        change = None if room.fits else propose_fit([plan], room)
+        intervals = suggested_intervals(plan, Workspace.read_only(plan.config.workspace))
+    if as_json:
+        value = {**plan_json(plan, forecast(plan)), "disk": disk_json(room)}
+        if words.fit:
+            value["disk"]["fit"] = None if change is None else list(change.overrides)
+            value["disk"]["save_freq"] = {i.kind: i.save_freq for i in intervals}
+        print_json(value)
+        return
+    needed, free = room.forecast.needed_bytes, room.free_bytes
+    unknown = f"; nothing is known of {', '.join(room.forecast.unknown)}" * bool(
+        room.forecast.unknown
+    )
+    if words.always:
+        rows = [
+            (s.stage.name, gib(s.peak), gib(s.final), f"{s.inodes:,}", s.basis)
+            for s in room.forecast.stages
+        ]
+        click.echo("")
+        print_table(rows, ("stage", "at most", "in the end", "files", "by"))
+    if words.always or not room.fits:
+        verdict = "fits" if room.fits else "does not fit"
+        more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
+        click.echo(
+            f"\ndisk: needs {gib(needed)}, {gib(free)} are free{more} ({room.source}): "
+            f"{verdict}{unknown}"
+        )
+    if words.fit:
+        _show_fit(words, room.fits, change, intervals)
+
+
+def _show_fit(
+    words: DiskWords, fits: bool, change: Change | None, intervals: Sequence[Interval]
+) -> None:
+    from infra.disk.keeper import gib
+
+    for interval in intervals:
+        click.echo(
+            f"{interval.kind}.save_freq={interval.save_freq} would lose the least time "
+            f"(it is {interval.configured}): {interval.why}"
+        )
+    if fits:
+        return
+    if change is None:
+        click.echo("No change of how it is carried out makes it fit.")
+        where = [w for w in words.overrides if w.startswith("workspace=")]
+        command = shlex.join(["refiner", "disk", *where, "--reclaim", "--dry-run"])
+        click.echo(f"Next:\n  {command}", err=True)
+        return
+    click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
+    command = shlex.join(["refiner", "run", words.recipe, *words.overrides, *change.overrides])
+    click.echo(f"Next:\n  {command}", err=True)
+
+
+def disk_json(room: PlannedRoom) -> dict[str, Any]:
+    """A forecast for scripts."""
+    found = room.forecast
+    return {
+        "fits": room.fits,
+        "needed_bytes": found.needed_bytes,
+        "peak_bytes": found.peak_bytes,
+        "final_bytes": found.final_bytes,
+        "inodes": found.inodes,
+        "free_bytes": room.free_bytes,
+        "reclaimable_bytes": room.reclaimable_bytes,
+        "source": room.source,
+        "stages": [
+            {
+                "stage": s.stage.name,
+                "peak_bytes": s.peak,
+                "final_bytes": s.final,
+                "inodes": s.inodes,
+                "by": s.basis,
+                "known": s.known,
+            }
+            for s in found.stages
+        ],
+    }
 
 
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infra.disk.history import History, history_of
@@ -105,22 +105,46 @@ class Forecast:
 SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
-def forecast_disk(plans: Sequence[Plan], workspace: Workspace, size_of_model: SizeOf) -> Forecast:
-    """What the stages of ``plans`` that are not done will take.
+class Knowledge:
+    """What forecasts rest on, looked up once: measured history, and sizes of models.
 
     ``size_of_model`` says how many parameters a recipe's model has.
     """
+
+    def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
+        self.workspace, self._size_of_model = workspace, size_of_model
+        self._histories: dict[tuple[str, str], History] = {}
+        self._sizes: dict[str, ModelSize] = {}
+        self._done: dict[str, bool] = {}
+
+    def history(self, kind: str, model: str) -> History:
+        """What stages of a kind took that started at that model."""
+        if (kind, model) not in self._histories:
+            self._histories[kind, model] = history_of(self.workspace, kind, model)
+        return self._histories[kind, model]
+
+    def size(self, config: RecipeConfig) -> ModelSize:
+        """How large a recipe's model is."""
+        name = config.model.name_or_path
+        if name not in self._sizes:
+            self._sizes[name] = self._size_of_model(config)
+        return self._sizes[name]
+
+    def is_done(self, stage_id: str) -> bool:
+        """Whether nothing is left to write."""
+        if stage_id not in self._done:
+            self._done[stage_id] = self.workspace.read_result(stage_id) is not None
+        return self._done[stage_id]
+
+
+def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
+    """What the stages of ``plans`` that are not done will take."""
     needs: dict[str, StageNeed] = {}
-    histories: dict[tuple[str, str], History] = {}
     for plan in plans:
-        model = size_of_model(plan.config)
         for stage in plan.stages:
-            if stage.id in needs or workspace.read_result(stage.id) is not None:
-                continue
-            key = (stage.kind, plan.config.model.name_or_path)
-            if key not in histories:
-                histories[key] = history_of(workspace, *key)
-            needs[stage.id] = _need(stage, plan.config, model, histories[key])
+            if stage.id not in needs and not known.is_done(stage.id):
+                history = known.history(stage.kind, plan.config.model.name_or_path)
+                needs[stage.id] = _need(stage, plan.config, known.size(plan.config), history)
     config = plans[0].config if plans else RecipeConfig()
     local = config.dispatch.executor == "local"
     parallel = config.dispatch.max_parallel if local else max(1, len(plans))
@@ -142,6 +166,8 @@ def _need(
         guess = _evaluation_bytes(config)
     elif stage.kind == "card":
         guess = 1 << 20
+    elif stage.kind == "fetch":
+        guess, basis = 0, "goes to the Hub's cache (HF_HOME)"
     elif stage.kind == "publish":
         # A copy, wherever it goes: what lies elsewhere is counted too, for want of knowing better.
         guess = weights if model.parameters and config.publish.target == "folder" else None
@@ -219,25 +245,40 @@ class Change(NamedTuple):
     cost: str
 
 
-def fit(
-    forecast_with: Callable[[Sequence[str]], Forecast], config: RecipeConfig, free_bytes: int
-) -> Change | None:
-    """The cheapest change with which the forecast fits into ``free_bytes``; None: none does.
+def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 0) -> Change | None:
+    """The cheapest change with which plans fit into ``free_bytes``, and ``may_go`` bytes where
+    reclaiming is allowed; None: none does.
 
-    ``forecast_with`` makes the forecast anew under overrides. In order of what they cost: reclaim
-    finished checkpoints, keep fewer checkpoints, fewer jobs at a time, save only at the end.
+    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, fewer jobs at
+    a time, save only at the end. The identity of no stage changes.
     """
+    config = plans[0].config
     for options in sorted(_combinations(config), key=lambda c: sum(o.price for o in c)):
-        overrides = tuple(text for option in options for text in option.overrides)
-        needed = forecast_with(overrides).needed_bytes
-        if needed <= free_bytes:
-            return Change(overrides, needed, "; ".join(o.cost for o in options if o.cost))
+        changes = [change for option in options for change in option.changes]
+        changed = [replace(p, config=_with(p.config, changes)) for p in plans]
+        forecast = forecast_disk(changed, known)
+        if forecast.needed_bytes <= free_bytes + (may_go if forecast.reclaim else 0):
+            overrides = tuple(f"{path}={_text(value)}" for path, value in changes)
+            cost = "; ".join(o.cost for o in options if o.cost)
+            return Change(overrides, forecast.needed_bytes, cost)
     return None
+
+
+def _with(config: RecipeConfig, changes: Iterable[tuple[str, int | bool]]) -> RecipeConfig:
+    for path, value in changes:
+        section, _, name = path.partition(".")
+        part = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: part})
+    return config
+
+
+def _text(value: int | bool) -> str:
+    return str(value).lower()
 
 
 class _Option(NamedTuple):
     price: float
-    overrides: tuple[str, ...]
+    changes: tuple[tuple[str, int | bool], ...]
     cost: str
 
 
@@ -247,14 +288,16 @@ _AS_IT_IS = _Option(0.0, (), "")
 def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
     reclaim = [_AS_IT_IS]
     if not config.disk.reclaim:
-        reclaim.append(_Option(1.0, ("disk.reclaim=true",), "finished checkpoints are reclaimed"))
+        reclaim.append(
+            _Option(1.0, (("disk.reclaim", True),), "finished checkpoints are reclaimed")
+        )
     parallel = [_AS_IT_IS]
     most = config.dispatch.max_parallel
     if config.dispatch.executor == "local":
         parallel += [
             _Option(
                 10.0 * (most - n),
-                (f"dispatch.max_parallel={n}",),
+                (("dispatch.max_parallel", n),),
                 f"{n} at a time instead of {most}",
             )
             for n in range(most - 1, 0, -1)
@@ -269,13 +312,13 @@ def _saving_options(config: RecipeConfig, kind: str) -> list[_Option]:
     found = [_AS_IT_IS]
     for keep in range(section.keep - 1, 1, -1):
         found.append(
-            _Option(1.0 * (section.keep - keep), (f"{kind}.keep={keep}",), f"{kind} keeps {keep}")
+            _Option(1.0 * (section.keep - keep), ((f"{kind}.keep", keep),), f"{kind} keeps {keep}")
         )
     if section.keep > 1:
         # One less in the end; while it saves there are two all the same.
-        found.append(_Option(5.0, (f"{kind}.keep=1",), f"{kind} keeps 1 checkpoint"))
+        found.append(_Option(5.0, ((f"{kind}.keep", 1),), f"{kind} keeps 1 checkpoint"))
     steps = _steps(kind, config)
     if steps and section.save_freq < steps:
         text = f"{kind} saves once, at the end: a failure loses all of it"
-        found.append(_Option(1000.0, (f"{kind}.keep=1", f"{kind}.save_freq={steps}"), text))
+        found.append(_Option(1000.0, ((f"{kind}.keep", 1), (f"{kind}.save_freq", steps)), text))
     return found

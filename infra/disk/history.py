@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from infra.checkpoints import CheckpointStore
 from infra.disk.usage import size_of
@@ -19,6 +19,8 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import StageRecord
 
 log = logging.getLogger(__name__)
+N = TypeVar("N", int, float)
+
 #: Ends that say something about the machines, and not about the recipe or the person.
 _BREAKDOWNS = (
     *("preempted", "node_failure", "killed", "out_of_memory", "gpu_out_of_memory"),
@@ -29,7 +31,7 @@ _BREAKDOWNS = (
 class History(NamedTuple):
     """The largest that stages of one kind have taken; None where none has.
 
-    Bytes and inodes; ``rollout_step`` is one step's file; ``step_s``, ``save_s`` are seconds.
+    Bytes and inodes; ``rollout_step_bytes`` is one step's file.
     """
 
     checkpoint_bytes: int | None = None
@@ -37,6 +39,11 @@ class History(NamedTuple):
     output_bytes: int | None = None
     output_inodes: int | None = None
     rollout_step_bytes: int | None = None
+
+
+class Times(NamedTuple):
+    """The longest step and save that stages of one kind have taken, seconds."""
+
     step_s: float | None = None
     save_s: float | None = None
 
@@ -56,7 +63,24 @@ class Failures:
 
 def history_of(workspace: Workspace, kind: str, model: str | None = None) -> History:
     """What stages of a kind have taken; ``model`` restricts it to those that started there."""
-    found: History = History()
+    found = History()
+    for stage_id, record in _alike(workspace, kind, model):
+        measured = _of_stage(workspace, stage_id, record)
+        found = History(*map(_larger, found, measured))
+    return found
+
+
+def times_of(workspace: Workspace, kind: str, model: str | None = None) -> Times:
+    """How long their steps and saves were."""
+    step_s: float | None = None
+    save_s: float | None = None
+    for stage_id, record in _alike(workspace, kind, model):
+        step_s = _larger(step_s, _step_s(workspace, stage_id, record))
+        save_s = _larger(save_s, workspace.longest_save_s(stage_id) or None)
+    return Times(step_s, save_s)
+
+
+def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple[str, StageRecord]]:
     for stage_id in workspace.stage_ids():
         if stage_id.rpartition("-")[0] != kind:
             continue
@@ -64,10 +88,9 @@ def history_of(workspace: Workspace, kind: str, model: str | None = None) -> His
         if record is None:
             continue
         named = record.spec.identity.get("model.name_or_path")
-        if model is not None and named is not None and named != model:
-            continue
-        found = _larger(found, _of_stage(workspace, stage_id, record))
-    return found
+        # A local model is known by its files' digest, and its name is not recorded.
+        if model is None or named is None or named == model:
+            yield stage_id, record
 
 
 def failures_of(workspace: Workspace) -> Failures:
@@ -118,8 +141,6 @@ def _of_stage(workspace: Workspace, stage_id: str, record: StageRecord) -> Histo
         output_bytes=output.bytes if output else None,
         output_inodes=output.inodes if output else None,
         rollout_step_bytes=sum(rollouts) // len(rollouts) if rollouts else None,
-        step_s=_step_s(workspace, stage_id, record),
-        save_s=workspace.longest_save_s(stage_id) or None,
     )
 
 
@@ -139,9 +160,5 @@ def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float |
     return last.seconds / steps if steps > 0 and last.seconds else None
 
 
-def _larger(one: History, other: History) -> History:
-    return History(*(_max((a, b)) for a, b in zip(one, other, strict=True)))  # type: ignore[arg-type]
-
-
-def _max(values: Sequence[float | None]) -> float | None:
-    return max((v for v in values if v is not None), default=None)
+def _larger(one: N | None, other: N | None) -> N | None:
+    return max((v for v in (one, other) if v is not None), default=None)

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from infra.checkpoints import CheckpointStore
 from infra.disk.caches import find_caches
+from infra.disk.figures import Room
 from infra.disk.ledger import Ledger, Need
 from infra.disk.mounts import existing, sync_file_system
-from infra.disk.probe import Prober, Room, Used
+from infra.disk.probe import Prober, Used
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
 from infra.disk.room import PROBE_BYTES, has_room
 from infra.disk.stock import Stock, read_stock
@@ -168,8 +169,9 @@ class DiskKeeper:
         still do not."""
         if not self._shortage(need_bytes, ref, fresh=True):
             return Reclaimed()
+        self._settle()  # what was deleted just now may only wait to be given back
         if not self.config.reclaim:
-            return None
+            return None if self._shortage(need_bytes, ref, fresh=True) else Reclaimed()
         done = self.reclaim(need_bytes, ref)
         return None if self._shortage(need_bytes, ref, fresh=True) else done
 

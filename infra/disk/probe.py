@@ -159,8 +159,21 @@ class Prober:
         log.log(level, "room cannot be learned from %s: %s; the next best is asked", name, error)
 
     def ask(self, *command: str) -> str:
-        """Run one tool."""
+        """What one tool prints."""
         return self._run(command)
+
+    def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
+        """The quotas that one call of a tool shows. One that fails is named and shows none: what
+        the other calls show counts all the same."""
+        try:
+            text = self.ask(*command)
+            found = parse(text)
+            if not found and text.strip() and "none" not in text:
+                raise ToolFailed(f"it says {text.strip().splitlines()[0]!r}")
+        except (ToolFailed, ValueError, KeyError, IndexError) as error:
+            self._complain(shlex.join(command[:3]), error)
+            return []
+        return found
 
 
 # ---------------------------------------------------------------- the tools
@@ -170,11 +183,11 @@ Probe = Callable[[Prober, Mount], list[Quota]]
 
 def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
     """`quota` of the user, of the folder's group and of its project, on this file system."""
-    found = parse_quota(prober.ask("quota", "-w", "-u"))
+    found = prober.rows(parse_quota, "quota", "-w", "-u")
     group = existing(prober.folder).stat().st_gid
-    found += parse_quota(prober.ask("quota", "-w", "-g", _group_name(group)))
+    found += prober.rows(parse_quota, "quota", "-w", "-g", _group_name(group))
     if project := project_id(prober.folder):
-        found += parse_quota(prober.ask("quota", "-w", "-P", str(project)))
+        found += prober.rows(parse_quota, "quota", "-w", "-P", str(project))
     return [q for q in found if q.where in (mount.source, str(mount.point))]
 
 
@@ -184,41 +197,43 @@ def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
     asked = [("-u", os.geteuid()), ("-g", status.st_gid), ("-P", project_id(prober.folder))]
     found: list[Quota] = []
     for option, number in asked:
-        if option != "-P" or number:
-            text = prober.ask("repquota", "-O", "csv", "-n", option, point)
-            found += parse_repquota_csv(text, str(number))
+        if option == "-P" and not number:
+            continue
+        # Others than the one that is asked for are left out; that one need not have an entry.
+        text = prober.ask("repquota", "-O", "csv", "-n", option, point)
+        found += parse_repquota_csv(text, str(number))
     return found
 
 
 def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
+    """`xfs_quota` of the user, the folder's group and its project."""
     status, point = existing(prober.folder).stat(), str(mount.point)
-    asked = [f"-u {os.geteuid()}", f"-g {status.st_gid}"]
-    if project := project_id(prober.folder):
-        asked.append(f"-p {project}")
+    asked = [("-u", os.geteuid()), ("-g", status.st_gid), ("-p", project_id(prober.folder))]
     found: list[Quota] = []
-    for who in asked:
-        kind, number = who.split()
-        command = f"quota {kind} -b -i -n -N -v {number}"
-        found += [
-            q._replace(whose=who)
-            for q in parse_xfs_quota(prober.ask("xfs_quota", "-c", command, point))
-        ]
+    for option, number in asked:
+        if option == "-p" and not number:
+            continue
+        command = f"quota {option} -b -i -n -N -v {number}"
+        rows = prober.rows(parse_xfs_quota, "xfs_quota", "-c", command, point)
+        found += [q._replace(whose=f"{option} {number}") for q in rows]
     return found
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
     """The kernel's own figures, which everybody may read; the tool where they are not shown."""
     subvolume = btrfs_subvolume(prober.folder)
-    groups = _btrfs_groups(mount)
     if subvolume is None:
         return []
-    found = []
+    found: list[Quota] = []
+    groups = _btrfs_groups(mount)
     if groups is not None:
         found = _btrfs_kernel(groups, subvolume)
-        if not any(not p.name.startswith("0_") and p.is_dir() for p in groups.iterdir()):
+        if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
             return found
-    text = prober.ask("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
-    return found + parse_btrfs_qgroups(text)
+    # Groups of groups: which of them limit this folder, only the tool says.
+    folder = str(existing(prober.folder))
+    command = ("btrfs", "qgroup", "show", "--raw", "-reF", folder)
+    return found + prober.rows(parse_btrfs_qgroups, *command)
 
 
 def _btrfs_groups(mount: Mount) -> Path | None:
@@ -256,14 +271,14 @@ def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
         asked.append(("-p", str(project)))
     found: list[Quota] = []
     for option, who in asked:
-        rows = parse_quota(prober.ask("lfs", "quota", "-q", option, who, str(mount.point)))
+        rows = prober.rows(parse_quota, "lfs", "quota", "-q", option, who, str(mount.point))
         found += [q._replace(whose=f"{option} {who}") for q in rows]
     return found
 
 
 def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:
     file_system = mount.source.rpartition("/")[2]
-    found = parse_mmlsquota(prober.ask("mmlsquota", "-Y", file_system))
+    found = prober.rows(parse_mmlsquota, "mmlsquota", "-Y", file_system)
     return [q for q in found if q.where == file_system]
 
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from infra.disk.figures import Room
 from infra.disk.keeper import DiskKeeper, gib
-from infra.disk.probe import Room
 
 log = logging.getLogger(__name__)
 

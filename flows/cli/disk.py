@@ -1,0 +1,160 @@
+"""`refiner disk`: what is used, what is left, and what may go."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flows.cli.options import json_option, print_json, print_table, split_workspace
+
+if TYPE_CHECKING:
+    from infra.disk.keeper import DiskKeeper
+    from infra.workspace import Workspace
+
+_SHOWN = 12  # candidates and pins in the table; all are in the JSON
+
+
+@click.command("disk")
+@click.argument("words", nargs=-1, metavar="[pin|unpin STAGE] [workspace=DIR] [disk.KEY=VALUE]...")
+@json_option
+@click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
+@click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
+@click.option("--caches", is_flag=True, help="with --reclaim: the caches too (`disk.watch_caches`)")
+def disk_command(
+    words: tuple[str, ...], as_json: bool, reclaim: bool, dry_run: bool, caches: bool
+) -> None:
+    """Show what a workspace uses by run and kind, the room that is left, and what may be deleted.
+
+    What is pinned, read by a running job, needed by an unfinished run, or not published and
+    verified elsewhere, is never deleted. `refiner disk pin STAGE` keeps everything of a stage.
+    """
+    from flows.disk import disk_config
+    from infra.disk.keeper import DiskKeeper
+    from infra.workspace import Workspace
+    from refiner_core.contract.errors import ConfigurationError
+
+    where, rest = split_workspace(words)
+    overrides = [w for w in rest if w.startswith("disk.") and "=" in w]
+    verbs = [w for w in rest if w not in overrides]
+    workspace = Workspace.read_only(where)
+    if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
+        raise ConfigurationError(
+            f"`refiner disk` does not know {shlex.join(verbs)!r}.",
+            expected="nothing, `pin STAGE` or `unpin STAGE`",
+            fix="see `refiner disk --help`",
+        )
+    if (dry_run or caches) and not reclaim:
+        raise ConfigurationError(
+            "--dry-run and --caches say how to reclaim.",
+            expected="--reclaim with them",
+            fix="add it",
+        )
+    if verbs:
+        _pin(workspace, verbs[0], verbs[1], as_json)
+        return
+    keeper = DiskKeeper(workspace, disk_config(workspace, overrides))
+    if reclaim:
+        _reclaim(keeper, caches=caches, dry_run=dry_run, as_json=as_json, where=where)
+    else:
+        _show(workspace, keeper, where, as_json)
+
+
+def _pin(workspace: Workspace, verb: str, name: str, as_json: bool) -> None:
+    from flows.disk import stage_to_pin
+    from infra.disk.marks import pin, unpin
+
+    stage_id = stage_to_pin(workspace, name)
+    changed = (pin if verb == "pin" else unpin)(workspace.layout, stage_id)
+    if as_json:
+        print_json(
+            {"version": 1, "stage_id": stage_id, "pinned": verb == "pin", "changed": changed}
+        )
+        return
+    state = "pinned" if verb == "pin" else "not pinned"
+    click.echo(f"{stage_id} is {state}{'' if changed else ' (as before)'}.")
+
+
+def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, where: str) -> None:
+    from flows.disk import candidate_json
+    from infra.disk.keeper import gib
+
+    candidates = keeper.candidates(None, caches=caches)
+    total = sum(c.bytes for c in candidates)
+    gone: Sequence[str] = ()
+    freed = 0
+    if not dry_run and candidates:
+        done = keeper.carry_out(candidates)
+        gone, freed = done.items, done.bytes
+    if not dry_run:
+        keeper.ledger.sweep()
+    if as_json:
+        print_json(
+            {
+                "version": 1,
+                "dry_run": dry_run,
+                "candidates": [candidate_json(c) for c in candidates],
+                "reclaimed_bytes": freed,
+                "reclaimed": list(gone),
+                "status": keeper.status_line(),
+            }
+        )
+        return
+    if not candidates:
+        click.echo("There is nothing that may be deleted.")
+    else:
+        rows = [(gib(c.bytes), c.rank.name.lower(), str(c.path), c.why) for c in candidates]
+        print_table(rows, ("size", "kind", "path", "why"))
+    if dry_run:
+        click.echo(f"\n{gib(total)} would be free again.")
+        click.echo(f"Next:\n  {_command(where, '--reclaim', *['--caches'] * caches)}", err=True)
+        return
+    kept = len(candidates) - len(gone)
+    left = f"; {kept} could not be deleted, see above" if kept else ""
+    click.echo(f"\n{gib(freed)} reclaimed{left}. {keeper.status_line()}.")
+
+
+def _show(workspace: Workspace, keeper: DiskKeeper, where: str, as_json: bool) -> None:
+    from flows.disk import disk_report
+    from infra.disk.keeper import gib
+
+    report = disk_report(workspace, keeper)
+    if as_json:
+        print_json(report.json)
+        return
+    room = report.json["room"]
+    click.echo(f"{workspace.layout.data}: {report.json['status']}")
+    click.echo(f"  {gib(room['free_bytes'])} free, by {room['source']}{_inodes(room)}")
+    if room["note"]:
+        click.echo(f"  {room['note']}")
+    for entry in report.json["reservations"]:
+        click.echo(
+            f"  {gib(entry['bytes'])} reserved by {entry['stage_id']}, attempt {entry['attempt']}"
+        )
+    if report.json["pins"]:
+        click.echo(f"  pinned: {', '.join(report.json['pins'][:_SHOWN])}")
+    click.echo("")
+    rows = [
+        (row.run or "(no run)", row.kind, gib(row.size.bytes), f"{row.size.inodes:,}")
+        for row in report.rows
+    ]
+    print_table(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    may_go = report.json["reclaimable"]
+    total = sum(c["bytes"] for c in may_go)
+    click.echo(f"\nA reclaim would free {gib(total)} ({len(may_go)} things).")
+    click.echo(f"Next:\n  {_command(where, '--reclaim', '--dry-run')}", err=True)
+
+
+def _inodes(room: dict[str, Any]) -> str:
+    if room["free_inodes"] is None:
+        return ""
+    return f"; room for {room['free_inodes']:,} more files"
+
+
+def _command(where: str, *options: str) -> str:
+    from refiner_core.contract.config import RecipeConfig
+
+    words = [] if where == RecipeConfig().workspace else [f"workspace={where}"]
+    return shlex.join(["refiner", "disk", *words, *options])

@@ -1,0 +1,224 @@
+"""The disk for people and scripts: what is used, what may go, and what a recipe would take.
+
+In: a workspace or plans. Out: JSON-ready values, and forecasts. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
+from infra.disk.history import failures_of, suggest_save_freq, times_of
+from infra.disk.keeper import DiskKeeper
+from infra.disk.marks import pins
+from infra.disk.modelsize import ModelSize, model_size
+from infra.disk.reaper import Candidate, plan_reclaim
+from infra.disk.usage import Row, by_run_and_kind
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import from_json
+
+#: Assumed where a workspace has not seen a failure yet: one in two days, for a node with GPUs.
+_ASSUMED_MTBF_S = 48 * 3600.0
+
+
+def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConfig:
+    """The ``disk`` section of the newest run, with ``disk.*`` overrides.
+
+    Raises
+    ------
+    ConfigurationError
+        An override names no field, or cannot be read.
+    """
+    from refiner_core.contract.loading import load_recipe
+
+    config = DiskConfig()
+    runs = workspace.run_ids()
+    if runs:
+        recorded = workspace.read_run(runs[-1]).config.get("disk")
+        config = from_json(DiskConfig, recorded) if recorded else config
+    if not overrides:
+        return config
+    given = load_recipe("tiny", overrides).disk
+    names = [text.partition("=")[0].partition(".")[2] for text in overrides]
+    return replace(config, **{name: getattr(given, name) for name in names})
+
+
+class Report(NamedTuple):
+    """What `refiner disk` shows; ``json`` is the whole of it."""
+
+    rows: list[Row]
+    json: dict[str, Any]
+
+
+def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
+    """Use by run and kind, room and source, reservations, and what a reclaim would free."""
+    stock = keeper.stock(caches=True)
+    runs: dict[str, Sequence[str]] = {}
+    for run_id in workspace.run_ids():
+        try:
+            runs[run_id] = tuple(workspace.read_run(run_id).stages.values())
+        except RefinerError:  # it is still worth showing the rest
+            runs[run_id] = ()
+    rows = by_run_and_kind([*stock.items, *stock.caches], runs)
+    room, reserved = keeper.room(fresh=True), keeper.ledger.others()
+    value = {
+        "version": 1,
+        "workspace": str(workspace.root),
+        "data": str(workspace.layout.data),
+        "room": {
+            "free_bytes": room.free_bytes,
+            "used_bytes": room.used_bytes,
+            "limit_bytes": room.limit_bytes,
+            "free_inodes": room.free_inodes,
+            "used_inodes": room.used_inodes,
+            "limit_inodes": room.limit_inodes,
+            "source": room.source,
+            "note": room.note,
+        },
+        "status": keeper.status_line(),
+        "reservations": [
+            {
+                "workspace": str(r.workspace),
+                "stage_id": r.ref.stage_id,
+                "attempt": r.ref.number,
+                "bytes": r.need.bytes,
+                "written_bytes": r.written,
+            }
+            for r in reserved
+        ],
+        "pins": sorted(pins(workspace.layout)),
+        "use": [
+            {
+                "run": row.run or None,
+                "kind": row.kind,
+                "bytes": row.size.bytes,
+                "inodes": row.size.inodes,
+            }
+            for row in rows
+        ],
+        "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
+        "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
+    }
+    return Report(rows, value)
+
+
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    """One thing that may be deleted."""
+    return {
+        "kind": candidate.rank.name.lower(),
+        "stage_id": candidate.stage_id,
+        "path": str(candidate.path),
+        "bytes": candidate.bytes,
+        "inodes": candidate.inodes,
+        "why": candidate.why,
+    }
+
+
+def stage_to_pin(workspace: Workspace, name: str) -> str:
+    """The id of a stage that is named by id, or by its name in the newest run that has it.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name.
+    """
+    ids = workspace.stage_ids()
+    if name in ids:
+        return name
+    for run_id in reversed(workspace.run_ids()):
+        stages = workspace.read_run(run_id).stages
+        if name in stages:
+            return stages[name]
+    raise ConfigurationError(
+        f"{workspace.root} has no stage {name!r}",
+        expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
+        fix="name one of these, a stage of a run (`refiner status`), or another `workspace=DIR`",
+    )
+
+
+# ---------------------------------------------------------------- forecasts
+
+
+class PlannedRoom(NamedTuple):
+    """A forecast against the room that there is."""
+
+    forecast: Forecast
+    free_bytes: int
+    reclaimable_bytes: int
+    source: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether it goes through, with what may be reclaimed if that is allowed."""
+        more = self.reclaimable_bytes if self.forecast.reclaim else 0
+        return self.forecast.needed_bytes <= self.free_bytes + more
+
+
+def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
+    """What plans (a recipe's, or all trials' of a sweep) will take, and what there is for it."""
+    workspace = Workspace.read_only(plans[0].config.workspace)
+    keeper = DiskKeeper(workspace, plans[0].config.disk)
+    forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
+    margin = int(plans[0].config.disk.margin_gb * 2**30)
+    free = keeper.room().free_bytes - keeper.reserved().bytes - margin
+    room = PlannedRoom(forecast, max(0, free), 0, keeper.room().source)
+    if forecast.needed_bytes > room.free_bytes:
+        may_go = sum(c.bytes for c in keeper.candidates(None))
+        room = room._replace(reclaimable_bytes=may_go)
+    return room
+
+
+def size_of_model(config: RecipeConfig) -> ModelSize:
+    """How many parameters a recipe's model has, as far as this machine can tell."""
+    from refiner_core.generation.load import resolve_ref
+
+    name = config.model.name_or_path
+    try:
+        path: Path | None = Path(resolve_ref(name))
+    except RefinerError:
+        path = None
+    return model_size(path, name)
+
+
+def propose_fit(plans: Sequence[Plan], room: PlannedRoom) -> Change | None:
+    """The cheapest overrides with which plans fit; None: none does."""
+    known = Knowledge(Workspace.read_only(plans[0].config.workspace), size_of_model)
+    return fit(plans, known, room.free_bytes, room.reclaimable_bytes)
+
+
+class Interval(NamedTuple):
+    """A suggested ``save_freq``, and what it rests on."""
+
+    kind: str
+    save_freq: int
+    configured: int
+    why: str
+
+
+def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
+    """Checkpoint intervals from measured step and save times and failures; none where nothing was
+    measured."""
+    failures = failures_of(workspace)
+    mtbf_s = failures.mtbf_s or _ASSUMED_MTBF_S
+    seen = f"{failures.count} in {failures.seconds / 3600:.1f} h" if failures.mtbf_s else "assumed"
+    found = []
+    for kind in ("sft", "grpo"):
+        if not any(s.kind == kind for s in plan.stages):
+            continue
+        times = times_of(workspace, kind, plan.config.model.name_or_path)
+        if not times.step_s or not times.save_s:
+            continue
+        save_freq = suggest_save_freq(times.step_s, times.save_s, mtbf_s)
+        configured = getattr(plan.config, kind).save_freq
+        why = (
+            f"a save takes {times.save_s:.2g} s, a step {times.step_s:.2g} s, "
+            f"a failure comes every {mtbf_s / 3600:.3g} h ({seen})"
+        )
+        found.append(Interval(kind, save_freq, configured, why))
+    return found
