@@ -18,9 +18,12 @@
           submitit/                           submitit's own files
       runs/<run id>/run.json events.jsonl dirty.diff
                     orchestrator.json         the process that works on it, by itself
+                    orchestrator.log          what it prints when it works in the background
+                    turns/0001.json           who has taken the run up, in order; exclusive
                     cancel/                   somebody wants it, or stages of it, to end
       disk/reservations/ pins/                room that saves in progress will need; what must stay
       code/<digest>/                          code snapshots
+      batches/<comment>/                      submitit's files of an array of jobs
       published/                              folder target of publishing
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
@@ -194,6 +197,21 @@ class RunPaths:
         return self.folder / "orchestrator.json"
 
     @property
+    def log(self) -> Path:
+        """What the process that works on it in the background prints."""
+        return self.folder / "orchestrator.log"
+
+    @property
+    def job_folder(self) -> Path:
+        """submitit's folder of an orchestrator that is a job itself."""
+        return self.folder / "submitit"
+
+    @property
+    def turns(self) -> Path:
+        """One file for each process that has taken it up, created exclusively."""
+        return self.folder / "turns"
+
+    @property
     def cancel(self) -> Path:
         """One file for each time that somebody wanted it, or stages of it, to end."""
         return self.folder / "cancel"
@@ -235,6 +253,11 @@ class Layout:
     def code(self) -> Path:
         """One folder per code snapshot."""
         return self.control / "code"
+
+    @property
+    def batches(self) -> Path:
+        """submitit's folders of arrays, one each."""
+        return self.control / "batches"
 
     @property
     def disk(self) -> Path:

@@ -203,14 +203,15 @@ class Cluster:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             if self._alive("slurmctld"):
                 self.run("scancel", "--full", f"--user={os.getuid()}", check=False)
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + self.spec.kill_wait_s
                 while self._of_jobs() and time.monotonic() < deadline:
-                    time.sleep(0.1)
-        daemons = [n for n in self.processes if n.startswith("slurmd-")]
-        self._end([*daemons, "slurmctld"], signal.SIGTERM, 10)
+                    time.sleep(0.05)
+        # slurmd waits for its steps, so these go first.
         for process in self._of_jobs():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        daemons = [n for n in self.processes if n.startswith("slurmd-")]
+        self._end([*daemons, "slurmctld"], signal.SIGTERM, 5)
         for name in ("slurmdbd", "mariadbd", "munged", "network"):
             self._end([name], signal.SIGTERM, 20)
         if self.spec.memory:

@@ -1,0 +1,1 @@
+"""Shipped profiles of clusters; see :mod:`infra.slurm.profiles`."""

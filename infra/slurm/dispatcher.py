@@ -1,0 +1,291 @@
+"""Jobs on Slurm: submitted through submitit, judged by ourselves.
+
+In: requests, open attempts. Out: jobs, and sights of them. Before sbatch is called, ``batch.json``
+beside the attempt says under which unique name; afterwards ``job.json`` says which id it got. So a
+crash in between loses nothing: the job is found by its name, its id noted, and what submitit had
+not yet put into place is put there. Slurm may start a job again under the same id; several attempts
+may then share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra import atomic
+from infra.failures import outcome_of
+from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.layout import AttemptPaths
+from infra.slurm.commands import RealSlurm, SlurmCommands, SlurmUnavailable
+from infra.slurm.profiles import Profile
+from infra.slurm.query import Answer, Patience, SchedulerView, Wanted
+from infra.slurm.states import lost_end, sight_of
+from infra.slurm.submission import (
+    PerhapsSubmitted,
+    Submission,
+    Submitter,
+    write_missing_pickle,
+)
+from infra.worker_command import WorkerCommand, tail_of
+from infra.workspace import Workspace
+
+log = logging.getLogger(__name__)
+
+
+class _Batch(NamedTuple):
+    """What ``batch.json`` says: under which name, and where in an array, a job was submitted."""
+
+    name: str
+    task: int | None
+    user: str
+    folder: Path
+    command: list[str]
+
+
+class SlurmDispatcher:
+    """Runs jobs on a cluster; see :class:`~infra.jobs.Dispatcher`.
+
+    Parameters
+    ----------
+    workspace
+        Must lie where compute nodes see it too.
+    profile
+        The cluster.
+    scheduler_poll_s
+        Seconds between rounds of queries.
+    worker
+        What jobs run; the interpreter is the profile's, where that names one.
+    commands
+        How Slurm is asked; the commands of this machine by default.
+    adopt
+        Note down the ids of jobs that are found by name. False for who only looks.
+
+    Raises
+    ------
+    UnsupportedError
+        This machine has no Slurm.
+    """
+
+    executor = "slurm"
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        profile: Profile,
+        *,
+        scheduler_poll_s: float = 10.0,
+        worker: WorkerCommand | None = None,
+        commands: SlurmCommands | None = None,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        adopt: bool = True,
+    ) -> None:
+        self.workspace, self.profile = workspace, profile
+        given = worker or WorkerCommand(workspace.root)
+        python = profile.python or given.python or sys.executable
+        self.worker = WorkerCommand(given.root, given.module, python)
+        self._submitter = Submitter(profile, python)
+        self._commands = RealSlurm() if commands is None else commands
+        self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
+        self._adopt = adopt
+        self._ended_by_us: set[str] = set()
+
+    # ------------------------------------------------------------ submitting
+
+    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        """Start jobs, those of one shape as an array where there are enough; what went wrong, by
+        attempt."""
+        failed: dict[AttemptRef, Exception] = {}
+        fitting = []
+        for request in requests:
+            try:
+                self.profile.check(
+                    request.resources, request.stage_id, needs_network=request.needs_network
+                )
+                fitting.append(request)
+            except Exception as error:  # one job's trouble is told with it, not with the others
+                failed[request.ref] = error
+        for work in self._submissions(fitting):
+            try:
+                self._submit(work)
+            except PerhapsSubmitted as error:
+                log.warning("%s It is looked for by its name.", error)
+            except Exception as error:
+                failed |= {request.ref: error for request in work.requests}
+        return failed
+
+    def _submissions(self, requests: Sequence[JobRequest]) -> Iterator[Submission]:
+        groups: dict[str, list[JobRequest]] = defaultdict(list)
+        for request in requests:
+            groups[self._submitter.shape(request)].append(request)
+        size = self.profile.array_size
+        for group in groups.values():
+            for start in range(0, len(group), size):
+                members = group[start : start + size]
+                if len(members) < self.profile.array_min:
+                    yield from (self._submission([member]) for member in members)
+                else:
+                    yield self._submission(members)
+
+    def _submission(self, requests: Sequence[JobRequest]) -> Submission:
+        first, layout = requests[0], self.workspace.layout
+        if len(requests) == 1:
+            name, folder = first.comment, layout.attempt(*first.ref).submitit
+        else:
+            name = f"refiner-array-{secrets.token_hex(8)}"
+            folder = layout.batches / name
+        commands = tuple(self.command(request) for request in requests)
+        return Submission(name, folder, tuple(requests), commands)
+
+    def command(self, request: JobRequest) -> list[str]:
+        """The job's argument list."""
+        words = self.worker.arguments(request, offline=not self.profile.network)
+        settings = [f"{name}={value}" for name, value in self.profile.env.items()]
+        return [words[0], *settings, *words[1:]]
+
+    def _submit(self, work: Submission) -> None:
+        work.folder.mkdir(parents=True, exist_ok=True)
+        tasks: list[int | None] = (
+            [None] if len(work.requests) == 1 else [*range(len(work.requests))]
+        )
+        for request, task, command in zip(work.requests, tasks, work.commands, strict=True):
+            note = {
+                "comment": work.name,
+                "index": task,
+                "user": str(os.getuid()),
+                "folder": os.path.relpath(work.folder, self.workspace.layout.control),
+                "command": command,
+            }
+            atomic.write_json(self._paths(request.ref).batch, note)
+        for request, task, job_id in zip(
+            work.requests, tasks, self._submitter.submit(work), strict=True
+        ):
+            self._note_job(request.ref, job_id, request.comment, task)
+            self._view.submitted(job_id, work.name)
+
+    def _note_job(self, ref: AttemptRef, job_id: str, comment: str, task: int | None) -> None:
+        note = {"job_id": job_id, "executor": self.executor, "comment": comment}
+        extra = {} if task is None else {"array": job_id.partition("_")[0]}
+        user = {"user": str(os.getuid())}
+        atomic.write_json(self._paths(ref).job, {**note, **extra, **user})
+
+    # ------------------------------------------------------------ looking
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        """All jobs by one round of queries, or none where the last one is recent enough."""
+        wanted = {a.ref: self._wanted(a) for a in attempts}
+        answers = self._view.look(list(wanted.values()))
+        seen = {}
+        for attempt in attempts:
+            answer = answers[wanted[attempt.ref].key]
+            if answer.facts is not None and wanted[attempt.ref].job_id is None and self._adopt:
+                self._adopt_job(attempt, answer.facts.job_id)
+            seen[attempt.ref] = self._sight(attempt, wanted[attempt.ref], answer)
+        return seen
+
+    def _wanted(self, attempt: OpenAttempt) -> Wanted:
+        batch = self._batch(attempt.ref)
+        name, task, user = attempt.attempt.comment, None, str(os.getuid())
+        if batch is not None:
+            name, task, user = batch.name, batch.task, batch.user
+        return Wanted(attempt.attempt.job_id, name, task, user)
+
+    def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
+        started = attempt.started is not None and not attempt.started.get("void")
+        if answer.facts is not None:
+            job = answer.facts
+            sight = sight_of(job, started, lambda: self._printed(attempt.ref, job.job_id))
+            return self._without_blame(sight, job.job_id)
+        if answer.lost:
+            printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
+            end = lost_end(wanted.job_id, started, printed)
+            return JobSight("dead", running=False, state="unknown to Slurm", end=end)
+        return JobSight("unknown", running=started, reason="Slurm has not said yet")
+
+    def _without_blame(self, sight: JobSight, job_id: str) -> JobSight:
+        """A job that this process has ended was not cancelled by a person."""
+        if job_id not in self._ended_by_us or sight.end is None:
+            return sight
+        return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
+
+    def _printed(self, ref: AttemptRef, job_id: str) -> str:
+        """The end of what a job has printed outside its worker's log."""
+        batch = self._batch(ref)
+        folder = self._paths(ref).submitit if batch is None else batch.folder
+        return tail_of([folder / f"{job_id}_0_log.out", folder / f"{job_id}_0_log.err"])
+
+    # ------------------------------------------------------------ acting
+
+    def stop(self, attempt: OpenAttempt) -> bool:
+        """SIGTERM to the processes of the job's steps. False for a job that does not run (yet)."""
+        job_id = self._id_of(attempt)
+        if job_id is None:
+            return False
+        self._view.look([self._wanted(attempt)])
+        found = self._view.known(job_id)
+        if found is None or not found.rule.running:
+            return False
+        try:
+            return self._commands.signal(job_id, "TERM")
+        except SlurmUnavailable as error:
+            log.warning("job %s could not be asked to end: %s", job_id, error)
+            return False
+
+    def kill(self, attempt: OpenAttempt) -> None:
+        """``scancel``: ends a job that runs, withdraws one that queues."""
+        job_id = self._id_of(attempt)
+        if job_id is None:
+            return
+        self._ended_by_us.add(job_id)
+        try:
+            self._commands.cancel(job_id)
+        except SlurmUnavailable as error:
+            log.warning("job %s could not be ended: %s", job_id, error)
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """``scontrol release``."""
+        job_id = self._id_of(attempt)
+        if job_id is None:
+            return
+        try:
+            self._commands.release(job_id)
+        except SlurmUnavailable as error:
+            log.warning("job %s could not be released: %s", job_id, error)
+
+    def _id_of(self, attempt: OpenAttempt) -> str | None:
+        """The id as it was noted, or of the job that bears the name."""
+        if attempt.attempt.job_id is not None:
+            return attempt.attempt.job_id
+        noted = self.workspace.read_control(self._paths(attempt.ref).job)
+        if noted is not None:
+            return str(noted["job_id"])
+        wanted = self._wanted(attempt)
+        answer = self._view.look([wanted])[wanted.key]
+        return None if answer.facts is None else answer.facts.job_id
+
+    def _adopt_job(self, attempt: OpenAttempt, job_id: str) -> None:
+        """A crash came between sbatch and noting the id: catch up."""
+        log.info("job %s is that of %s", job_id, attempt.attempt.comment)
+        batch = self._batch(attempt.ref)
+        if batch is not None:
+            write_missing_pickle(batch.folder, job_id, batch.command)
+        task = None if batch is None else batch.task
+        self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
+
+    def _batch(self, ref: AttemptRef) -> _Batch | None:
+        note: dict[str, Any] | None = self.workspace.read_control(self._paths(ref).batch)
+        if note is None:
+            return None
+        folder = self.workspace.layout.control / note["folder"]
+        return _Batch(note["comment"], note["index"], note["user"], folder, note["command"])
+
+    def _paths(self, ref: AttemptRef) -> AttemptPaths:
+        return self.workspace.layout.attempt(*ref)

@@ -1,0 +1,352 @@
+"""Profiles: what is special about a cluster, so that recipes need not know.
+
+In: a shipped name (``infra/profiles/*.yaml``) or the path of a YAML file. Out: a frozen
+:class:`Profile`. Stages declare resources (GPUs, cores, memory, time); the profile says how this
+cluster wants to be asked for them, what has to be set up in a job, and which stages stay on the
+machine where `refiner` runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources as package_files
+from pathlib import Path
+from typing import Any, Literal
+
+from refiner_core.contract.config import Resources
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.loading import suggest
+from refiner_core.contract.plan import PlannedStage
+
+PROFILE_PACKAGE = "infra.profiles"
+#: The profile of who names none.
+DEFAULT_PROFILE = "default"
+
+SbatchOptions = Mapping[str, str | int | bool | None]
+
+#: What this package sets itself; a profile that set it too would break finding jobs again.
+_OURS = {
+    **dict.fromkeys(("job-name", "comment"), "jobs are found again by it"),
+    **dict.fromkeys(("array", "wait", "parsable", "wrap", "test-only"), "arrays are made here"),
+    **dict.fromkeys(("output", "error", "open-mode", "chdir"), "logs are read there"),
+    "signal": "set `signal_lead_s`",
+    "time": "stages say it: `resources.time_limit_min`",
+    "requeue": "set `requeue`",
+    "no-requeue": "set `requeue`",
+    "partition": "set `partition`",
+    "account": "set `account`",
+    "qos": "set `qos`",
+    "constraint": "set `constraint`",
+    "exclude": "set `exclude`",
+    "nodelist": "set `nodelist`",
+}
+# The last word counts: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
+_SECRET = r"(?:\w*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)"
+_SECRET_NAME = re.compile(rf"(?i){_SECRET}")
+_SECRET_LINE = re.compile(rf"(?i)\b({_SECRET})=(?!\s*$|\$)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the cluster jobs go; what is none is left to Slurm.
+
+    Attributes
+    ----------
+    partition, account, qos, constraint, reservation, nodelist
+        As sbatch calls them.
+    exclude
+        Nodes that no job shall run on; those that failed a stage come on top.
+    max_time_min
+        The longest time limit that is accepted there, minutes.
+    sbatch
+        Any other option of sbatch, without the dashes in front: ``{mail-type: FAIL}``; `true` is
+        an option without a value, `null` keeps an option from being sent (``{mem: null}``).
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: tuple[str, ...] = ()
+    max_time_min: int | None = None
+    sbatch: SbatchOptions = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Container:
+    """What jobs run in: ``command`` comes before the interpreter, ``{image}`` is replaced."""
+
+    image: str = ""
+    command: str = "apptainer exec --nv {image}"
+
+    @property
+    def prefix(self) -> str:
+        """The shell words before the interpreter; empty without an image."""
+        return self.command.format(image=self.image) if self.image else ""
+
+
+@dataclass(frozen=True)
+class Profile(Place):
+    """One cluster.
+
+    Attributes
+    ----------
+    gpu_option
+        How GPUs are asked for: ``--gpus-per-node=N`` or ``--gres=gpu:N``.
+    gpu_type
+        Goes between: ``--gres=gpu:a100:N``.
+    max_gpus
+        GPUs of one node; a stage that wants more is refused before it is submitted.
+    cpu_stages
+        Stages without GPUs run on this machine (``local``) or as jobs (``slurm``).
+    cpu
+        Where such jobs go; what it leaves out is as for the others.
+    network
+        Whether compute nodes reach the internet. If not, stages that need it run on this machine,
+        and jobs have the offline switches set.
+    setup, modules
+        Shell lines of the batch script, then modules to load.
+    python
+        Interpreter in jobs; the one that runs `refiner` if none.
+    env
+        Settings for workers. No secrets: export these where you call `refiner`, jobs inherit them.
+    array_min, array_limit, array_size
+        From how many jobs of one shape on an array is used, how many of its tasks run at a time,
+        and how many it may have (Slurm's MaxArraySize less one).
+    requeue
+        Slurm may start preempted jobs, and those of failed nodes, again under the same id.
+    signal_lead_s
+        How long before the time limit a job is told, at the least; longer where saving takes long.
+    """
+
+    name: str = ""
+    description: str = ""
+    gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    gpu_type: str | None = None
+    max_gpus: int | None = None
+    cpu_stages: Literal["local", "slurm"] = "local"
+    cpu: Place = Place()
+    network: bool = False
+    setup: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    container: Container = Container()
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    array_min: int = 4
+    array_limit: int = 64
+    array_size: int = 1000
+    requeue: bool = True
+    signal_lead_s: int = 120
+
+    def executor_for(self, stage: PlannedStage) -> Literal["local", "slurm"]:
+        """Where a stage's job goes: this machine, or Slurm."""
+        if stage.needs_network and not self.network:
+            return "local"
+        if stage.resources.gpus == 0 and stage.resources.nodes == 1:
+            return self.cpu_stages
+        return "slurm"
+
+    def place_for(self, resources: Resources) -> Place:
+        """Where a job with these resources goes."""
+        base = {f.name: getattr(self, f.name) for f in dataclasses.fields(Place)}
+        if resources.gpus == 0:
+            given = {f.name: getattr(self.cpu, f.name) for f in dataclasses.fields(Place)}
+            more = {**self.sbatch, **self.cpu.sbatch}
+            base |= {k: v for k, v in given.items() if v not in (None, (), {})} | {"sbatch": more}
+        return Place(**base)
+
+    def check(self, resources: Resources, title: str, *, needs_network: bool = False) -> None:
+        """Refuse what this cluster can never run.
+
+        Raises
+        ------
+        ConfigurationError
+            The time limit or the number of GPUs is beyond what the profile allows.
+        UnsupportedError
+            The job needs the internet, which compute nodes do not reach.
+        """
+        limit, most = self.place_for(resources).max_time_min, self.max_gpus
+        if limit is not None and resources.time_limit_min > limit:
+            raise ConfigurationError(
+                f"{title} asks for {resources.time_limit_min} minutes",
+                expected=f"at most {limit}, the longest that profile {self.name!r} allows",
+                fix=f"set its `resources.time_limit_min={limit}`; a stage that is cut off there "
+                "goes on from its checkpoint in another attempt",
+            )
+        if most is not None and resources.gpus > most:
+            raise ConfigurationError(
+                f"{title} asks for {resources.gpus} GPUs per node",
+                expected=f"at most {most}, what nodes of profile {self.name!r} have",
+                fix=f"set its `resources.gpus={most}`, and `resources.nodes` for more",
+            )
+        if needs_network and not self.network:
+            raise UnsupportedError(
+                f"{title} needs the internet, which compute nodes of profile {self.name!r} do "
+                "not reach",
+                expected="a stage that runs where `refiner` does, or nodes with internet",
+                fix="set `network: true` in the profile if its nodes do reach it",
+            )
+
+    def lead_s(self, resources: Resources, save_s: float) -> int:
+        """How long before the time limit the job is told, seconds.
+
+        Twice the longest save so far and half a minute, at least ``signal_lead_s``, and at most
+        half of the time limit: a signal that came earlier would leave less time for work than for
+        saving.
+        """
+        wanted = max(self.signal_lead_s, round(2 * save_s + 30))
+        return max(1, min(wanted, resources.time_limit_min * 60 // 2))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Names and files of the profiles that come with refiner."""
+    folder = Path(str(package_files.files(PROFILE_PACKAGE)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def list_profiles() -> dict[str, str]:
+    """Every shipped profile and what it is for."""
+    return {name: load_profile(name).description for name in shipped_profiles()}
+
+
+def load_profile(name: str | None = None) -> Profile:
+    """The profile of a shipped name or a YAML file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none, a key is unknown, a value is of the wrong type, or a setting looks like a
+        secret; the message names what would fit.
+    """
+    path = _find(name or DEFAULT_PROFILE)
+    profile: Profile = _section(Profile, {"name": path.stem, **_read(path)}, "", path)
+    _check_values(profile, path)
+    return profile
+
+
+def _find(name: str) -> Path:
+    shipped = shipped_profiles()
+    if name in shipped:
+        return shipped[name]
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    raise ConfigurationError(
+        f"There is no Slurm profile {name!r}.{suggest(name, shipped)}",
+        expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
+        fix="set dispatch.profile=NAME",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        node = OmegaConf.load(path)
+        values = OmegaConf.to_container(node, resolve=True)
+    except Exception as error:  # yaml and OmegaConf raise families of their own; OSError
+        raise ConfigurationError(
+            f"Profile {path} cannot be read: {' '.join(str(error).split())}",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
+    if not isinstance(node, DictConfig) or not isinstance(values, dict):
+        raise ConfigurationError(
+            f"Profile {path} holds {type(values).__name__}, not a mapping of fields",
+            expected="`key: value` lines such as `partition: gpu`",
+            fix="see a shipped profile for the form",
+        )
+    return {str(k): v for k, v in values.items()}
+
+
+def _section(kind: type, values: Mapping[str, Any], prefix: str, path: Path) -> Any:
+    hints = typing.get_type_hints(kind)
+    built = {}
+    for key, value in values.items():
+        if key not in hints:
+            raise ConfigurationError(
+                f"Profile {path} has no field `{prefix}{key}`.{suggest(str(key), hints)}",
+                expected="one of: " + ", ".join(hints),
+                fix="correct the key (any other option of sbatch goes below `sbatch:`)",
+            )
+        built[key] = _typed(hints[key], value, f"{prefix}{key}", path)
+    return kind(**built)
+
+
+def _typed(kind: Any, value: Any, key: str, path: Path) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if isinstance(value, Mapping) or value is None:
+            return _section(kind, value or {}, f"{key}.", path)
+        raise _wrong(key, value, "a mapping of fields", path)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in args:
+            return None
+        for one in (a for a in args if a is not types.NoneType):
+            if type(value) is one:
+                return value
+        return _typed(args[0], value, key, path)
+    if origin is Literal:
+        if value in args:
+            return value
+        raise _wrong(key, value, f"one of {', '.join(args)}.{suggest(str(value), args)}", path)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(key, value, "a list, e.g. [a, b]", path)
+        return tuple(_typed(args[0], v, f"{key}[{i}]", path) for i, v in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(key, value, "a mapping", path)
+        return {str(k): _typed(args[1], v, f"{key}.{k}", path) for k, v in value.items()}
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)  # `account: 12345` is a name
+    if type(value) is not kind:
+        names = {int: "a whole number", bool: "true or false", str: "text"}
+        raise _wrong(key, value, names.get(kind, str(kind)), path)
+    return value
+
+
+def _wrong(key: str, value: Any, expected: str, path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{key}` is {value!r} in profile {path}", expected=expected, fix=f"correct `{key}` there"
+    )
+
+
+def _check_values(profile: Profile, path: Path) -> None:
+    for place, prefix in ((profile, ""), (profile.cpu, "cpu.")):
+        for option in place.sbatch:
+            name = option.lstrip("-").replace("_", "-")
+            if name in _OURS:
+                raise ConfigurationError(
+                    f"`{prefix}sbatch.{option}` is set in profile {path}",
+                    expected="options of sbatch that refiner does not set itself",
+                    fix=f"leave it out ({_OURS[name]})",
+                )
+    for secret in _secrets(profile):
+        raise ConfigurationError(
+            f"Profile {path} sets {secret}, which looks like a secret",
+            expected="no secrets in files: a profile is read by others and kept in records",
+            fix=f"export {secret} where you call `refiner`; jobs inherit it",
+        )
+    for key, least in (("array_min", 2), ("array_limit", 1), ("array_size", 2)):
+        if getattr(profile, key) < least:
+            raise _wrong(key, getattr(profile, key), f"at least {least}", path)
+    if profile.container.image and "{image}" not in profile.container.command:
+        raise _wrong("container.command", profile.container.command, "text with {image}", path)
+
+
+def _secrets(profile: Profile) -> Iterable[str]:
+    yield from (name for name in profile.env if _SECRET_NAME.fullmatch(name))
+    for line in profile.setup:
+        if found := _SECRET_LINE.search(line):
+            yield found[1]

@@ -1,0 +1,314 @@
+"""What Slurm's words mean: one table of states, one of reasons, and how a job's end is named.
+
+In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
+:class:`~infra.jobs.JobSight` values. Pure: asks nobody, remembers nothing.
+
+A job counts as over only in a state that Slurm never leaves by itself; a state that this table does
+not know is live. The failure class of an end comes from the state where that is clear (TIMEOUT,
+NODE_FAIL), from what Slurm notes beside it (steps out of memory, a preemption), from the exit code,
+and last from what the job has printed.
+"""
+
+from __future__ import annotations
+
+import pwd
+import re
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from infra.failures import classify_silent_end, outcome_of
+from infra.jobs import JobSight
+from refiner_core.contract.records import FailureClass, Outcome
+
+
+class StateRule(NamedTuple):
+    """What one of Slurm's job states means.
+
+    ``over``: nothing of the job runs any more, and Slurm will not start it again by itself.
+    ``running``: its processes make progress. ``failure``: the class of such an end; none where it
+    takes more than the state to tell. ``words``: for people.
+    """
+
+    over: bool
+    running: bool
+    failure: FailureClass | None
+    words: str
+
+
+STATES: dict[str, StateRule] = {
+    "PENDING": StateRule(False, False, None, "waits in the queue"),
+    "CONFIGURING": StateRule(False, False, None, "its nodes boot"),
+    "POWER_UP_NODE": StateRule(False, False, None, "its nodes boot"),
+    "RUNNING": StateRule(False, True, None, ""),
+    "RESIZING": StateRule(False, True, None, "changes its size"),
+    "SIGNALING": StateRule(False, True, None, "is sent a signal"),
+    "SUSPENDED": StateRule(False, False, None, "suspended; it goes on by itself"),
+    "STOPPED": StateRule(False, False, None, "stopped by a signal, its nodes kept"),
+    "COMPLETING": StateRule(False, False, None, "its processes are being ended"),
+    "STAGE_OUT": StateRule(False, False, None, "its files are being copied out"),
+    "REQUEUED": StateRule(False, False, None, "put back into the queue"),
+    "REQUEUE_FED": StateRule(False, False, None, "put back into the federation's queue"),
+    "REQUEUE_HOLD": StateRule(False, False, None, "put back into the queue and held"),
+    "SPECIAL_EXIT": StateRule(False, False, None, "put back into the queue and held"),
+    "RESV_DEL_HOLD": StateRule(False, False, None, "held: its reservation was deleted"),
+    "COMPLETED": StateRule(True, False, None, "ended with exit code 0"),
+    "FAILED": StateRule(True, False, None, "failed"),
+    "CANCELLED": StateRule(True, False, "cancelled", "was cancelled"),
+    "TIMEOUT": StateRule(True, False, "time_limit", "reached its time limit"),
+    "DEADLINE": StateRule(True, False, "time_limit", "reached its deadline"),
+    "NODE_FAIL": StateRule(True, False, "node_failure", "lost its node"),
+    "BOOT_FAIL": StateRule(True, False, "launch_failure", "its node did not boot"),
+    "OUT_OF_MEMORY": StateRule(True, False, "out_of_memory", "ran out of host memory"),
+    "PREEMPTED": StateRule(True, False, "preempted", "was preempted"),
+    "REVOKED": StateRule(True, False, "launch_failure", "was withdrawn by its federation"),
+}
+_UNKNOWN_STATE = StateRule(False, False, None, "a state that this version does not know")
+
+#: Reasons for waiting that do not pass by themselves, and what mends them.
+NEVER: dict[str, str] = {
+    "BadConstraints": "no node fits the constraints; check `constraint`, `nodelist`, `exclude`",
+    "ReqNodeNotAvail": "nodes it must have are down, drained or reserved",
+    "PartitionNodeLimit": "more nodes than the partition allows",
+    "PartitionTimeLimit": "its time limit is longer than the partition's; lower `time_limit_min`",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is inactive",
+    "InvalidAccount": "the account may not run jobs; set `account` in the profile",
+    "InvalidQOS": "the account may not use this QOS; set `qos` in the profile",
+    "AccountNotAllowed": "the account may not use this partition",
+    "QOSNotAllowed": "the QOS may not use this partition",
+    "QOSMaxWallDurationPerJobLimit": "its time limit is longer than the QOS allows",
+    "QOSMaxCpuPerJobLimit": "more cores than the QOS allows for one job",
+    "QOSMaxGRESPerJob": "more GPUs than the QOS allows for one job",
+    "QOSMaxMemoryPerJob": "more memory than the QOS allows for one job",
+    "QOSMaxNodePerJobLimit": "more nodes than the QOS allows for one job",
+    "AssocMaxWallDurationPerJobLimit": "its time limit is longer than the account allows",
+    "AssocMaxCpuPerJobLimit": "more cores than the account allows for one job",
+    "AssocMaxGRESPerJob": "more GPUs than the account allows for one job",
+    "AssocMaxMemPerJob": "more memory than the account allows for one job",
+    "AssocMaxNodePerJobLimit": "more nodes than the account allows for one job",
+    "DependencyNeverSatisfied": "a job that it depends on has failed",
+    "ReservationDeleted": "its reservation is gone",
+    "Reservation": "it waits for its reservation to begin",
+    "JobHoldMaxRequeue": "it was put back too often; `scontrol release` lets it go on",
+    "JobHeldUser": "held by a user; `scontrol release` lets it go on",
+    "JobHeldAdmin": "held by an administrator, who alone can release it",
+}
+_LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
+_LAUNCH_FAILED = re.compile(r"JobLaunchFailure|launch[ _]failed", re.IGNORECASE)
+_NODE_REASON = re.compile(r"NodeDown|NodeFail|SystemFailure|Node_?failure", re.IGNORECASE)
+_CANCELLED_BY = re.compile(r"CANCELLED by (\d+)")
+_PRINTED: tuple[tuple[re.Pattern[str], FailureClass], ...] = (
+    (re.compile(r"oom[-_ ]?kill|: Out Of Memory"), "out_of_memory"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO TIME LIMIT"), "time_limit"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO PREEMPTION"), "preempted"),
+    (re.compile(r"CANCELLED AT \S+ DUE TO NODE FAILURE"), "node_failure"),
+    (re.compile(r"could not find submitted jobs in path"), "launch_failure"),
+)
+#: How slurmd reports that it could not even open the job's log files.
+_NO_LAUNCH = (0, 53)
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One job as Slurm tells it.
+
+    ``exit_code`` and ``signal`` are the two halves of Slurm's ``a:b``; ``steps`` maps a step's name
+    to its state; ``preempted`` says that Slurm had asked it to make room; ``source`` is the command
+    that told.
+    """
+
+    job_id: str
+    state: str
+    reason: str = ""
+    node: str = ""
+    name: str = ""
+    exit_code: int = 0
+    signal: int = 0
+    restarts: int = 0
+    preempted: bool = False
+    by: str = ""
+    steps: Mapping[str, str] | None = None
+    source: str = ""
+
+    @property
+    def rule(self) -> StateRule:
+        """What its state means."""
+        return STATES.get(self.state, _UNKNOWN_STATE)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it, or a step of it (often only that says so), ran out of host memory."""
+        return "OUT_OF_MEMORY" in (self.state, *(self.steps or {}).values())
+
+    def as_text(self) -> dict[str, str]:
+        """For the record."""
+        found = {
+            "job_id": self.job_id,
+            "state": self.state,
+            "reason": self.reason,
+            "node": self.node,
+            "exit_code": f"{self.exit_code}:{self.signal}",
+            "restarts": str(self.restarts) if self.restarts else "",
+            "preempted": "yes" if self.preempted else "",
+            "cancelled_by": self.by,
+            "steps": ", ".join(f"{k} {v}" for k, v in (self.steps or {}).items()),
+            "source": self.source,
+        }
+        return {k: v for k, v in found.items() if v}
+
+
+# ---------------------------------------------------------------- reading rows
+
+
+def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
+    """A job from one row of squeue, scontrol or sacct."""
+    code, number = _exit_code(row.get("exit_code", ""))
+    by = _CANCELLED_BY.search(row["state"])
+    return JobFacts(
+        job_id=row["id"],
+        state=_state(row["state"]),
+        reason=row.get("reason", "").strip().replace("None", ""),
+        node=row.get("node", "").replace("None assigned", ""),
+        name=row.get("name", ""),
+        exit_code=code,
+        signal=number,
+        restarts=int(row.get("restarts") or 0),
+        preempted=bool(row.get("preempted_at")),
+        by=by[1] if by else "",
+        source=source,
+    )
+
+
+def facts_of_accounts(rows: Iterable[Mapping[str, str]]) -> dict[str, JobFacts]:
+    """Jobs by id from rows of sacct, their steps within them."""
+    jobs: dict[str, JobFacts] = {}
+    steps: dict[str, dict[str, str]] = {}
+    for row in rows:
+        job, _, step = row["id"].partition(".")
+        if step:
+            steps.setdefault(job, {})[step] = _state(row["state"])
+        else:
+            jobs[job] = facts_of(row, "sacct")
+    return {i: replace(job, steps=steps.get(i)) for i, job in jobs.items()}
+
+
+def _state(text: str) -> str:
+    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED."""
+    words = text.split()
+    return words[0].rstrip("+").upper() if words else ""
+
+
+def _exit_code(text: str) -> tuple[int, int]:
+    code, _, number = text.partition(":")
+    return int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0
+
+
+# ---------------------------------------------------------------- judging
+
+
+def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSight:
+    """A job that Slurm knows, as a sight.
+
+    ``started`` says whether its worker ever took the attempt; ``printed`` reads the end of what it
+    printed, and is called for ended jobs only.
+    """
+    if job.rule.over:
+        return JobSight(
+            "dead",
+            running=False,
+            state=job.state,
+            reason=job.reason,
+            end=end_of(job, started, printed()),
+            facts=job.as_text(),
+            node=job.node,
+        )
+    return JobSight(
+        "live",
+        running=job.rule.running,
+        state=job.state,
+        reason=waiting_for(job),
+        held=bool(_LAUNCH_HELD.search(job.reason)),
+        node=job.node,
+    )
+
+
+def waiting_for(job: JobFacts) -> str:
+    """Why a live job does not run, in Slurm's word and, where that does not pass by itself, what to
+    do about it."""
+    key = job.reason.split(",")[0]
+    if job.rule.running or _LAUNCH_HELD.search(job.reason):
+        return key
+    hint = NEVER.get(key) or ("" if job.state == "PENDING" else job.rule.words)
+    return ": ".join(filter(None, (key, hint)))
+
+
+def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
+    """Why a job ended whose worker left no word."""
+    where = f" on {job.node}" if job.node else ""
+    told = f"Slurm says {job.state}{where}"
+    if job.out_of_memory:
+        return outcome_of("out_of_memory", f"{told}: more host memory than it asked for")
+    if job.preempted and job.state != "TIMEOUT":
+        return outcome_of("preempted", f"{told}: it had to make room for another job")
+    if job.rule.failure == "cancelled":
+        return outcome_of("cancelled", f"{told}: cancelled{_by_whom(job.by)}")
+    if job.rule.failure is not None:
+        return outcome_of(job.rule.failure, f"{told}: it {job.rule.words}")
+    return _end_by_trace(job, started, printed, told)
+
+
+def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outcome:
+    """FAILED, or COMPLETED without a word: what exit code, reason and print say."""
+    code = (job.exit_code, job.signal)
+    if code == _NO_LAUNCH or _LAUNCH_FAILED.search(job.reason):
+        why = "it could not be started; often the disk or quota of its log folder was full"
+        return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
+    if _NODE_REASON.search(job.reason):
+        return outcome_of("node_failure", f"{told}: {job.reason}")
+    if (spoken := printed_end(printed)) is not None:
+        return outcome_of(spoken, f"{told}; it printed as much")
+    silent = classify_silent_end(started, printed)
+    if silent.failure != "killed":
+        return silent
+    return outcome_of("killed", f"{told} ({_ending(*code)}), and the worker left no word")
+
+
+def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
+    """Why a job ended that nobody knows any more, or that never came to be."""
+    if job_id is None:
+        return outcome_of("launch_failure", "Slurm knows no such job: it was never submitted")
+    if (spoken := printed_end(printed)) is not None:
+        return outcome_of(spoken, f"job {job_id} is gone; it printed as much")
+    silent = classify_silent_end(started, printed)
+    if silent.failure != "killed":
+        return silent
+    return outcome_of("killed", f"Slurm does not know job {job_id} any more; it left no word")
+
+
+def printed_end(printed: str) -> FailureClass | None:
+    """What Slurm's own lines in the job's log say of its end; the last one counts, because a
+    requeued job appends to it."""
+    hits = [(m.start(), kind) for pattern, kind in _PRINTED for m in pattern.finditer(printed)]
+    return max(hits)[1] if hits else None
+
+
+def _by_whom(number: str) -> str:
+    if not number:
+        return " by somebody"
+    try:
+        return f" by {pwd.getpwuid(int(number)).pw_name}"
+    except (KeyError, OverflowError):
+        return f" by user {number}"
+
+
+def _ending(code: int, number: int) -> str:
+    if not number and code > 128:
+        number = code - 128
+    if number:
+        try:
+            return f"signal {signal.Signals(number).name}"
+        except ValueError:
+            return f"signal {number}"
+    return f"exit code {code}"

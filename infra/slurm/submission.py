@@ -1,0 +1,247 @@
+"""Handing jobs to Slurm, through submitit.
+
+In: a profile, requests, and the argument lists that their jobs run. Out: job ids. What goes into
+the batch script is put together here; submitit writes it, calls sbatch and starts the argument list
+on the node. Its pickles hold nothing but that list.
+
+submitit asks Slurm by default for SIGUSR2 ahead of the time limit, and ends the job at once when it
+comes, while the worker saves. We ask for SIGTERM, which submitit lets pass and the worker knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra import atomic
+from infra.jobs import JobRequest
+from infra.slurm.profiles import Profile
+from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
+
+_REFUSED = re.compile(
+    r"invalid (?:partition|account|qos|feature|reservation|generic resource|constraint|node name"
+    r"|option|wckey|trackable resource)"
+    r"|requested node configuration is not available|(?:unrecognized|unknown) option"
+    r"|more processors requested than permitted|requested time limit is invalid"
+    r"|requested partition configuration not available|memory specification|node count"
+    r"|access/permission denied|user's group not permitted|not permitted to use",
+    re.IGNORECASE,
+)
+_NO_SUCH_NODES = re.compile(r"requested node configuration is not available", re.IGNORECASE)
+#: sbatch gave up waiting; the controller may have taken the job all the same.
+_PERHAPS = re.compile(r"timed out|zero bytes were transmitted|unexpected message", re.IGNORECASE)
+#: Settings of the job that `refiner` itself runs in, or of its user, that would bend ours.
+_NOT_PASSED_ON = re.compile(
+    r"(?:SLURM|SRUN|SLURMD|SUBMITIT)_(?!CONF$)\w+"
+    r"|SBATCH_(?:JOB_NAME|COMMENT|SIGNAL|ARRAY_INX|REQUEUE|NO_REQUEUE|OPEN_MODE|EXPORT|OUTPUT"
+    r"|ERROR|WAIT|TIMELIMIT)"
+)
+
+
+class PerhapsSubmitted(RefinerError, RuntimeError):
+    """sbatch had no answer in time: whether there is a job now, only its name can tell."""
+
+    resumable = True
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Jobs to submit together: one, or the tasks of an array.
+
+    ``name`` is unique, and how they are found again; ``folder`` is where submitit's files go.
+    """
+
+    name: str
+    folder: Path
+    requests: tuple[JobRequest, ...]
+    commands: tuple[list[str], ...]
+
+
+class Submitter:
+    """Submits for one profile.
+
+    Parameters
+    ----------
+    profile
+        The cluster.
+    python
+        Interpreter in jobs.
+    """
+
+    def __init__(self, profile: Profile, python: str) -> None:
+        self.profile, self.python = profile, python
+
+    def shape(self, request: JobRequest) -> str:
+        """Requests of one shape can share an array."""
+        return repr((request.resources, sorted(request.avoid)))
+
+    def submit(self, work: Submission) -> list[str]:
+        """Submit and return the ids, in the order of the requests.
+
+        Raises
+        ------
+        ConfigurationError
+            Slurm will never take such a job here.
+        LaunchError
+            It did not take it now.
+        PerhapsSubmitted
+            It did not say.
+        """
+        try:
+            return self._submit(work, avoid=True)
+        except _Refused as error:
+            if any(r.avoid for r in work.requests) and _NO_SUCH_NODES.search(error.what):
+                # Nothing is left without the nodes that failed before: better these than none.
+                with _told_apart():
+                    return self._submit(work, avoid=False)
+            raise ConfigurationError(error.what, expected=error.expected, fix=error.fix) from error
+
+    def _submit(self, work: Submission, *, avoid: bool) -> list[str]:
+        import submitit
+
+        with _errors_told(work.requests[0].stage_id, self.profile.name), _own_environment():
+            executor = submitit.SlurmExecutor(
+                folder=work.folder, max_num_timeout=0, python=self._interpreter()
+            )
+            executor.update_parameters(**self.parameters(work, avoid=avoid))
+            tasks = [submitit.helpers.CommandFunction(c, verbose=False) for c in work.commands]
+            if len(tasks) == 1:
+                return [str(executor.submit(tasks[0]).job_id)]
+            with executor.batch():
+                jobs = [executor.submit(task) for task in tasks]
+            return [str(job.job_id) for job in jobs]
+
+    def _interpreter(self) -> str:
+        """What starts submitit on the node: nothing in the working directory may shadow it."""
+        path = os.environ.get("PYTHONPATH", "")
+        kept = [p for p in path.split(os.pathsep) if p and Path(p).is_absolute()]
+        settings = ["PYTHONSAFEPATH=1", *([f"PYTHONPATH={os.pathsep.join(kept)}"] if path else [])]
+        words = shlex.join(["env", *settings, self.python, "-P"])
+        return " ".join(filter(None, (self.profile.container.prefix, words)))
+
+    def parameters(self, work: Submission, *, avoid: bool = True) -> dict[str, Any]:
+        """What submitit is told; see its `SlurmExecutor`."""
+        profile, first = self.profile, work.requests[0]
+        place, wanted = profile.place_for(first.resources), first.resources
+        lead = profile.lead_s(wanted, max(r.save_s for r in work.requests))
+        exclude = dict.fromkeys((*place.exclude, *(first.avoid if avoid else ())))
+        parameters: dict[str, Any] = {
+            "job_name": work.name,
+            "comment": work.name,
+            "time": wanted.time_limit_min,
+            "nodes": wanted.nodes,
+            "ntasks_per_node": 1,
+            "cpus_per_task": wanted.cpus,
+            "mem": f"{wanted.memory_gb}GB",
+            "partition": place.partition,
+            "account": place.account,
+            "qos": place.qos,
+            "constraint": place.constraint,
+            "nodelist": place.nodelist,
+            "exclude": ",".join(exclude) or None,
+            "setup": [*profile.setup, *(f"module load {shlex.quote(m)}" for m in profile.modules)],
+            "array_parallelism": profile.array_limit,
+            # One worker per attempt, on the first node; it starts what runs on the others in steps
+            # of its own, which `--overlap` lets share what it holds. Since 22.05 a step does not
+            # inherit `--cpus-per-task`.
+            "srun_args": [
+                *("--overlap", "--nodes=1", "--ntasks=1"),
+                f"--cpus-per-task={wanted.cpus}",
+            ],
+        }
+        more: dict[str, Any] = {"signal": f"TERM@{lead}", **_gpus(profile, wanted.gpus)}
+        more["requeue" if profile.requeue else "no_requeue"] = True
+        if place.reservation:
+            more["reservation"] = place.reservation
+        for name, value in _options(place.sbatch):
+            if value is None or value is False:
+                parameters[name] = None
+                more.pop(name, None)
+            else:
+                more[name] = value
+        known = {k: v for k, v in parameters.items() if v is not None or k == "wckey"}
+        return {**known, "additional_parameters": more}
+
+
+def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> None:
+    """What a job needs on its node, where a crash came between sbatch and submitit's putting it
+    there: the job waits for it for a minute."""
+    target = folder / f"{job_id}_submitted.pkl"
+    if target.exists():
+        return
+    import submitit
+
+    task = submitit.helpers.CommandFunction(list(command), verbose=False)
+    temporary = atomic.temporary_name(target)
+    submitit.helpers.DelayedSubmission(task).dump(temporary)
+    temporary.replace(target)
+
+
+def _gpus(profile: Profile, number: int) -> dict[str, str]:
+    if not number:
+        return {}
+    what = f"{profile.gpu_type}:{number}" if profile.gpu_type else str(number)
+    if profile.gpu_option == "gres":
+        return {"gres": f"gpu:{what}"}
+    return {"gpus_per_node": what}
+
+
+def _options(sbatch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As submitit spells them, so that one of the same name is replaced, not doubled."""
+    for name, value in sbatch.items():
+        yield name.lstrip("-").replace("-", "_"), value
+
+
+class _Refused(ConfigurationError):
+    """Slurm's final word on a job as it was asked for."""
+
+
+@contextlib.contextmanager
+def _told_apart() -> Iterator[None]:
+    try:
+        yield
+    except _Refused as error:
+        raise ConfigurationError(error.what, expected=error.expected, fix=error.fix) from error
+
+
+@contextlib.contextmanager
+def _errors_told(stage_id: str, profile: str) -> Iterator[None]:
+    """submitit raises what sbatch has printed; say what it means."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        yield
+    except (FailedJobError, FailedSubmissionError) as error:
+        said = " ".join(str(error).split()) or "it printed nothing"
+        what = f"sbatch did not take the job of {stage_id}: {said}"
+        if _REFUSED.search(said):
+            raise _Refused(
+                what,
+                expected=f"what profile {profile!r} asks for to exist on this cluster",
+                fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
+            ) from error
+        if _PERHAPS.search(said):
+            raise PerhapsSubmitted(what) from error
+        raise LaunchError(
+            what,
+            expected="a scheduler that takes jobs",
+            fix="nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is",
+        ) from error
+
+
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Without the settings of a job that we may run in ourselves: sbatch and srun obey them."""
+    hidden = {k: v for k, v in os.environ.items() if _NOT_PASSED_ON.fullmatch(k)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

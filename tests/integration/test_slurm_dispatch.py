@@ -1,0 +1,324 @@
+"""Dispatch on a real Slurm: what is submitted runs, and how it is, is said truly."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.slurm.profiles import Profile
+from refiner_core.contract.config import Resources
+from refiner_core.contract.errors import ConfigurationError, LaunchError
+from tests.support.slurm_campaign import SMALL, Campaign
+from tests.support.slurm_cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+PROFILE = Profile(name="test", cpu_stages="slurm")
+WHOLE_NODE = replace(SMALL, cpus=8)
+
+
+@pytest.fixture
+def campaign(slurm: Cluster, tmp_path: Path) -> Iterator[Campaign]:
+    campaign = Campaign(tmp_path / "w")
+    yield campaign
+    campaign.end()
+
+
+def on(folder: Path, **fields: object) -> Campaign:
+    return Campaign(folder / "w2", replace(PROFILE, **fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Campaign, object]:
+    """A job with a time limit of a minute, which is long for a test: it is begun first, and looked
+    at last."""
+    campaign = Campaign(tmp_path_factory.mktemp("limited") / "w")
+    campaign.behave({"work_s": 100, "save_s": 2})
+    request = campaign.claim(resources=replace(SMALL, time_limit_min=1), save_s=5.0)
+    campaign.submit(request)
+    campaign.wait_begun(request)
+    return campaign, request
+
+
+def test_a_job_runs_and_its_end_is_told(limited: object, campaign: Campaign) -> None:
+    good, bad = campaign.claim(1), campaign.claim(2)
+    campaign.behave({bad.stage_id: {"exit_code": 2}})
+    campaign.submit(good, bad)
+    assert campaign.look(good, bad)[good.ref].sight == "live"
+    told = campaign.wait_dead(good)
+    assert (told.state, told.node[0]) == ("COMPLETED", "n")
+    assert told.facts is not None
+    assert told.facts["exit_code"] == "0:0"
+    end = campaign.wait_dead(bad).end
+    assert end is not None
+    assert (end.failure, end.decision) == ("bad_configuration", "stop")
+    assert any(line.startswith("end") for line in campaign.said(good))
+
+
+def test_jobs_of_one_shape_are_one_array(campaign: Campaign, slurm: Cluster) -> None:
+    campaign.behave({"work_s": 1})
+    others = Resources(cpus=2, memory_gb=1, time_limit_min=10)
+    alike = [campaign.claim(seed) for seed in range(5)]
+    different = campaign.claim(9, resources=others)
+    campaign.submit(*alike, different)
+    ids = [campaign.job_id(r) for r in alike]
+    array = ids[0].partition("_")[0]
+    assert ids == [f"{array}_{n}" for n in range(5)]
+    assert "_" not in campaign.job_id(different)
+    sights = campaign.look(*alike, different)
+    assert {s.sight for s in sights.values()} == {"live"}
+    for request in (*alike, different):
+        assert campaign.wait_dead(request).state == "COMPLETED"
+        assert campaign.said(request)[-1] == "end 0"
+
+
+def test_a_request_to_stop_reaches_the_worker_and_lets_it_save(campaign: Campaign) -> None:
+    campaign.behave({"work_s": 60, "save_s": 1.5})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    campaign.wait(request, lambda s: s.running)
+    assert campaign.dispatcher.stop(campaign.open(request))
+    sight = campaign.wait_dead(request)
+    assert campaign.said(request)[-2:] == ["asked", "saved"]
+    assert sight.end is not None
+    assert sight.end.failure == "interrupted"
+
+
+def test_a_job_that_queues_cannot_be_asked_and_is_withdrawn(
+    campaign: Campaign, slurm: Cluster
+) -> None:
+    campaign.behave({"work_s": 60, "save_s": 0})
+    (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, nodes=3, cpus=8)))
+    other = slurm.run("sbatch", "--parsable", "--output=/dev/null", "--hold", "--wrap=true")
+    waiting = campaign.wait(request, lambda s: s.sight == "live")
+    if waiting.state == "PENDING":
+        assert not waiting.running
+    campaign.dispatcher.kill(campaign.open(request))
+    end = campaign.wait_dead(request).end
+    assert end is not None
+    assert (end.failure, end.decision) == ("killed", "resume")
+    slurm.run("scancel", other.strip())
+
+
+def test_preempted_with_grace_it_saves_and_counts_as_preempted(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    low = on(tmp_path, partition="low", nodelist="n1")
+    low.behave({"work_s": 60, "save_s": 1})
+    (request,) = low.submit(low.claim(resources=WHOLE_NODE))
+    low.wait_begun(request)
+    slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 1")
+    end = low.wait_dead(request).end
+    assert low.said(request)[-2:] == ["asked", "saved"]
+    assert end is not None
+    assert (end.failure, end.decision) == ("preempted", "resume")
+
+
+def test_preempted_without_goodbye_it_starts_again_under_the_same_id(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    rough = on(tmp_path, partition="rough", nodelist="n1")
+    rough.behave({"work_s": 60})
+    (request,) = rough.submit(rough.claim(resources=WHOLE_NODE))
+    rough.wait_begun(request)
+    job_id = rough.job_id(request)
+    rough.behave({"work_s": 0})
+    slurm.run("sbatch", *_ON_N1, "--partition=high", "--wrap=sleep 0.5")
+    waiting = rough.wait(request, lambda s: s.state == "PENDING")
+    assert (waiting.sight, waiting.running) == ("live", False)
+    assert rough.wait_dead(request, 40).state == "COMPLETED"
+    restarts = [
+        json.loads(line.partition(" ")[2])["SLURM_RESTART_COUNT"]
+        for line in rough.said(request)
+        if line.startswith("begin")
+    ]
+    assert restarts == [None, "1"]
+    assert rough.job_id(request) == job_id
+
+
+def test_a_lost_node_puts_the_job_back_under_the_same_id(slurm: Cluster, tmp_path: Path) -> None:
+    campaign = on(tmp_path, nodelist="n3")
+    campaign.behave({"work_s": 60})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    campaign.behave({"work_s": 0})
+    try:
+        slurm.kill_node("n3")
+        back = campaign.wait(request, lambda s: s.state == "PENDING")
+        assert (back.sight, back.running) == ("live", False)
+    finally:
+        slurm.start_node("n3")
+    assert campaign.wait_dead(request, 40).state == "COMPLETED"
+
+
+def test_a_lost_node_without_requeue_is_a_node_failure(slurm: Cluster, tmp_path: Path) -> None:
+    campaign = on(tmp_path, nodelist="n3", requeue=False)
+    campaign.behave({"work_s": 60})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    try:
+        slurm.kill_node("n3")
+        sight = campaign.wait_dead(request)
+    finally:
+        slurm.start_node("n3")
+    assert sight.end is not None
+    assert (sight.end.failure, sight.node) == ("node_failure", "n3")
+
+
+def test_nodes_that_failed_are_avoided_unless_none_is_left(campaign: Campaign) -> None:
+    elsewhere = campaign.claim(1, avoid=("n1", "n2"))
+    nowhere = campaign.claim(2, avoid=("n1", "n2", "n3"))
+    campaign.submit(elsewhere, nowhere)
+    assert campaign.wait_dead(elsewhere).node == "n3"
+    assert campaign.wait_dead(nowhere).state == "COMPLETED"
+
+
+def test_a_suspended_job_lives_and_owes_nothing(campaign: Campaign, slurm: Cluster) -> None:
+    campaign.behave({"work_s": 60})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    slurm.run("scontrol", "suspend", campaign.job_id(request))
+    sight = campaign.wait(request, lambda s: s.state == "SUSPENDED")
+    assert (sight.sight, sight.running) == ("live", False)
+    slurm.run("scontrol", "resume", campaign.job_id(request))
+    campaign.wait(request, lambda s: s.running)
+
+
+def test_cancelled_by_a_person_is_not_tried_again(campaign: Campaign, slurm: Cluster) -> None:
+    campaign.behave({"work_s": 60})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    slurm.run("scancel", campaign.job_id(request))
+    end = campaign.wait_dead(request).end
+    assert end is not None
+    assert (end.failure, end.decision) == ("cancelled", "stop")
+
+
+def test_a_failed_start_holds_the_job_until_it_is_released(slurm: Cluster, tmp_path: Path) -> None:
+    campaign = on(tmp_path, nodelist="n2")
+    spool = slurm.folder / "spool" / "n2"
+    following = int(slurm.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=true")) + 1
+    blocked = spool / f"job{following:05d}"
+    blocked.write_text("in the way of the job's folder")
+    (request,) = campaign.submit(campaign.claim())
+    held = campaign.wait(request, lambda s: s.held)
+    assert (held.sight, held.running) == ("live", False)
+    blocked.unlink()
+    slurm.run("scontrol", "update", "nodename=n2", "state=resume", check=False)
+    campaign.dispatcher.release(campaign.open(request))
+    assert campaign.wait_dead(request, 40).state == "COMPLETED"
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_crash_between_sbatch_and_the_note_loses_and_doubles_nothing(
+    campaign: Campaign, slurm: Cluster, size: int
+) -> None:
+    campaign.behave({"work_s": 1})
+    requests = campaign.submit(*(campaign.claim(seed) for seed in range(size)))
+    ids = [campaign.job_id(r) for r in requests]
+    for request, job_id in zip(requests, ids, strict=True):
+        campaign.workspace.layout.attempt(*request.ref).job.unlink()
+        batch = campaign.workspace.read_control(
+            campaign.workspace.layout.attempt(*request.ref).batch
+        )
+        assert batch is not None
+        pickle = campaign.workspace.root / batch["folder"] / f"{job_id}_submitted.pkl"
+        pickle.rename(pickle.with_name(f"unplaced-{job_id}.pkl"))
+    campaign.dispatcher = campaign.another_dispatcher()
+    assert {s.sight for s in campaign.look(*requests).values()} == {"live"}
+    assert [campaign.job_id(r) for r in requests] == ids
+    for request in requests:
+        assert campaign.wait_dead(request, 40).state == "COMPLETED"
+        assert sum(line.startswith("begin") for line in campaign.said(request)) == 1
+
+
+def test_what_was_never_submitted_is_lost_after_some_answers(campaign: Campaign) -> None:
+    request = campaign.claim()
+    assert campaign.sight(request).sight == "unknown"
+    end = campaign.wait_dead(request).end
+    assert end is not None
+    assert (end.failure, end.decision) == ("launch_failure", "resume")
+
+
+def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
+    campaign.behave({"work_s": 3})
+    (request,) = campaign.submit(campaign.claim())
+    campaign.wait_begun(request)
+    campaign.wait(request, lambda s: s.running)
+    slurm.stop_controller()
+    try:
+        sight = campaign.wait(request, lambda s: s.sight == "unknown")
+        assert sight.end is None
+        errors = campaign.dispatcher.submit([campaign.claim(2)])
+        assert [type(e) for e in errors.values()] == [LaunchError]
+    finally:
+        slurm.start_controller()
+    assert campaign.wait_dead(request).state == "COMPLETED"
+
+
+def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:
+    campaign = on(tmp_path, partition="nowhere")
+    (error,) = campaign.dispatcher.submit([campaign.claim()]).values()
+    assert isinstance(error, ConfigurationError)
+    assert "invalid partition" in str(error)
+
+
+def test_a_folder_of_the_user_shadows_neither_ours_nor_submitit(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("infra", "flows", "submitit", "cloudpickle"):
+        (tmp_path / "cwd" / name).mkdir(parents=True)
+        (tmp_path / "cwd" / name / "__init__.py").write_text(f"raise SystemExit('my {name}')")
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep + str(tmp_path / "cwd" / "lib"))
+    code = Path(__file__).resolve().parents[2]
+    campaign = Campaign(tmp_path / "w")
+    (request,) = campaign.submit(campaign.claim(code=code))
+    assert campaign.wait_dead(request).state == "COMPLETED"
+    assert f"infra {code}/infra/__init__.py" in campaign.said(request)
+
+
+def test_secrets_reach_the_job_and_no_file(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = "hf_canary0123456789"
+    monkeypatch.setenv("HF_TOKEN", canary)
+    campaign = Campaign(tmp_path / "w")
+    requests = campaign.submit(*(campaign.claim(seed) for seed in range(5)))
+    for request in requests:
+        campaign.wait_dead(request)
+    assert canary in " ".join(campaign.said(requests[0]))
+    assert '"HF_HUB_OFFLINE": "1"' in " ".join(campaign.said(requests[0]))
+    files = [p for p in campaign.workspace.root.rglob("*") if p.is_file() and p.name != "said.txt"]
+    assert len(files) > 20
+    assert [p for p in files if canary.encode() in p.read_bytes()] == []
+
+
+@pytest.mark.parametrize("option", ["gpus-per-node", "gres"])
+def test_gpus_are_asked_for_as_the_cluster_wants(
+    slurm: Cluster, tmp_path: Path, option: str
+) -> None:
+    campaign = on(tmp_path, gpu_option=option)
+    (request,) = campaign.submit(campaign.claim(resources=replace(SMALL, gpus=2)))
+    assert campaign.wait_dead(request).state == "COMPLETED"
+    assert '"CUDA_VISIBLE_DEVICES": "0,1"' in campaign.said(request)[0]
+
+
+def test_the_time_limit_is_told_early_enough_to_save(limited: tuple[Campaign, object]) -> None:
+    campaign, request = limited
+    sight = campaign.wait_dead(request, 70)  # type: ignore[arg-type]
+    said = campaign.said(request)  # type: ignore[arg-type]
+    assert said[-2:] == ["asked", "saved"]
+    begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))  # type: ignore[arg-type]
+    assert saved - begun < 60
+    assert sight.state == "FAILED"  # it ended by itself, ahead of Slurm
+    assert time.monotonic() - saved < 60
+
+
+_ON_N1 = ("--nodelist=n1", "--exclusive", "--output=/dev/null")

@@ -1,0 +1,190 @@
+"""What Slurm's words mean, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infra.slurm.states import (
+    NEVER,
+    STATES,
+    JobFacts,
+    end_of,
+    facts_of,
+    facts_of_accounts,
+    lost_end,
+    sight_of,
+)
+
+# Every state of Slurm 22.05 to 25.05 (`man squeue`, JOB STATE CODES; `man sacct`).
+ALL_STATES = """BOOT_FAIL CANCELLED COMPLETED CONFIGURING COMPLETING DEADLINE FAILED NODE_FAIL
+OUT_OF_MEMORY PENDING POWER_UP_NODE PREEMPTED RUNNING RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD
+REQUEUED RESIZING REVOKED SIGNALING SPECIAL_EXIT STAGE_OUT STOPPED SUSPENDED TIMEOUT"""
+
+OOM = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks …"
+TIME_LIMIT = (
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT"
+)
+PREEMPTION = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO PREEMPTION"
+NODE = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T12:00:00 DUE TO NODE FAILURE"
+EXIT_3 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exit status 3."
+IMPORT = "ModuleNotFoundError: No module named 'x'\n" + EXIT_3.replace("3.", "1.")
+
+
+def sight(state: str, reason: str = "", **more: Any) -> Any:
+    return sight_of(JobFacts("7", state, reason, **more), True, lambda: "")
+
+
+def test_the_table_has_every_state() -> None:
+    assert set(STATES) == set(ALL_STATES.split())
+
+
+@pytest.mark.parametrize(
+    ("state", "expected", "running"),
+    [
+        ("PENDING", "live", False),
+        ("CONFIGURING", "live", False),
+        ("POWER_UP_NODE", "live", False),
+        ("RUNNING", "live", True),
+        ("RESIZING", "live", True),
+        ("SIGNALING", "live", True),
+        ("SUSPENDED", "live", False),
+        ("STOPPED", "live", False),
+        ("COMPLETING", "live", False),
+        ("STAGE_OUT", "live", False),
+        ("REQUEUED", "live", False),
+        ("REQUEUE_FED", "live", False),
+        ("REQUEUE_HOLD", "live", False),
+        ("SPECIAL_EXIT", "live", False),
+        ("RESV_DEL_HOLD", "live", False),
+        ("A_STATE_OF_TOMORROW", "live", False),
+        ("COMPLETED", "dead", False),
+        ("FAILED", "dead", False),
+        ("CANCELLED", "dead", False),
+        ("TIMEOUT", "dead", False),
+        ("DEADLINE", "dead", False),
+        ("NODE_FAIL", "dead", False),
+        ("BOOT_FAIL", "dead", False),
+        ("OUT_OF_MEMORY", "dead", False),
+        ("PREEMPTED", "dead", False),
+        ("REVOKED", "dead", False),
+    ],
+)
+def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> None:
+    seen = sight(state)
+    assert (seen.sight, seen.running) == (expected, running)
+    assert (seen.end is not None) == (expected == "dead")
+
+
+@pytest.mark.parametrize(
+    ("job", "printed", "failure", "decision"),
+    [
+        ({"state": "CANCELLED"}, "", "cancelled", "stop"),
+        ({"state": "TIMEOUT"}, "", "time_limit", "resume"),
+        ({"state": "DEADLINE"}, "", "time_limit", "resume"),
+        ({"state": "NODE_FAIL"}, "", "node_failure", "resume"),
+        ({"state": "BOOT_FAIL"}, "", "launch_failure", "resume"),
+        ({"state": "OUT_OF_MEMORY"}, "", "out_of_memory", "resume"),
+        ({"state": "FAILED", "steps": {"0": "OUT_OF_MEMORY"}}, "", "out_of_memory", "resume"),
+        ({"state": "CANCELLED", "steps": {"0": "OUT_OF_MEMORY"}}, "", "out_of_memory", "resume"),
+        ({"state": "PREEMPTED"}, "", "preempted", "resume"),
+        ({"state": "FAILED", "exit_code": 1, "preempted": True}, EXIT_3, "preempted", "resume"),
+        ({"state": "CANCELLED", "preempted": True}, "", "preempted", "resume"),
+        ({"state": "TIMEOUT", "preempted": True}, "", "time_limit", "resume"),
+        ({"state": "REVOKED"}, "", "launch_failure", "resume"),
+        ({"state": "FAILED", "signal": 53}, "", "launch_failure", "resume"),
+        ({"state": "FAILED", "reason": "JobLaunchFailure"}, "", "launch_failure", "resume"),
+        ({"state": "FAILED", "reason": "NodeDown"}, "", "node_failure", "resume"),
+        ({"state": "FAILED", "exit_code": 1}, "", "killed", "resume"),
+        ({"state": "FAILED", "exit_code": 137}, "", "killed", "resume"),
+        ({"state": "FAILED", "signal": 9, "reason": "RaisedSignal:9"}, "", "killed", "resume"),
+        ({"state": "COMPLETED"}, "", "killed", "resume"),
+        ({"state": "FAILED", "exit_code": 1}, EXIT_3, "bad_data", "stop"),
+        ({"state": "FAILED", "exit_code": 1}, OOM, "out_of_memory", "resume"),
+        ({"state": "FAILED", "exit_code": 1}, TIME_LIMIT, "time_limit", "resume"),
+        (
+            {"state": "FAILED", "exit_code": 1},
+            "RuntimeError: Waited for 60 seconds but could not find submitted jobs in path:",
+            "launch_failure",
+            "resume",
+        ),
+    ],
+)
+def test_why_a_job_ended(job: dict[str, Any], printed: str, failure: str, decision: str) -> None:
+    end = end_of(JobFacts("7", **job), True, printed)
+    assert (end.failure, end.decision) == (failure, decision)
+
+
+def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:
+    end = end_of(JobFacts("7", "FAILED", exit_code=1), False, IMPORT)
+    assert (end.failure, end.decision) == ("bug", "stop")
+
+
+@pytest.mark.parametrize(
+    ("printed", "failure"),
+    [
+        ("", "killed"),
+        (OOM, "out_of_memory"),
+        (TIME_LIMIT, "time_limit"),
+        (PREEMPTION, "preempted"),
+        (NODE, "node_failure"),
+        (f"{PREEMPTION}\n{TIME_LIMIT}", "time_limit"),  # a requeued job appends to its log
+    ],
+)
+def test_a_job_that_slurm_forgot_is_judged_by_what_it_printed(printed: str, failure: str) -> None:
+    assert lost_end("7", True, printed).failure == failure
+
+
+def test_a_job_that_never_was_is_a_failed_launch() -> None:
+    assert lost_end(None, False, "").failure == "launch_failure"
+
+
+def test_messages_say_the_signal_the_node_and_who() -> None:
+    assert "signal SIGKILL" in end_of(JobFacts("7", "FAILED", exit_code=137), True, "").message
+    assert "on n3" in end_of(JobFacts("7", "NODE_FAIL", node="n3"), True, "").message
+    assert "by root" in end_of(JobFacts("7", "CANCELLED", by="0"), True, "").message
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
+def test_a_failed_start_is_held_and_can_be_released(reason: str) -> None:
+    seen = sight("PENDING", reason)
+    assert (seen.sight, seen.held, seen.running) == ("live", True, False)
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
+def test_what_people_hold_is_not_ours_to_release(reason: str) -> None:
+    seen = sight("PENDING", reason)
+    assert not seen.held
+    assert "release" in seen.reason
+
+
+@pytest.mark.parametrize("reason", sorted(NEVER))
+def test_reasons_that_never_pass_are_explained(reason: str) -> None:
+    seen = sight("PENDING", f"{reason}, and more")
+    assert (seen.sight, seen.end) == ("live", None)
+    assert seen.reason == f"{reason}: {NEVER[reason]}"
+
+
+def test_ordinary_reasons_stand_for_themselves() -> None:
+    assert sight("PENDING", "Resources").reason == "Resources"
+    assert sight("RUNNING", "").reason == ""
+    assert sight("SUSPENDED", "").reason == "suspended; it goes on by itself"
+
+
+def test_rows_are_read_with_their_steps() -> None:
+    rows = [
+        {"id": "7_1", "state": "CANCELLED by 0", "exit_code": "0:15", "node": "n1", "name": "a"},
+        {"id": "7_1.batch", "state": "CANCELLED", "exit_code": "0:15", "node": "n1", "name": "b"},
+        {"id": "7_1.0", "state": "OUT_OF_ME+", "exit_code": "0:125", "node": "n1", "name": "c"},
+    ]
+    (job,) = facts_of_accounts(rows).values()
+    assert (job.job_id, job.state, job.signal, job.by) == ("7_1", "CANCELLED", 15, "0")
+    assert job.steps == {"batch": "CANCELLED", "0": "OUT_OF_ME"}
+    assert job.as_text()["cancelled_by"] == "0"
+
+
+def test_words_for_nothing_are_nothing() -> None:
+    row = {"id": "7", "state": "PENDING", "reason": "None", "node": "None assigned", "name": "x"}
+    job = facts_of(row, "squeue")
+    assert (job.reason, job.node, job.preempted) == ("", "", False)
