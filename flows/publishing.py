@@ -113,11 +113,13 @@ def _provenance(
     host = trained.get("host") or {}
     gpus = host.get("gpus") or []
     machine = ", ".join(gpus) or f"{host.get('cpu')}, {host.get('cores')} cores"
+    # Of another trainer's environment nothing is known, whatever its worker had.
+    versions = {} if "command" in records else trained.get("versions")
     return {
         "commit": code.get("commit"),
         "dirty": code.get("dirty"),
-        "packages": trained.get("versions") or {},
-        "host": machine,
+        "packages": versions or {},
+        "host": machine if host else None,
         "durations": {n: r.result.seconds for n, r in records.items() if r.result is not None},
     }
 

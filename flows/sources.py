@@ -31,9 +31,9 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         A source is missing; the message names field and path.
     """
     sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
-    if (tokenizer := config.model.tokenizer_name_or_path) is not None:
-        if not Path(resolve_ref(tokenizer)).is_dir():  # a local one is named by the recipe itself
-            sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"
+    tokenizer = config.model.tokenizer_name_or_path
+    if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
+        sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
     if config.data.sft_path is not None:
         sources["data.sft"] = source_digest(config.data, "sft")
     if config.data.rl_path is not None:

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("status", "Show the stages of a workspace and how each attempt went."),
     "logs": ("status", "Print the log of a stage's newest attempt."),
     "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
+    "adopt": ("adopt", "Take over a dead run of anybody's: go on with it, or publish it."),
     "recipes": ("plan", "List the shipped recipes."),
     "server": ("server", "Show or stop the local Prefect server."),
 }

@@ -66,27 +66,41 @@ def find_export(work: Path, exports: str, found: list[ForeignCheckpoint]) -> Pat
     return path
 
 
-def make_model(source: Path, target: Path, companions: Path | None = None) -> list[str]:
-    """Fill ``target`` with the model at ``source``; returns what it still lacks.
+def model_files(source: Path, companions: Path | None = None) -> dict[str, Path]:
+    """Name -> file of the model at ``source`` (a folder, or a file of weights).
 
     ``companions`` is where its configuration and tokenizer come from, if ``source`` has none.
     """
+    if source.is_dir():
+        own = [p for p in source.iterdir() if p.is_file() and not _matches(p.name, _STATE)]
+        files = {path.name: path for path in own}
+    else:
+        files = {"model.safetensors" if source.suffix == ".safetensors" else source.name: source}
+    for path in companions.iterdir() if companions is not None and companions.is_dir() else ():
+        if path.is_file() and _matches(path.name, COMPANIONS):
+            files.setdefault(path.name, path)
+    return files
+
+
+def make_model(source: Path, target: Path, companions: Path | None = None) -> list[str]:
+    """Fill ``target`` with the model at ``source``; returns what it still lacks."""
     target.mkdir(parents=True, exist_ok=True)
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
-    for path in files:
-        if path.is_file() and not _matches(path.name, _STATE):
-            link_or_copy(path, target / path.name)
-    if companions is not None and companions.is_dir():
-        for path in sorted(companions.iterdir()):
-            new = target / path.name
-            if path.is_file() and _matches(path.name, COMPANIONS) and not new.exists():
-                link_or_copy(path, new)
+    for name, path in sorted(model_files(source, companions).items()):
+        link_or_copy(path, target / name)
     return missing_files(target)
+
+
+def missing_in(source: Path, companions: Path | None = None) -> list[str]:
+    """What the model at ``source`` lacks to be loaded and published."""
+    return _lacking(list(model_files(source, companions)))
 
 
 def missing_files(model: Path) -> list[str]:
     """What a model folder lacks to be loaded and published."""
-    names = [p.name for p in model.iterdir()] if model.is_dir() else []
+    return _lacking([p.name for p in model.iterdir()] if model.is_dir() else [])
+
+
+def _lacking(names: list[str]) -> list[str]:
     return [need for need in _NEEDED if not any(fnmatch.fnmatch(n, need) for n in names)]
 
 
@@ -111,25 +125,27 @@ def require_whole(model: Path, doing: str) -> None:
     )
 
 
-def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> bool:
-    """A hard link where the file system has them, else a copy; True if it is a link.
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link where the file system has them, else a copy.
 
     Raises
     ------
     OSError
         There is no room, or it may not be read.
     """
-    real = source.resolve()
-    if not copy:
-        try:
-            os.link(real, target)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
-                raise
-        else:
-            return True
-    shutil.copyfile(real, target)
-    return False
+    if not link(source, target):
+        shutil.copyfile(source, target)
+
+
+def link(source: Path, target: Path) -> bool:
+    """A hard link; False where there can be none (another file system, another user's file)."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -180,7 +180,9 @@ class _Builder:
 
     def add(self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = "") -> str:
         fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
-        if kind == "command" and self._starts_at_base(inputs):
+        if kind == "command" and self.config.command.adopted:
+            fields = ("command.adopted",)  # the weights are what they are, whatever made them
+        elif kind == "command" and self._starts_at_base(inputs):
             fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
         values = identity_values(self.config, fields)
         values = {

@@ -1,0 +1,242 @@
+"""Adopting, as a function: look at a dead run, record it, say what to run next.
+
+In: an :class:`AdoptRequest`. Out: a JSON-ready report, records in the workspace, and for another
+trainer's checkpoint a recipe that publishes (and evaluates) it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.adopt import HOW_IN_WORDS, How, Source, adopt_checkpoint, write_recipe
+from infra.adopt_ours import FoundStage, adopt_stages, find_stages, is_ours
+from infra.foreign.exports import missing_in
+from infra.foreign.sightings import Sighting, choose, sight
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import find_recipe, load_recipe
+
+#: Version of the JSON that `adopt --json` prints.
+OUTPUT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class AdoptRequest:
+    """What is asked for; ``overrides`` are ``key=value``, as for ``refiner run``."""
+
+    folder: Path
+    overrides: Sequence[str] = ()
+    step: int | None = None
+    recipe: str | None = None
+    companions: Path | None = None
+    name: str | None = None
+    how: How = "link"
+    dry_run: bool = False
+
+    @property
+    def workspace(self) -> str:
+        """Where to: ``workspace=``, or as recipes have it."""
+        given = [o.partition("=")[2] for o in self.overrides if o.startswith("workspace=")]
+        return given[-1] if given else RecipeConfig().workspace
+
+    def sets(self, field: str) -> bool:
+        """Whether an override sets a field."""
+        return any(o.startswith(f"{field}=") for o in self.overrides)
+
+
+def adopt(request: AdoptRequest) -> dict[str, Any]:
+    """Look, and unless it is a dry run, record; returns the report.
+
+    Raises
+    ------
+    ConfigurationError
+        Nothing there can be adopted, or an override cannot be meant.
+    WorkspaceError
+        The run in the folder still lives, or the workspace cannot be used.
+    """
+    folder = request.folder.expanduser().absolute()
+    if is_ours(folder):
+        return _adopt_ours(request, folder)
+    return _adopt_checkpoint(request, folder)
+
+
+# ---------------------------------------------------------------- refiner's own
+
+
+def _adopt_ours(request: AdoptRequest, folder: Path) -> dict[str, Any]:
+    workspace = _workspace(request)
+    stages = find_stages(folder, workspace)
+    if not stages:
+        raise ConfigurationError(
+            f"{folder} is a workspace without stages",
+            expected="one that a recipe has worked in",
+            fix="name another folder",
+        )
+    if not request.dry_run:
+        adopt_stages(stages, workspace)
+    return {
+        "version": OUTPUT_VERSION,
+        "kind": "refiner",
+        "source": str(folder),
+        "workspace": str(workspace.root),
+        "dry_run": request.dry_run,
+        "stages": [
+            {
+                "name": s.spec.name,
+                "id": s.id,
+                "kind": s.spec.kind,
+                "step": s.step,
+                "fate": s.fate,
+                "notes": list(s.notes),
+            }
+            for s in stages
+        ],
+        "next": _same_recipe(folder, stages, workspace),
+    }
+
+
+def _same_recipe(folder: Path, stages: Sequence[FoundStage], workspace: Workspace) -> list[str]:
+    """The call that made the stages, with the workspace that they are in now."""
+    source = Workspace.read_only(folder) if (folder / "workspace.json").is_file() else None
+    ids = {s.id for s in stages}
+    for run_id in reversed(source.run_ids() if source is not None else []):
+        assert source is not None
+        run = source.read_run(run_id)
+        if ids & set(run.stages.values()):
+            left_out = ("workspace=", "data_root=")
+            kept = [o for o in run.overrides if not o.startswith(left_out)]
+            recipe = _recipe_of(run.command, run.recipe)
+            return ["refiner", "run", recipe, *kept, f"workspace={workspace.root}"]
+    return ["refiner", "run", "RECIPE", f"workspace={workspace.root}"]
+
+
+def _recipe_of(command: Sequence[str], name: str) -> str:
+    """The recipe as it was given: a file has to be named again by its path."""
+    return next(
+        (w for w in command if Path(w).stem == name and w.endswith((".yaml", ".yml"))), name
+    )
+
+
+# ---------------------------------------------------------------- anybody's
+
+
+def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
+    found = sight(folder)
+    chosen = (
+        None
+        if request.dry_run and not any(s.usable for s in found)
+        else choose(found, request.step)
+    )
+    report: dict[str, Any] = {
+        "version": OUTPUT_VERSION,
+        "kind": "checkpoints",
+        "source": str(folder),
+        "workspace": str(Path(request.workspace).expanduser().absolute()),
+        "dry_run": request.dry_run,
+        "how": HOW_IN_WORDS[request.how],
+        "checkpoints": [_listed(s, folder) for s in found],
+        "adopted": None,
+        "step": None,
+        "recipe": None,
+        "notes": [],
+        "next": [],
+    }
+    if chosen is None:
+        report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
+        return report
+    report |= {"step": chosen.step, "notes": _notes(chosen, request)}
+    recipe = Path(report["workspace"]) / "adopted" / f"{_name(request, folder, chosen)}.yaml"
+    report["recipe"] = str(recipe)
+    rest = [o for o in request.overrides if not o.startswith("workspace=")]
+    report["next"] = ["refiner", "run", str(recipe), *rest]
+    base = _base_model(request)  # refuses overrides that cannot be meant, before anything is made
+    if request.dry_run:
+        return report
+    workspace = Workspace.open(request.workspace)
+    source = Source(chosen, request.how, request.companions, base)
+    adopted = adopt_checkpoint(workspace, source)
+    report["adopted"] = {
+        "id": adopted.stage_id,
+        "new": adopted.new,
+        "model": str(adopted.model),
+        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in adopted.files],
+    }
+    write_recipe(recipe, adopted, _recipe_fields(request, workspace, adopted.model, recipe))
+    return report
+
+
+def _workspace(request: AdoptRequest) -> Workspace:
+    if request.dry_run:
+        return Workspace.read_only(request.workspace)
+    return Workspace.open(request.workspace)
+
+
+def _listed(sighting: Sighting, folder: Path) -> dict[str, Any]:
+    inside = sighting.path.relative_to(folder).as_posix()
+    return {
+        "step": sighting.step,
+        "path": inside,
+        "layout": sighting.layout,
+        "bytes": sighting.bytes,
+        "complete": not sighting.damage,
+        "usable": sighting.usable,
+        "note": sighting.note,
+    }
+
+
+def _notes(chosen: Sighting, request: AdoptRequest) -> list[str]:
+    missing = missing_in(chosen.path, request.companions)
+    if not missing:
+        return []
+    return [
+        f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
+        "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base model)"
+    ]
+
+
+def _base_model(request: AdoptRequest) -> str:
+    """What training started from, where the call says so."""
+    if request.recipe is None and not request.sets("model.name_or_path"):
+        return ""
+    recipe = request.recipe or "tiny"
+    return load_recipe(recipe, request.overrides).model.name_or_path
+
+
+def _name(request: AdoptRequest, folder: Path, chosen: Sighting) -> str:
+    name = request.name or (folder.parent.name if chosen.path == folder else folder.name)
+    return re.sub(r"[^\w.-]+", "-", f"{name}-step{chosen.step}").strip("-.")
+
+
+def _recipe_fields(
+    request: AdoptRequest, workspace: Workspace, model: Path, recipe: Path
+) -> dict[str, Any]:
+    evaluates = request.recipe is not None or request.sets("data.rl_path")
+    stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
+    fields: dict[str, Any] = {}
+    if request.recipe is not None:
+        fields["include"] = [_include(request.recipe)]
+    fields |= {
+        "description": f"Step of another trainer's run, adopted from {request.folder.name}.",
+        "workspace": str(workspace.root),
+        "stages": stages,
+        "publish": {"repo_id": f"refiner/{recipe.stem}"},
+    }
+    if request.recipe is None:
+        fields["data"] = {"sft_path": None}
+        if not request.sets("model.name_or_path"):  # its own tokenizer, and no base to compare with
+            fields["model"] = {"name_or_path": str(model)}
+            fields["evaluate"] = {"models": ["command"]}
+    else:
+        fields["evaluate"] = {"models": ["base", "command"]}
+    return fields
+
+
+def _include(recipe: str) -> str:
+    """As the adopted recipe, which lies elsewhere, has to name it."""
+    path = find_recipe(recipe)
+    return recipe if not Path(recipe).expanduser().is_file() else str(path.resolve())

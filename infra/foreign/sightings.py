@@ -1,0 +1,197 @@
+"""What lies in the folder of a dead run of anybody's: checkpoints, of which layout, and how whole.
+
+In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Only names and headers
+are read.
+
+================ =========================================== ====================================
+layout           recognised by                               can be published and evaluated
+================ =========================================== ====================================
+``hf``           safetensors and config.json                 yes
+``weights``      safetensors alone                           with ``--companions FOLDER``
+``bin``          ``*.bin``, ``*.pt``, ``*.pth``              after ``save_pretrained``
+``deepspeed``    ``*_model_states.pt``, ``*_optim_states``   after ``zero_to_fp32.py``
+``megatron``     ``mp_rank_*`` folders                       after its own converter
+``distributed``  ``*.distcp``                                after ``dcp_to_torch``
+================ =========================================== ====================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from infra.foreign.checkpoints import size_of
+from infra.foreign.weights import damage, files_below
+from refiner_core.contract.errors import ConfigurationError
+
+Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
+
+#: Why a layout cannot be used as it is, and what makes it usable.
+CONVERSIONS: dict[Layout, str] = {
+    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
+    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
+    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
+    "distributed": "torch.distributed.checkpoint: `python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
+    "none": "no weights in it",
+}
+_DEPTH = 4
+_NAME = re.compile(
+    r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
+    r"[-_.]?(?:step|iter)?[-_=]?0*(\d+)(?:[-_.].*)?$",
+    re.IGNORECASE,
+)
+_LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
+
+
+class Sighting(NamedTuple):
+    """One checkpoint; ``damage`` is empty where its files are whole."""
+
+    step: int
+    path: Path
+    layout: Layout
+    damage: str
+    bytes: int
+
+    @property
+    def note(self) -> str:
+        """Complete, or why not; and what a layout that is not read needs first."""
+        if self.damage:
+            return f"damaged: {self.damage}"
+        hint = CONVERSIONS.get(self.layout, "")
+        return f"complete; to be converted first ({hint})" if hint else "complete"
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be adopted as it is."""
+        return not self.damage and self.layout in ("hf", "weights")
+
+
+def sight(folder: Path) -> list[Sighting]:
+    """All checkpoints in a folder, oldest step first.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such folder, or nothing in it looks like a checkpoint.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"{folder} is not a folder",
+            expected="the folder of a run that has ended",
+            fix="check the path",
+        )
+    found = [_described(step, path) for step, path in _candidates(folder)]
+    if not found:
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ConfigurationError(
+            f"Nothing in {folder} looks like a checkpoint (there: {names})",
+            expected="folders such as checkpoint-100, ckpt_100, step_100 or global_step100, or a "
+            "folder with *.safetensors",
+            fix="name the folder that holds them",
+        )
+    return sorted(found, key=lambda s: (s.step, s.path.name))
+
+
+def choose(found: list[Sighting], step: int | None) -> Sighting:
+    """The sighting of ``step``, else the newest that can be used.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; the message says what is wrong with those there are.
+    """
+    wanted = [s for s in found if step is None or s.step == step]
+    usable = [s for s in wanted if s.usable]
+    if usable:
+        return usable[-1]
+    if not wanted:
+        raise ConfigurationError(
+            f"There is no checkpoint of step {step}",
+            expected=f"one of {', '.join(str(s.step) for s in found)}",
+            fix="name one of these with --step",
+        )
+    newest = wanted[-1]
+    raise ConfigurationError(
+        f"No checkpoint can be adopted; {newest.path.name}: {newest.note}",
+        expected="one whose files are whole, in safetensors",
+        fix="convert it, or look at all of them with --dry-run",
+    )
+
+
+def _candidates(folder: Path) -> Iterator[tuple[int, Path]]:
+    if (step := _step_of(folder)) is not None and _holds_weights(folder):
+        yield step, folder
+        return
+    yield from _below(folder, 1)
+
+
+def _below(folder: Path, depth: int) -> Iterator[tuple[int, Path]]:
+    own_weights = False
+    for path in sorted(folder.iterdir()):
+        if path.name in _LEFT_OUT or path.name.startswith(".") or path.is_symlink():
+            continue
+        step = _step_of(path)
+        if path.is_dir():
+            if step is not None:
+                yield step, path  # what is inside belongs to it
+            elif depth < _DEPTH:
+                yield from _below(path, depth + 1)
+        elif path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            if step is not None and not re.search(r"\d+-of-\d+", path.name):
+                yield step, path
+            else:
+                own_weights = True
+    if own_weights:
+        yield _step_inside(folder), folder
+
+
+def _step_of(path: Path) -> int | None:
+    match = _NAME.match(path.stem if path.is_file() else path.name)
+    return None if match is None else int(match.group(1))
+
+
+def _step_inside(folder: Path) -> int:
+    """What a trainer's own note says; 0 where there is none."""
+    for name in ("trainer_state.json", "trainer.json", "state.json"):
+        try:
+            value = json.loads((folder / name).read_text(encoding="utf-8"))
+            for key in ("global_step", "step", "steps"):
+                if isinstance(value.get(key), int):
+                    return int(value[key])
+        except (OSError, ValueError, AttributeError):
+            continue
+    return 0
+
+
+def _holds_weights(folder: Path) -> bool:
+    return _layout_of(folder) != "none"
+
+
+def _described(step: int, path: Path) -> Sighting:
+    layout = _layout_of(path)
+    wrong = damage(path, need_weights=layout not in ("distributed", "megatron"))
+    return Sighting(step, path, layout, wrong or "", size_of(path))
+
+
+def _layout_of(path: Path) -> Layout:
+    if path.is_file():
+        return "weights" if path.suffix == ".safetensors" else "bin"
+    top = [name for name in os.listdir(path) if (path / name).is_file()]  # noqa: PTH208
+    every = [f.name for f in files_below(path)]
+    folders = [f.parent.name for f in files_below(path)]
+    if any(n.endswith(".safetensors") for n in top):
+        return "hf" if "config.json" in top else "weights"
+    if any(n.endswith(".distcp") for n in every):
+        return "distributed"
+    if any("_model_states.pt" in n or "_optim_states.pt" in n for n in every):
+        return "deepspeed"
+    if any(n.startswith("mp_rank_") for n in folders):
+        return "megatron"
+    if any(n.endswith((".bin", ".pt", ".pth")) and "optim" not in n for n in top):
+        return "bin"
+    return "none"
