@@ -262,7 +262,7 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
 def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outcome:
     """FAILED, or COMPLETED without a word: what exit code, reason and print say."""
     code = (job.exit_code, job.signal)
-    if code == _NO_LAUNCH or _LAUNCH_FAILED.search(job.reason):
+    if code == _NO_LAUNCH or (_LAUNCH_FAILED.search(job.reason) and not started):
         why = "it could not be started; often the disk or quota of its log folder was full"
         return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):

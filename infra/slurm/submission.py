@@ -145,7 +145,8 @@ class Submitter:
             "constraint": place.constraint,
             "nodelist": place.nodelist,
             "exclude": ",".join(exclude) or None,
-            "setup": [*profile.setup, *(f"module load {shlex.quote(m)}" for m in profile.modules)],
+            "setup": _setup_lines(profile) or None,
+            "wckey": None,  # submitit's default is one that a site with such keys does not know
             "array_parallelism": profile.array_limit,
             # One worker per attempt, on the first node; it starts what runs on the others in steps
             # of its own, which `--overlap` lets share what it holds. Since 22.05 a step does not
@@ -181,6 +182,10 @@ def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> N
     temporary = atomic.temporary_name(target)
     submitit.helpers.DelayedSubmission(task).dump(temporary)
     temporary.replace(target)
+
+
+def _setup_lines(profile: Profile) -> list[str]:
+    return [*profile.setup, *(f"module load {shlex.quote(m)}" for m in profile.modules)]
 
 
 def _gpus(profile: Profile, number: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ def on(folder: Path, **fields: object) -> Campaign:
 def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Campaign, object]:
     """A job with a time limit of a minute, which is long for a test: it is begun first, and looked
     at last."""
-    campaign = Campaign(tmp_path_factory.mktemp("limited") / "w")
+    campaign = on(tmp_path_factory.mktemp("limited"), nodelist="n2")
     campaign.behave({"work_s": 100, "save_s": 2})
     request = campaign.claim(resources=replace(SMALL, time_limit_min=1), save_s=5.0)
     campaign.submit(request)
@@ -247,7 +246,7 @@ def test_what_was_never_submitted_is_lost_after_some_answers(campaign: Campaign)
 
 
 def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
-    campaign.behave({"work_s": 3})
+    campaign.behave({"work_s": 60})
     (request,) = campaign.submit(campaign.claim())
     campaign.wait_begun(request)
     campaign.wait(request, lambda s: s.running)
@@ -259,7 +258,7 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
         assert [type(e) for e in errors.values()] == [LaunchError]
     finally:
         slurm.start_controller()
-    assert campaign.wait_dead(request).state == "COMPLETED"
+    assert campaign.wait(request, lambda s: s.running).sight == "live"
 
 
 def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:
@@ -318,7 +317,6 @@ def test_the_time_limit_is_told_early_enough_to_save(limited: tuple[Campaign, ob
     begun, saved = (campaign.when(request, w) for w in ("begin", "saved"))  # type: ignore[arg-type]
     assert saved - begun < 60
     assert sight.state == "FAILED"  # it ended by itself, ahead of Slurm
-    assert time.monotonic() - saved < 60
 
 
 _ON_N1 = ("--nodelist=n1", "--exclusive", "--output=/dev/null")

@@ -144,10 +144,11 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is gone: its slurmd and all that it runs, at once."""
         self._end([f"slurmd-{node}"], signal.SIGKILL, 5)
-        for process in self._of_jobs():
-            if self._node_of(process) == node:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        doomed = [p for p in self._of_jobs() if self._node_of(p) == node]
+        # Supervisors first: one that saw its task die would tell the controller.
+        for process in sorted(doomed, key=lambda p: p.info["name"] != "slurmstepd"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str) -> None:
@@ -525,6 +526,7 @@ MinJobAge=300
 KillWait={kill_wait_s}
 OverTimeLimit=0
 SlurmctldTimeout=10
+MessageTimeout=5
 SlurmdTimeout=15
 InactiveLimit=0
 PreemptType=preempt/partition_prio

@@ -94,7 +94,7 @@ def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> N
         ({"state": "TIMEOUT", "preempted": True}, "", "time_limit", "resume"),
         ({"state": "REVOKED"}, "", "launch_failure", "resume"),
         ({"state": "FAILED", "signal": 53}, "", "launch_failure", "resume"),
-        ({"state": "FAILED", "reason": "JobLaunchFailure"}, "", "launch_failure", "resume"),
+        ({"state": "FAILED", "reason": "JobLaunchFailure", "signal": 9}, "", "killed", "resume"),
         ({"state": "FAILED", "reason": "NodeDown"}, "", "node_failure", "resume"),
         ({"state": "FAILED", "exit_code": 1}, "", "killed", "resume"),
         ({"state": "FAILED", "exit_code": 137}, "", "killed", "resume"),
@@ -114,6 +114,11 @@ def test_what_lives_and_what_runs(state: str, expected: str, running: bool) -> N
 def test_why_a_job_ended(job: dict[str, Any], printed: str, failure: str, decision: str) -> None:
     end = end_of(JobFacts("7", **job), True, printed)
     assert (end.failure, end.decision) == (failure, decision)
+
+
+def test_a_job_whose_worker_never_began_failed_to_launch() -> None:
+    job = JobFacts("7", "FAILED", "JobLaunchFailure", signal=9)
+    assert end_of(job, False, "").failure == "launch_failure"
 
 
 def test_a_worker_that_cannot_even_start_is_a_bug_and_not_tried_again() -> None:

@@ -1,0 +1,286 @@
+"""What is handed to Slurm, against small programs in its commands' place, and golden files."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.slurm.commands import RealSlurm, SlurmUnavailable
+from infra.slurm.profiles import Container, Place, Profile
+from refiner_core.contract.config import Resources
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    LaunchError,
+    RefinerError,
+    UnsupportedError,
+)
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.slurm_campaign import SMALL, Campaign
+
+GOLDEN = Path(__file__).with_name("golden")
+GPU = Resources(gpus=4, nodes=2, cpus=16, memory_gb=200, time_limit_min=600)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    found = FakeSlurm(tmp_path / "slurm")
+    for name, value in found.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return found
+
+
+@pytest.fixture
+def campaign(fake: FakeSlurm, tmp_path: Path) -> Campaign:
+    return Campaign(tmp_path / "w", poll_s=0.0)
+
+
+# ---------------------------------------------------------------- batch scripts
+
+PROFILES = {
+    "plain": Profile(name="plain"),
+    "gres": Profile(
+        name="gres",
+        partition="gpu",
+        account="lab",
+        qos="normal",
+        constraint="hbm3",
+        exclude=("n7",),
+        gpu_option="gres",
+        gpu_type="h100",
+        modules=("cuda/12.8",),
+        setup=("source /etc/profile.d/modules.sh",),
+        sbatch={"mail-type": "FAIL", "exclusive": True, "mem": None, "reservation": "week"},
+        signal_lead_s=300,
+    ),
+    "container": Profile(
+        name="container",
+        partition="low",
+        python="python3",
+        container=Container("/images/refiner.sif"),
+        requeue=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("count", [1, 4])
+def test_batch_scripts_are_as_they_were(
+    fake: FakeSlurm, tmp_path: Path, name: str, count: int
+) -> None:
+    """After a change that is meant: ``REFINER_WRITE_GOLDEN=1 pytest``, and look at the diff."""
+    campaign = Campaign(tmp_path / "w", PROFILES[name])
+    resources = SMALL if name == "plain" else GPU
+    avoid = ("n9",) if name == "gres" else ()
+    requests = [
+        campaign.claim(seed, resources=resources, avoid=avoid, save_s=200.0)
+        for seed in range(count)
+    ]
+    campaign.submit(*requests)
+    text = (fake.folder / "101.sh").read_text()
+    text = text.replace(str(campaign.workspace.root), "/w").replace(sys.executable, "python")
+    text = re.sub(r"-[0-9a-f]{12}-0001-[0-9a-f]{12}", "-STAGE-0001-MARK", text)
+    text = re.sub(r"(stages/data|refiner-array)-[0-9a-f]+", r"\1-MARK", text)
+    golden = GOLDEN / f"sbatch-{name}{'-array' if count > 1 else ''}.sh"
+    if os.environ.get("REFINER_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_it_asks_for_sigterm_and_for_nothing_else() -> None:
+    for golden in GOLDEN.glob("sbatch-*.sh"):
+        lines = golden.read_text().splitlines()
+        assert next(ln for ln in lines if "--signal" in ln).startswith("#SBATCH --signal=TERM@")
+        assert not any("USR" in line for line in lines)
+
+
+# ---------------------------------------------------------------- submitting
+
+
+def test_ids_are_noted_beside_their_attempts(campaign: Campaign) -> None:
+    one = campaign.claim(1)
+    campaign.submit(one)
+    note = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).job)
+    batch = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).batch)
+    assert note is not None
+    assert batch is not None
+    assert (note["job_id"], note["executor"], note["comment"]) == ("101", "slurm", one.comment)
+    assert (batch["comment"], batch["index"]) == (one.comment, None)
+
+
+def test_large_groups_are_split_into_arrays_of_the_allowed_size(
+    fake: FakeSlurm, tmp_path: Path
+) -> None:
+    campaign = Campaign(tmp_path / "w", Profile(name="small", array_size=5, array_min=3))
+    requests = campaign.submit(*(campaign.claim(seed) for seed in range(12)))
+    ids = [campaign.job_id(r) for r in requests]
+    assert ids[0::5] == ["101_0", "102_0", "103"]
+    assert len(set(ids)) == 12
+    assert len(fake.calls("sbatch")) == 4  # the last two are too few for an array
+
+
+def test_an_array_warns_early_enough_for_its_slowest_save(fake: FakeSlurm, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "w")
+    hour = replace(SMALL, time_limit_min=60)
+    campaign.submit(*(campaign.claim(s, resources=hour, save_s=100.0 * s) for s in range(4)))
+    assert "--signal=TERM@630" in (fake.folder / "101.sh").read_text()
+
+
+def test_settings_of_a_job_that_refiner_runs_in_are_not_passed_on(
+    fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SRUN_CPUS_PER_TASK", "SBATCH_JOB_NAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    campaign.submit(campaign.claim())
+    (call,) = fake.calls("sbatch")
+    kept = {n for n in call["environment"] if n.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    assert kept == {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    assert os.environ["SLURM_JOB_ID"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("Batch job submission failed: Invalid account or account/partition", ConfigurationError),
+        ("invalid partition specified: nowhere", ConfigurationError),
+        ("Batch job submission failed: Invalid qos specification", ConfigurationError),
+        ("Batch job submission failed: Invalid feature specification", ConfigurationError),
+        ("Requested node configuration is not available", ConfigurationError),
+        ("Requested time limit is invalid (missing or exceeds some limit)", ConfigurationError),
+        ("sbatch: unrecognized option '--gpus-per-nodes=1'", ConfigurationError),
+        ("Unable to contact slurm controller (connect failure)", LaunchError),
+        ("Job violates accounting/QOS policy (job submit limit, …)", LaunchError),
+        ("Slurm temporarily unable to accept job, sleeping and retrying", LaunchError),
+    ],
+)
+def test_what_sbatch_says_decides_whether_it_is_tried_again(
+    fake: FakeSlurm, campaign: Campaign, said: str, kind: type[RefinerError]
+) -> None:
+    fake.fail("sbatch", f"sbatch: error: {said}")
+    one, two = campaign.claim(1), campaign.claim(2, resources=GPU)
+    errors = campaign.dispatcher.submit([one, two])
+    assert set(errors) == {one.ref, two.ref}
+    assert {type(e) for e in errors.values()} == {kind}
+    assert said.split()[0].lower() in str(errors[one.ref]).lower()
+
+
+def test_an_sbatch_that_timed_out_may_have_submitted_so_the_job_is_looked_for(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    request = campaign.claim()
+    fake.fail("sbatch", "Socket timed out on send/recv operation")
+    assert campaign.dispatcher.submit([request]) == {}
+    fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
+    assert campaign.sight(request).state == "RUNNING"
+    assert campaign.job_id(request) == "7"
+
+
+def test_one_that_did_not_is_a_failed_launch_in_the_end(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    request = campaign.claim()
+    fake.fail("sbatch", "Socket timed out on send/recv operation")
+    assert campaign.dispatcher.submit([request]) == {}
+    end = campaign.wait_dead(request, 10).end
+    assert end is not None
+    assert (end.failure, end.decision) == ("launch_failure", "resume")
+
+
+def test_one_refused_request_does_not_hinder_the_others(fake: FakeSlurm, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "w", Profile(name="short", max_time_min=30))
+    good, long = campaign.claim(1), campaign.claim(2, resources=GPU)
+    online = campaign.claim(3, needs_network=True)
+    errors = campaign.dispatcher.submit([good, long, online])
+    assert {r: type(e) for r, e in errors.items()} == {
+        long.ref: ConfigurationError,
+        online.ref: UnsupportedError,
+    }
+    assert campaign.job_id(good) == "101"
+
+
+def test_workers_get_the_profiles_settings_and_the_offline_switches(
+    fake: FakeSlurm, tmp_path: Path
+) -> None:
+    profile = Profile(name="x", env={"NCCL_DEBUG": "INFO"}, cpu=Place(partition="cpu"))
+    campaign = Campaign(tmp_path / "w", profile)
+    command = campaign.dispatcher.command(campaign.claim())
+    assert {"NCCL_DEBUG=INFO", "HF_HUB_OFFLINE=1", "PYTHONSAFEPATH=1"} <= set(command)
+    campaign = Campaign(tmp_path / "w", replace(profile, network=True))
+    assert "HF_HUB_OFFLINE=1" not in campaign.dispatcher.command(campaign.claim(2))
+
+
+# ---------------------------------------------------------------- looking and acting
+
+
+def test_a_look_is_one_squeue_and_nothing_else(fake: FakeSlurm, campaign: Campaign) -> None:
+    requests = campaign.submit(*(campaign.claim(seed) for seed in range(6)))
+    assert {s.state for s in campaign.look(*requests).values()} == {"PENDING"}
+    looked = [c["command"] for c in fake.calls() if c["command"] not in ("sbatch", "srun")]
+    assert looked == ["squeue"]
+
+
+def test_who_only_looks_notes_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
+    request = campaign.claim()
+    fake.set_jobs({"7": {"state": "RUNNING", "name": request.comment}})
+    campaign.dispatcher = campaign.another_dispatcher(adopt=False)
+    assert campaign.sight(request).state == "RUNNING"
+    assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
+
+
+def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    mine = fake.jobs
+    odd = {"state": "RUNNING", "name": "JobState=FAILED ExitCode=1:0 a|b"}
+    fake.set_jobs({**mine, "200": odd, "201": {"state": "RUNNING", "name": "two\nlines"}})
+    assert campaign.sight(request).state == "PENDING"
+    fake.set_jobs({"101": {**mine["101"], "state": "TIMEOUT", "live": False}, "200": odd})
+    end = campaign.wait_dead(request).end
+    assert end is not None
+    assert end.failure == "time_limit"
+
+
+def test_a_job_that_queues_is_not_asked_to_stop(fake: FakeSlurm, campaign: Campaign) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    assert not campaign.dispatcher.stop(campaign.open(request))
+    assert fake.calls("scancel") == []
+    fake.set_jobs({"101": {**fake.jobs["101"], "state": "RUNNING"}})
+    assert campaign.dispatcher.stop(campaign.open(request))
+    (call,) = fake.calls("scancel")
+    assert call["arguments"][-2:] == ["--signal=TERM", "101"]
+
+
+def test_killing_and_releasing_name_the_job(fake: FakeSlurm, campaign: Campaign) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    campaign.dispatcher.release(campaign.open(request))
+    campaign.dispatcher.kill(campaign.open(request))
+    assert fake.calls("scontrol")[-1]["arguments"] == ["release", "101"]
+    assert fake.calls("scancel")[-1]["arguments"] == ["101"]
+
+
+def test_a_scheduler_that_is_away_makes_nobody_fall(fake: FakeSlurm, campaign: Campaign) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    for command in ("squeue", "scontrol", "scancel", "sacct"):
+        fake.fail(command, "slurm_load_jobs error: Unable to contact slurm controller")
+    assert campaign.sight(request).sight in ("live", "unknown")
+    campaign.dispatcher.kill(campaign.open(request))
+    campaign.dispatcher.release(campaign.open(request))
+    assert not campaign.dispatcher.stop(campaign.open(request))
+
+
+def test_a_command_that_hangs_is_given_up(fake: FakeSlurm) -> None:
+    (fake.bin / "squeue").write_text("#!/bin/sh\nexec sleep 30\n")
+    with pytest.raises(SlurmUnavailable, match="no answer in"):
+        RealSlurm(timeout_s=0.2).queue({"0"})
+
+
+def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnsupportedError, match=r"no `sbatch`.*executor=local"):
+        RealSlurm()
