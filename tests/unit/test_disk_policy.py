@@ -1,0 +1,237 @@
+"""What may be reclaimed, in which order, and what never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.disk.reaper import Candidate, Rank, plan_reclaim
+from infra.disk.stock import StageFacts, Stock, Weights
+from infra.disk.usage import Item, Kind, Size
+from refiner_core.contract.records import OutputFile
+
+MIB = 1 << 20
+COPY = Path("/archive/model")
+FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
+WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY, verified=True, elsewhere=True)
+RUNNING = StageFacts(kind="grpo", open=True)
+DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), weights=WEIGHTS)
+
+
+def item(kind: Kind, stage_id: str, name: str, attempt: int = 0, step: int | None = None) -> Item:
+    path = Path("/ws") / stage_id / name
+    return Item(path, kind, Size(MIB, 2, MIB), stage_id, attempt, step)
+
+
+def checkpoint(stage_id: str, step: int) -> Item:
+    return item("checkpoints", stage_id, f"step-{step:08d}", step=step)
+
+
+def stock(*items: Item, complete: bool = True, **stages: StageFacts) -> Stock:
+    found = frozenset(i.path for i in items if i.step is not None and complete)
+    return Stock(items, {k.replace("_", "-"): v for k, v in stages.items()}, found)
+
+
+def names(candidates: list[Candidate]) -> list[str]:
+    return [c.path.name for c in candidates]
+
+
+# ---------------------------------------------------------------- order
+
+
+def everything() -> Stock:
+    """One of each kind that may go, and what may not."""
+    base = stock(
+        checkpoint("grpo-1", 100),
+        checkpoint("grpo-1", 9),
+        checkpoint("grpo-1", 50),
+        checkpoint("sft-1", 7),
+        item("outputs", "sft-1", "0001", attempt=1),
+        item("outputs", "sft-1", "0002", attempt=2),
+        item("temporary", "sft-1", ".tmp-step-00000009-a1", attempt=1),
+        Item(Path("/ws/code/old"), "code", Size(MIB, 50, MIB)),
+        Item(Path("/ws/code/new"), "code", Size(MIB, 50, MIB)),
+        grpo_1=RUNNING,
+        sft_1=DONE,
+    )
+    cache = Item(Path("/cache/hub"), "caches", Size(99 * MIB, 9, 99 * MIB))
+    return replace(base, idle_code=frozenset({"old"}), caches=(cache,))
+
+
+def test_what_costs_least_goes_first_and_steps_by_number() -> None:
+    found = plan_reclaim(everything(), None)
+    assert [(c.rank, c.path.name) for c in found] == [
+        (Rank.LEFTOVER, ".tmp-step-00000009-a1"),
+        (Rank.SUPERSEDED, "0001"),
+        (Rank.FINISHED, "step-00000007"),
+        (Rank.OLDER, "step-00000009"),
+        (Rank.OLDER, "step-00000050"),
+        (Rank.CODE, "old"),
+        (Rank.WEIGHTS, "output"),
+    ]
+
+
+def test_no_more_goes_than_is_needed() -> None:
+    assert names(plan_reclaim(everything(), 2 * MIB)) == [".tmp-step-00000009-a1", "0001"]
+    assert plan_reclaim(everything(), 0) == []
+
+
+def test_inodes_can_be_what_is_needed() -> None:
+    found = plan_reclaim(everything(), 1, need_inodes=20)
+    assert found[-1].rank is Rank.CODE
+    assert sum(c.inodes for c in found) >= 20
+
+
+def test_weights_are_not_given_up_in_vain() -> None:
+    assert plan_reclaim(everything(), 16 * MIB)[-1].rank is Rank.WEIGHTS
+    assert plan_reclaim(everything(), 999 * MIB)[-1].rank is Rank.CODE
+
+
+def test_caches_go_only_when_asked_for() -> None:
+    assert plan_reclaim(everything(), None, caches=True)[-1].rank is Rank.CACHE
+    assert not any(c.rank is Rank.CACHE for c in plan_reclaim(everything(), 999 * MIB))
+
+
+# ---------------------------------------------------------------- protections
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("unpublished", lambda f: replace(f, weights=WEIGHTS._replace(copy=None))),
+        ("unverified", lambda f: replace(f, weights=WEIGHTS._replace(verified=False))),
+        ("same quota", lambda f: replace(f, weights=WEIGHTS._replace(elsewhere=False))),
+        ("pinned", lambda f: replace(f, pinned=True)),
+        ("leased", lambda f: replace(f, leased=True)),
+        ("needed", lambda f: replace(f, needed_by="evaluate-sft of run 3")),
+        ("unfinished", lambda f: replace(f, done=False)),
+        ("linked", lambda f: replace(f, weights=WEIGHTS._replace(gain=0))),
+    ],
+)
+def test_weights_stay_when_they_are(name: str, change: Callable[[StageFacts], StageFacts]) -> None:
+    assert [c.rank for c in plan_reclaim(stock(sft_1=DONE), None)] == [Rank.WEIGHTS]
+    assert plan_reclaim(stock(sft_1=change(DONE)), None) == []
+
+
+def test_the_newest_complete_checkpoint_of_an_unfinished_stage_stays() -> None:
+    assert plan_reclaim(stock(checkpoint("grpo-1", 50), grpo_1=RUNNING), None) == []
+
+
+def test_the_last_complete_one_stays_while_its_successor_is_damaged() -> None:
+    older, damaged = checkpoint("grpo-1", 50), checkpoint("grpo-1", 100)
+    found = Stock((older, damaged), {"grpo-1": RUNNING}, frozenset({older.path}))
+    assert plan_reclaim(found, None) == []
+
+
+def test_a_stage_whose_records_cannot_be_read_is_left_alone() -> None:
+    assert plan_reclaim(stock(checkpoint("grpo-1", 1), checkpoint("grpo-1", 2)), None) == []
+
+
+@pytest.mark.parametrize("what", ["older", "finished", "leftover", "superseded"])
+def test_nothing_of_a_pinned_stage_goes(what: str) -> None:
+    base = everything()
+    pinned = {i: replace(f, pinned=True) for i, f in base.stages.items()}
+    assert [c.rank for c in plan_reclaim(replace(base, stages=pinned), None)] == [Rank.CODE], what
+
+
+def test_the_output_that_a_result_names_stays() -> None:
+    kept = item("outputs", "sft-1", "0002", attempt=2)
+    assert plan_reclaim(stock(kept, sft_1=replace(DONE, weights=None)), None) == []
+
+
+def test_the_output_of_an_attempt_at_work_stays() -> None:
+    output = item("outputs", "grpo-1", "0003", attempt=3)
+    assert plan_reclaim(stock(output, grpo_1=RUNNING), None) == []
+    ended = replace(RUNNING, open=False, dead=frozenset({3}))
+    assert names(plan_reclaim(stock(output, grpo_1=ended), None)) == ["0003"]
+
+
+def test_what_an_attempt_at_work_has_half_written_stays() -> None:
+    half = item("temporary", "grpo-1", ".tmp-step-00000009-a3", attempt=3)
+    unnamed = item("temporary", "grpo-1", ".tmp-probe-1-ab")
+    assert plan_reclaim(stock(half, unnamed, grpo_1=RUNNING), None) == []
+
+
+def test_another_trainer_s_folder_goes_only_with_its_result() -> None:
+    work = item("checkpoints", "command-1", "work")
+    running, done = StageFacts("command", open=True), StageFacts("command", done=True)
+    assert plan_reclaim(stock(work, command_1=running), None) == []
+    assert names(plan_reclaim(stock(work, command_1=done), None)) == ["work"]
+
+
+def test_code_that_an_unfinished_run_uses_stays() -> None:
+    assert plan_reclaim(replace(everything(), idle_code=frozenset(), stages={}), None) == []
+
+
+# ---------------------------------------------------------------- any stock at all
+
+facts = st.builds(
+    StageFacts,
+    kind=st.sampled_from(["sft", "grpo", "command"]),
+    done=st.booleans(),
+    pinned=st.booleans(),
+    dead=st.frozensets(st.integers(1, 3)),
+    open=st.booleans(),
+    kept_attempt=st.integers(0, 3),
+    leased=st.booleans(),
+    needed_by=st.sampled_from(["", "grpo of a run"]),
+    weights=st.none()
+    | st.builds(
+        Weights,
+        folder=st.just(Path("/ws/sft/output")),
+        files=st.just((FILE,)),
+        gain=st.integers(0, 5),
+        copy=st.none() | st.just(COPY),
+        verified=st.booleans(),
+        elsewhere=st.booleans(),
+    ),
+)
+STAGES = ("sft-1", "grpo-1")
+items = st.lists(
+    st.builds(checkpoint, st.sampled_from(STAGES), st.integers(1, 2000))
+    | st.builds(
+        lambda kind, stage, name, attempt: item(kind, stage, f"{kind}-{name}", attempt),
+        st.sampled_from(["outputs", "temporary", "rollouts", "logs", "records"]),
+        st.sampled_from(STAGES),
+        st.sampled_from(["a", "b", "c"]),
+        st.integers(0, 3),
+    ),
+    max_size=12,
+    unique_by=lambda i: i.path,
+)
+
+
+@given(st.data(), items, st.fixed_dictionaries(dict.fromkeys(STAGES, facts)), st.integers(0, 20))
+def test_whatever_lies_there_the_protected_stays(
+    data: st.DataObject, found: list[Item], stages: dict[str, StageFacts], need: int
+) -> None:
+    checkpoints = [i for i in found if i.step is not None]
+    complete = frozenset(i.path for i in checkpoints if data.draw(st.booleans()))
+    wanted = data.draw(st.sampled_from([None, need * MIB]))
+    chosen = plan_reclaim(Stock(tuple(found), stages, complete), wanted)
+    gone = {c.path for c in chosen if c.weights is None}
+    for stage_id, about in stages.items():
+        own = [c for c in chosen if c.stage_id == stage_id]
+        steps = [i.step or 0 for i in checkpoints if i.stage_id == stage_id and i.path in complete]
+        if steps and not about.done:
+            assert Path("/ws", stage_id, f"step-{max(steps):08d}") not in gone
+        if about.pinned:
+            assert own == []
+        weights = [c for c in own if c.weights is not None]
+        if weights:
+            assert about.weights is not None
+            assert about.done
+            assert about.weights.copy
+            assert about.weights.verified
+            assert about.weights.elsewhere
+            assert not about.leased
+            assert not about.needed_by
+        if about.leased:
+            assert not any(c.rank in (Rank.WEIGHTS, Rank.SUPERSEDED) for c in own)
+    kept = [i.path for i in found if i.kind in ("rollouts", "logs", "records")]
+    assert not gone & set(kept)
