@@ -32,7 +32,8 @@ def temporary_name(target: Path) -> Path:
 
 
 def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace ``path`` by ``data`` in one step; on an error the old file is still there.
+    """Replace ``path`` by ``data`` in one step; on an error the old file is still there, or the new
+    one, if all that failed was to make its name durable.
 
     ``sync=False`` leaves out fsync, for what may be lost in a power cut (heartbeats) or is fsynced
     later (rollouts).
@@ -59,7 +60,10 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
 
 
 def create_bytes(path: Path, data: bytes) -> bool:
-    """Write ``path`` unless it exists. Of many callers exactly one gets True."""
+    """Write ``path`` unless it exists. Of many callers exactly one gets True.
+
+    An error means that the file is not there, or is somebody else's.
+    """
     temporary = temporary_name(path)
     try:
         _write_new(temporary, data, sync=True)
@@ -76,7 +80,7 @@ def create_bytes(path: Path, data: bytes) -> bool:
     finally:
         remove_quietly(temporary)
     if won:
-        sync_folder(path.parent)
+        settle_folder(path.parent)
     return won
 
 
@@ -125,6 +129,15 @@ def sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in _SYNC_UNSUPPORTED:
             raise
+
+
+def settle_folder(path: Path) -> None:
+    """Like :func:`sync_folder`, after something that everybody can see by now: that it may not
+    survive a power cut is a warning, for it cannot be taken back."""
+    try:
+        sync_folder(path)
+    except OSError as error:
+        log.warning("%s could not be made durable: %s", path, error)
 
 
 def sync_tree(folder: Path) -> None:

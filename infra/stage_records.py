@@ -249,7 +249,7 @@ class StageRecords(RecordFiles):
                     raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        atomic.sync_folder(target.control.parent)
+        atomic.settle_folder(target.control.parent)
         # Not the rename's own word: NFS may repeat a request and report on the second one.
         found = self.read_control(target.intent) or {}
         return bool(found.get("claim") == claim)

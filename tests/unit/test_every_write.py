@@ -1,0 +1,190 @@
+"""Whatever write goes wrong, and however: the workspace loads, says where it stands, and goes on.
+
+One life of an attempt (opening, claim, start, metrics, rollouts, reservations, checkpoints with
+retention, result, outcome) is about two hundred operations on the disk. Each of them is refused
+(EDQUOT once, ENOSPC from then on) or is the last thing that the process does; then everything that
+a reader may ask is asked, and another attempt on a sound disk has to end as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from infra import provenance
+from infra.atomic import TEMPORARY
+from infra.checkpoints import CheckpointStore
+from infra.stage_io import list_rollouts, read_metrics, read_rollouts
+from infra.workspace import Workspace
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.records import Outcome
+from tests.support.command import ROOT
+from tests.support.faulty_disk import Fault, FaultyDisk, Killed
+from tests.support.one_life import STAGE, TOLD, one_life
+
+
+class Story(NamedTuple):
+    """What a finished stage has left."""
+
+    metrics: list[tuple[int, dict[str, float | None]]]
+    rollouts: list[list[dict[str, object]]]
+    output: dict[str, str]
+    steps: list[int]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No look at installed distributions, no log lines; signals as they were."""
+    monkeypatch.setattr(provenance, "versions", dict)
+    logging.disable(logging.CRITICAL)
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    logging.disable(logging.NOTSET)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Story, list[str]]:
+    """What a life on a sound disk leaves, and its operations."""
+    disk = FaultyDisk(tmp_path_factory.mktemp("sound") / "ws")
+    with disk.mounted():
+        assert one_life(Path(disk.root)) == 0
+    return story(Path(disk.root)), disk.operations
+
+
+def story(root: Path) -> Story:
+    workspace = Workspace.read_only(root)
+    result = workspace.read_result(STAGE.id)
+    assert result is not None
+    paths = workspace.layout.attempt(STAGE.id, result.attempt)
+    return Story(
+        [tuple(line) for line in read_metrics(paths.metrics)],
+        [read_rollouts(p) for p in list_rollouts(paths.rollouts)],
+        {f.path: f.sha256 for f in result.files},
+        [c.step for c in store(workspace).complete()],
+    )
+
+
+def store(workspace: Workspace) -> CheckpointStore:
+    return CheckpointStore(workspace.layout.stage(STAGE.id).checkpoints, 0)
+
+
+def disturbed_life(root: Path, at: int, fault: Fault) -> tuple[int | None, str]:
+    """The exit code of a life in which operation ``at`` goes wrong (None: it has none), and that
+    operation."""
+    disk = FaultyDisk(root, at, fault)
+    code = None
+    with disk.mounted(), contextlib.suppress(Killed, NoSpaceError):
+        code = one_life(root)
+    return code, disk.operations[at - 1]
+
+
+def check_what_is_left(root: Path, *, killed: bool, code: int | None) -> None:
+    """Every reader finds whole files and a clear state."""
+    workspace = Workspace.read_only(root)
+    for path in root.rglob("*.json"):
+        if TEMPORARY not in str(path.relative_to(root)):
+            json.loads(path.read_text())
+    for path in root.rglob("step-*.parquet"):
+        assert len(read_rollouts(path)) == 1
+    if not killed:
+        left = [p for p in root.rglob(f"{TEMPORARY}*") if "heartbeat" not in p.name]
+        assert left == [], "what did not fit is removed"
+    record = workspace.read_record(STAGE.id)
+    if record is None or not record.attempts:
+        assert code is None
+        return
+    outcome = record.attempts[-1].outcome
+    if killed:
+        assert record.state in ("claimed", "done")
+    elif record.result is not None or code == 0:
+        assert (record.state, code) == ("done", 0)
+        assert outcome == Outcome("none", "finish")
+    else:
+        assert code in (5, None)
+        if outcome is not None:
+            assert (outcome.failure, outcome.decision) == ("disk_full", "resume")
+            assert outcome.errno in (errno.EDQUOT, errno.ENOSPC)
+    check_checkpoints(workspace)
+
+
+def check_checkpoints(workspace: Workspace) -> None:
+    """The newest that was ever complete is there, and what is called complete can be loaded."""
+    found = store(workspace).complete()
+    for checkpoint in found:
+        assert (checkpoint.path / "state.bin").read_bytes() == b"x" * int(str(TOLD["bytes"]))
+    began = [int(p.name.removeprefix("step-")) for p in store(workspace)._folders()]
+    assert max(began, default=0) == max((c.step for c in found), default=0)
+
+
+def go_on(root: Path) -> None:
+    """What an orchestrator does next: close what is open, claim the next attempt, run it."""
+    with FaultyDisk(root).mounted():
+        workspace = Workspace.open(root)
+        record = workspace.read_record(STAGE.id)
+        if record is not None and record.result is not None:
+            return
+        attempts = record.attempts if record is not None else ()
+        if attempts and attempts[-1].outcome is None:
+            workspace.void_attempt(STAGE.id, attempts[-1].number)
+            workspace.close_attempt(STAGE.id, attempts[-1].number, Outcome("killed", "resume"))
+        before = store(workspace).latest()
+        assert one_life(root, after=len(attempts)) == 0
+        newest = workspace.read_attempt(STAGE.id, len(attempts) + 1)
+        assert newest is not None
+        assert newest.resumed_from_step == (None if before is None else before.step)
+
+
+@pytest.mark.parametrize("fault", ["refused once", "full from then on", "killed"])
+def test_every_single_write_may_go_wrong(
+    tmp_path: Path, undisturbed: tuple[Story, list[str]], fault: Fault
+) -> None:
+    expected, operations = undisturbed
+    assert len(operations) > 150
+    for at in range(1, len(operations) + 1):
+        root = tmp_path / str(at)
+        works = operations[at - 1].startswith(("unlink", "rmdir")) and fault != "killed"
+        if works:
+            continue  # deleting works on a full disk, too
+        code, operation = disturbed_life(root, at, fault)
+        try:
+            check_what_is_left(root, killed=fault == "killed", code=code)
+            go_on(root)
+            assert story(root) == expected
+        except Exception as error:
+            error.add_note(f"after operation {at} ({operation}): {fault}; see {root}")
+            raise
+
+
+def test_a_process_that_is_killed_at_any_write_loses_only_what_was_since(
+    tmp_path: Path, undisturbed: tuple[Story, list[str]]
+) -> None:
+    expected, operations = undisturbed
+    sampled = random.Random(20261121).sample(range(1, len(operations) + 1), 20)
+    for batch in (sampled[i : i + 4] for i in range(0, 20, 4)):
+        started = {
+            at: subprocess.Popen(
+                [sys.executable, "-m", "tests.support.one_life", tmp_path / str(at), str(at)],
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for at in batch
+        }
+        for at, process in started.items():
+            assert process.wait(60) == -signal.SIGKILL, operations[at - 1]
+            check_what_is_left(tmp_path / str(at), killed=True, code=None)
+            go_on(tmp_path / str(at))
+            assert story(tmp_path / str(at)) == expected, operations[at - 1]
