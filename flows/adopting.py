@@ -154,6 +154,9 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     report["recipe"] = str(recipe)
     rest = [o for o in request.overrides if not o.startswith("workspace=")]
     report["next"] = ["refiner", "run", str(recipe), *rest]
+    if report["notes"]:  # it could be run, and would be refused at its first stage
+        again = ["refiner", "adopt", str(request.folder), *request.overrides]
+        report["next"] = [*again, "--step", str(chosen.step), "--companions", "FOLDER"]
     base = _base_model(request)  # refuses overrides that cannot be meant, before anything is made
     if request.dry_run:
         return report
@@ -221,7 +224,7 @@ def _recipe_fields(
     if request.recipe is not None:
         fields["include"] = [_include(request.recipe)]
     fields |= {
-        "description": f"Step of another trainer's run, adopted from {request.folder.name}.",
+        "description": f"Another trainer's checkpoint, adopted from {request.folder.name}.",
         "workspace": str(workspace.root),
         "stages": stages,
         "publish": {"repo_id": f"refiner/{recipe.stem}"},

@@ -87,7 +87,14 @@ def local_model(config: ModelConfig) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(resolved, revision=config.revision, local_files_only=True))
+        return str(
+            snapshot_download(
+                resolved,
+                revision=config.revision,
+                local_files_only=True,
+                ignore_patterns=list(_NOT_READ),  # else what was left out counts as missing
+            )
+        )
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"The model {resolved}@{config.revision} is not in the Hub cache of this machine",
