@@ -106,12 +106,15 @@ class Observer:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
-            if owner.alive and job.sight in ("dead", "unknown"):
+            mine = attempt.attempt.owner == str(ProcessId.of())  # and I do not submit while I look
+            if owner.alive and (job.sight == "unknown" or (job.sight == "dead" and not mine)):
                 return "live"  # it is being submitted
             if job.sight == "unknown" and attempt.attempt.executor == "local":
                 return "dead"  # claimed, and its orchestrator died before it submitted
         if job.sight == "dead":
             return "dead"
+        if job.sight == "unknown" and attempt.attempt.executor != "local":
+            return "unknown"  # it may queue, and who cannot be asked cannot end it either
         if job.sight == "live" and not job.running:
             self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
             return "live"

@@ -8,6 +8,7 @@ controller has outages, and a job that has ended is for a while in no list.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -145,8 +146,8 @@ class Cluster:
 
     def _start(self, job: SimJob) -> None:
         world = self.world
-        free = [n for n in NODES if n not in job.request.avoid]
-        if self.down or not free:
+        free = [n for n in NODES if n not in job.request.avoid] or list(NODES)
+        if self.down:
             self._queue(job, 60.0)
             return
         if world.chance(self.weather.held):
@@ -302,6 +303,7 @@ class SimSlurm:
     def __init__(self, cluster: Cluster, workspace: Workspace) -> None:
         self.cluster, self.workspace = cluster, workspace
         self._missed: dict[AttemptRef, float] = {}
+        self._ended_by_us: set[str] = set()
 
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         """`sbatch` for each, and its id noted."""
@@ -311,18 +313,24 @@ class SimSlurm:
             world.point("sbatch")
             if cluster.down or world.chance(cluster.weather.sbatch_fails):
                 cluster.ledger.setback(request.stage_id, "sbatch")
-                if not cluster.down and world.chance(cluster.weather.reply_lost):
-                    cluster.accept(request)
-                failed[request.ref] = LaunchError("sbatch did not answer")
+                if world.chance(cluster.weather.reply_lost):
+                    # Nobody knows whether it was taken: it is looked for by its name.
+                    if not cluster.down:
+                        cluster.accept(request)
+                    continue
+                failed[request.ref] = LaunchError("sbatch refused")
                 continue
             job = cluster.accept(request)
             world.point("after sbatch")
-            path = self.workspace.layout.attempt(*request.ref).job
             try:
-                atomic.create_json(path, {"job_id": job.id, "comment": request.comment})
-            except OSError:
-                world.tell(f"the id of job {job.id} could not be noted")
+                self._note(request.ref, job, request.comment)
+            except OSError as error:
+                failed[request.ref] = error
         return failed
+
+    def _note(self, ref: AttemptRef, job: SimJob, comment: str) -> None:
+        path = self.workspace.layout.attempt(*ref).job
+        atomic.write_json(path, {"job_id": job.id, "comment": comment})
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """What one query says of them all."""
@@ -341,6 +349,9 @@ class SimSlurm:
             since = self._missed.setdefault(ref, cluster.world.now)
             patient = cluster.world.now - since <= cluster.weather.accounting_lag_s + 60.0
             return JobSight("unknown") if patient else JobSight("dead", running=False)
+        if attempt.attempt.job_id is None:
+            with contextlib.suppress(OSError):
+                self._note(ref, job, attempt.attempt.comment)
         if not job.over:
             running = job.state == "RUNNING"
             return JobSight("live", running, False, job.state, job.reason, job.held, node=job.node)
@@ -348,6 +359,8 @@ class SimSlurm:
             return JobSight("unknown")
         failure = _CLASSES.get(job.state)
         end = None if failure is None else outcome_of(failure, f"Slurm: {job.state}")
+        if job.id in self._ended_by_us and end is not None:
+            end = outcome_of("killed", "refiner has ended the job")
         facts = {"state": job.state, "node": job.node}
         return JobSight("dead", False, state=job.state, end=end, facts=facts, node=job.node)
 
@@ -364,6 +377,7 @@ class SimSlurm:
         """The job is over."""
         self.cluster.world.point("scancel")
         if job := self._job(attempt):
+            self._ended_by_us.add(job.id)
             self.cluster.cancel(job)
 
     def release(self, attempt: OpenAttempt) -> None:

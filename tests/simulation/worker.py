@@ -67,6 +67,9 @@ class Worker:
         except RefinerError as error:
             self.world.tell(f"cannot begin: {error}")
             return error.exit_code
+        except OSError as error:  # a traceback, and Python's own exit code
+            self.world.tell(f"cannot begin: {error}")
+            return 1
         error: BaseException | None = None
         try:
             attempt.finish(self._steps(attempt, job))
