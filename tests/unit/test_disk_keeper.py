@@ -1,0 +1,565 @@
+"""Room in a real workspace: what is used, reserved, reclaimed, and what is left alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra import atomic
+from infra.checkpoints import CheckpointStore
+from infra.disk import stock as stock_module
+from infra.disk.caches import find_caches
+from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
+from infra.disk.ledger import Ledger, Need
+from infra.disk.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
+from infra.disk.reaper import Rank, carry_out
+from infra.disk.stock import read_stock
+from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
+from infra.disk.watch import DiskEvent, DiskWatch
+from infra.jobs import AttemptRef
+from infra.publishing import publish_to_folder
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
+from tests.support.plans import claim, run_record, small_plan
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+FULL = Outcome("disk_full", "resume")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+def save(workspace: Workspace, stage_id: str, *steps: int, size: int = MIB) -> None:
+    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 1, keep=99)
+    for step in steps:
+        with store.new(step) as folder:
+            (folder / "state.bin").write_bytes(os.urandom(size))
+
+
+def finish(
+    workspace: Workspace,
+    stage_id: str,
+    number: int = 1,
+    report: dict[str, object] | None = None,
+    **files: bytes,
+) -> StageResult:
+    """The stage is done; its output holds ``files`` (``_`` in a name stands for a dot)."""
+    output = workspace.layout.attempt(stage_id, number).output
+    found = []
+    for key, data in files.items():
+        path = output / "model" / key.replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        found.append(OutputFile(f"model/{path.name}", len(data), digest))
+    output.mkdir(parents=True, exist_ok=True)
+    name = output.relative_to(workspace.layout.stage(stage_id).data).as_posix()
+    result = StageResult(1, number, name, tuple(found), report or {}, {}, 1.0, "now")
+    assert workspace.publish_result(stage_id, result)
+    return result
+
+
+def room_for(workspace: Workspace, more: int, **config: object) -> DiskKeeper:
+    """A keeper of a workspace that may grow by ``more`` bytes."""
+    limit = measure(workspace.layout).bytes + more
+    settings = DiskConfig(limit_gb=limit / GIB, watch_s=0.2, hold_s=0.3)
+    return DiskKeeper(workspace, replace(settings, **config))  # type: ignore[arg-type]
+
+
+def steps_of(workspace: Workspace, stage_id: str) -> list[int]:
+    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 0)
+    return [c.step for c in store.complete()]
+
+
+# ---------------------------------------------------------------- use
+
+
+def test_files_that_are_linked_count_once_and_give_nothing_back(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(os.urandom(64 * KIB))
+    alone = size_of(tmp_path)
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    both = size_of(tmp_path)
+    assert both.bytes == alone.bytes
+    assert both.inodes == alone.inodes
+    assert both.gain < alone.gain
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(os.urandom(MIB))
+    (tmp_path / "ws").mkdir()
+    (tmp_path / "ws" / "link").symlink_to(tmp_path)
+    assert size_of(tmp_path / "ws").bytes < MIB
+
+
+def test_use_is_told_by_run_and_kind_and_adds_up(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft")
+    claim(workspace, plan, "data")
+    stage = claim(workspace, plan, "sft")
+    run = run_record(workspace, plan)
+    workspace.write_run(run)
+    save(workspace, stage.id, 5)
+    paths = workspace.layout.attempt(stage.id, 1)
+    for name in ("rollouts", "output", "tracking"):
+        (paths.data / name).mkdir(exist_ok=True)
+        (paths.data / name / "file").write_bytes(os.urandom(8 * KIB))
+    items = take_stock(workspace.layout)
+    rows = {(r.run, r.kind): r.size for r in by_run_and_kind(items, {run.run: [stage.id]})}
+    assert rows[run.run, "checkpoints"].bytes >= MIB
+    assert {"rollouts", "outputs", "trackers", "logs"} <= {k for r, k in rows if r == run.run}
+    assert ("", "logs") in rows, "the data stage belongs to no run here"
+    told = sum(s.bytes for s in rows.values())
+    assert 0 <= measure(workspace.layout).bytes - told <= 64 * KIB, "but for some folders"
+
+
+def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:
+    missing = Workspace.read_only(tmp_path / "none")
+    assert take_stock(missing.layout) == []
+    keeper = DiskKeeper(missing, DiskConfig())
+    assert keeper.candidates(None) == []
+    assert "used" in keeper.status_line()
+    assert not (tmp_path / "none").exists()
+
+
+# ---------------------------------------------------------------- reservations
+
+
+def test_reservations_of_others_count_until_written(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft")
+    ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
+    other = AttemptRef(claim(workspace, plan, "data").id, 1)
+    ledger = Ledger(workspace)
+    ledger.write(ref, Need(3 * MIB, 4))
+    assert ledger.others(ref) == []
+    (entry,) = ledger.others(other)
+    assert (entry.outstanding, entry.need.inodes) == (3 * MIB, 4)
+    part = workspace.layout.stage(ref.stage_id).checkpoints / ".tmp-step-00000007-a1"
+    part.mkdir(parents=True)
+    (part / "half.bin").write_bytes(os.urandom(2 * MIB))
+    (entry,) = ledger.others(other)
+    assert entry.outstanding <= MIB
+    ledger.remove(ref)
+    assert ledger.others(other) == []
+
+
+@pytest.mark.parametrize("end", ["closed", "superseded", "done", "gone"])
+def test_a_reservation_of_an_attempt_that_ended_counts_for_nothing(
+    workspace: Workspace, end: str
+) -> None:
+    plan = small_plan("data")
+    ref = AttemptRef(claim(workspace, plan, "data").id, 1)
+    ledger = Ledger(workspace)
+    ledger.write(ref, Need(MIB))
+    assert len(ledger.others()) == 1
+    assert ledger.sweep() == []
+    if end == "closed":
+        workspace.close_attempt(*ref, FULL)
+    elif end == "superseded":
+        claim(workspace, plan, "data", after=1)
+    elif end == "done":
+        finish(workspace, ref.stage_id)
+    else:
+        shutil.rmtree(workspace.layout.stage(ref.stage_id).control)
+    assert ledger.others() == []
+    assert len(ledger.sweep()) == 1
+    assert list(ledger.folder.iterdir()) == []
+
+
+def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
+    one, two = Workspace.open(tmp_path / "one"), Workspace.open(tmp_path / "two")
+    plan = small_plan("data")
+    refs = [AttemptRef(claim(w, plan, "data").id, 1) for w in (one, two)]
+    ledgers = [Ledger(w, tmp_path / "shared") for w in (one, two)]
+    for ledger, ref in zip(ledgers, refs, strict=True):
+        ledger.write(ref, Need(MIB))
+    (seen,) = ledgers[0].others(refs[0])
+    assert seen.workspace == two.layout.control
+    two.close_attempt(*refs[1], FULL)
+    assert ledgers[0].others(refs[0]) == []
+
+
+def test_a_damaged_reservation_is_named_and_left_out(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(workspace)
+    ledger.folder.mkdir(parents=True)
+    (ledger.folder / "x.json").write_text("{")
+    assert ledger.others() == []
+    assert "x.json" in caplog.text
+
+
+# ---------------------------------------------------------------- shortage and reserving
+
+
+def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft")
+    ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
+    keeper = room_for(workspace, 8 * MIB)
+    assert keeper.shortage(7 * MIB) == 0
+    assert 0 < keeper.shortage(9 * MIB) <= 2 * MIB
+    keeper.ledger.write(ref, Need(4 * MIB))
+    assert keeper.shortage(7 * MIB) > 2 * MIB
+    assert keeper.shortage(7 * MIB, ref) == 0
+    keeper.ledger.remove(ref)
+    tight = room_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
+    assert tight.shortage(7 * MIB) > 0
+
+
+def test_a_write_that_fails_outweighs_figures_that_promise_room(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = DiskKeeper(workspace, DiskConfig())
+    assert keeper.shortage(MIB) == 0
+    monkeypatch.setattr("infra.disk.keeper.has_room", lambda *_: False)
+    assert keeper.make_room(MIB) is None
+    assert keeper.shortage(MIB) == MIB
+
+
+def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = room_for(workspace, 8 * MIB)
+    with keeper.reserve(ref, 4 * MIB):
+        assert keeper.reserved().bytes == 4 * MIB
+        assert "reserved" in keeper.status_line()
+    assert keeper.reserved().bytes == 0
+
+
+def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Workspace) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = room_for(workspace, 2 * MIB)
+    with (
+        pytest.raises(NoSpaceError, match=r"No room for 4\.0 MiB.*refiner disk"),
+        keeper.reserve(ref, 4 * MIB),
+    ):
+        pytest.fail("it does not fit")
+    assert list(keeper.ledger.folder.iterdir()) == []
+
+
+def test_waiting_ends_when_somebody_else_makes_room(workspace: Workspace) -> None:
+    filler = workspace.root / "filler"
+    filler.write_bytes(os.urandom(4 * MIB))
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = room_for(workspace, 2 * MIB, hold_s=20.0)
+    timer = threading.Timer(0.3, filler.unlink)
+    timer.start()
+    with keeper.reserve(ref, 4 * MIB):
+        assert not filler.exists()
+    timer.join()
+
+
+def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> None:
+    plan = small_plan("data", "sft")
+    refs = [AttemptRef(claim(workspace, plan, n).id, 1) for n in ("data", "sft")]
+    keeper = room_for(workspace, 6 * MIB)
+    inside, most, ended = [0], [0], []
+    lock = threading.Lock()
+
+    def work(ref: AttemptRef) -> None:
+        own = DiskKeeper(workspace, replace(keeper.config, hold_s=30.0))
+        for _ in range(3):
+            with own.reserve(ref, 4 * MIB):
+                with lock:
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                threading.Event().wait(0.02)
+                with lock:
+                    inside[0] -= 1
+        ended.append(ref)
+
+    threads = [threading.Thread(target=work, args=(ref,)) for ref in refs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 2
+    assert most[0] == 1
+
+
+# ---------------------------------------------------------------- reclaiming
+
+
+def test_reclaiming_takes_older_checkpoints_and_leaves_the_newest(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 9, 50, 100, size=2 * MIB)
+    keeper = room_for(workspace, MIB)
+    done = keeper.make_room(2 * MIB)
+    assert done is not None
+    assert steps_of(workspace, stage.id) == [50, 100], "one was enough"
+    assert keeper.make_room(4 * MIB) is not None
+    assert steps_of(workspace, stage.id) == [100]
+    assert keeper.make_room(9 * MIB) is None
+    assert steps_of(workspace, stage.id) == [100]
+
+
+def test_without_leave_to_reclaim_nothing_is_deleted(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2)
+    assert room_for(workspace, MIB, reclaim=False).make_room(2 * MIB) is None
+    assert steps_of(workspace, stage.id) == [1, 2]
+
+
+def test_what_dead_attempts_left_goes_and_what_a_live_one_writes_stays(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    workspace.close_attempt(stage.id, 1, FULL)
+    claim(workspace, plan, "data", after=1)
+    for attempt in (1, 2):
+        (checkpoints / f".tmp-step-00000009-a{attempt}").mkdir(parents=True)
+        output = workspace.layout.attempt(stage.id, attempt).output
+        output.mkdir(parents=True)
+        (output / "half").write_bytes(os.urandom(KIB))
+    keeper = DiskKeeper(workspace, DiskConfig())
+    keeper.carry_out(keeper.candidates(None))
+    assert [p.name for p in checkpoints.iterdir()] == [".tmp-step-00000009-a2"]
+    assert not workspace.layout.attempt(stage.id, 1).output.exists()
+    assert workspace.layout.attempt(stage.id, 2).output.exists()
+
+
+def test_a_checkpoint_that_became_the_newest_meanwhile_stays(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2)
+    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    assert candidate.step == 1
+    shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000002")
+    assert carry_out(workspace, [candidate]).items == ()
+    assert steps_of(workspace, stage.id) == [1]
+
+
+def test_the_trainer_may_delete_the_same_at_the_same_time(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2)
+    candidates = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000001")
+    carry_out(workspace, candidates)
+    assert steps_of(workspace, stage.id) == [2]
+    assert not caplog.records
+
+
+def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2)
+    assert pin(workspace.layout, stage.id)
+    assert not pin(workspace.layout, stage.id)
+    assert pins(workspace.layout) == {stage.id}
+    keeper = DiskKeeper(workspace, DiskConfig())
+    assert keeper.candidates(None) == []
+    assert unpin(workspace.layout, stage.id)
+    assert not unpin(workspace.layout, stage.id)
+    assert len(keeper.candidates(None)) == 1
+
+
+def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    for code in ("old", "new", "nobodys"):
+        (workspace.layout.code / code).mkdir()
+    for index, code in enumerate(("old", "new")):
+        run = replace(run_record(workspace, plan), code=code)
+        workspace.write_run(replace(run, run=f"{run.run}-{index}"))
+    assert read_stock(workspace).idle_code == set()
+    finish(workspace, stage.id)
+    assert read_stock(workspace).idle_code == {"old"}
+    keeper = DiskKeeper(workspace, DiskConfig())
+    keeper.carry_out(keeper.candidates(None))
+    assert sorted(p.name for p in workspace.layout.code.iterdir()) == ["new", "nobodys"]
+
+
+# ---------------------------------------------------------------- published weights
+
+CONFIG = b'{"model_type": "qwen3"}'
+
+
+def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Path]:
+    """A finished training stage whose weights lie in a folder, too."""
+    for name in ("data", "sft", "publish"):
+        claim(workspace, plan, name)
+    sft, target = plan.by_name["sft"].id, tmp_path / "archive" / "model"
+    files = {"model_safetensors": os.urandom(MIB), "config_json": CONFIG}
+    finish(workspace, sft, **files, tokenizer_config_json=b"{}")
+    weights = workspace.layout.attempt(sft, 1).output / "model"
+    (weights / "tokenizer.config.json").rename(weights / "tokenizer_config.json")
+    done = publish_to_folder(weights, "# card", target)
+    report = {"target": str(target), "files": to_json(done.files), "card": "# card"}
+    finish(workspace, plan.by_name["publish"].id, report=report)
+    return sft, target
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether the archive counts as another file system (a second one needs root to mount)."""
+
+    def say(yes: bool) -> None:
+        monkeypatch.setattr(stock_module, "_elsewhere", lambda *_: yes)
+
+    return say
+
+
+def weights_go(workspace: Workspace) -> bool:
+    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates(None))
+
+
+def test_published_weights_go_with_a_note_of_where_they_are(
+    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
+) -> None:
+    elsewhere(True)
+    sft, target = published(workspace, tmp_path, small_plan("data", "sft", "publish"))
+    keeper = DiskKeeper(workspace, DiskConfig())
+    done = keeper.carry_out(keeper.candidates(None))
+    assert done.bytes >= MIB
+    weights = workspace.layout.attempt(sft, 1).output / "model"
+    assert not (weights / "model.safetensors").exists()
+    assert (weights / "config.json").exists(), "only weights are large"
+    note = read_reclaimed(workspace.layout.stage(sft))
+    assert note is not None
+    assert note["copy"] == str(target)
+    assert [f["path"] for f in note["files"]] == ["model/model.safetensors"]
+    assert str(target) in (reclaimed_text(workspace.layout.stage(sft)) or "")
+    assert not weights_go(workspace), "nothing is left of them"
+
+
+def test_weights_stay_where_deleting_would_gain_nothing(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    published(workspace, tmp_path, small_plan("data", "sft", "publish"))
+    assert not weights_go(workspace), "the copy lies on the same file system"
+
+
+def test_weights_stay_while_an_unfinished_run_will_read_them(
+    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
+) -> None:
+    elsewhere(True)
+    plan = small_plan("data", "sft", "publish")
+    published(workspace, tmp_path, plan)
+    longer = small_plan("data", "sft", "publish", "evaluate")
+    run = run_record(workspace, longer)
+    assert plan.by_name["sft"].id == longer.by_name["sft"].id
+    workspace.write_run(replace(run, config=to_json(longer.config)))
+    assert not weights_go(workspace)
+
+
+def test_weights_stay_while_a_running_attempt_reads_them(
+    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
+) -> None:
+    elsewhere(True)
+    published(workspace, tmp_path, small_plan("data", "sft", "publish"))
+    assert weights_go(workspace)
+    claim(workspace, small_plan("data", "sft", "publish", "evaluate"), "evaluate-sft")
+    assert not weights_go(workspace)
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "replaced"])
+def test_weights_stay_when_the_copy_is_not_what_was_published(
+    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None], damage: str
+) -> None:
+    elsewhere(True)
+    sft, target = published(workspace, tmp_path, small_plan("data", "sft", "publish"))
+    file = target / "model.safetensors"
+    if damage == "gone":
+        file.unlink()
+    elif damage == "short":
+        os.truncate(file, KIB)
+    else:
+        file.write_bytes(os.urandom(MIB))  # found only by reading it, right before the deletion
+    keeper = DiskKeeper(workspace, DiskConfig())
+    keeper.carry_out(keeper.candidates(None))
+    assert (workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors").exists()
+    assert read_reclaimed(workspace.layout.stage(sft)) is None
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def test_what_a_save_needs_is_what_saves_took(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    keeper = DiskKeeper(workspace, DiskConfig())
+    assert keeper.need_of(stage.id) == FLOOR_BYTES
+    save(workspace, stage.id, 1, size=6 * MIB)
+    assert 6 * MIB <= keeper.need_of(stage.id) <= 7 * MIB
+    assert 6 * MIB <= keeper.need_of("data-000000000000") <= 7 * MIB, "its like is the best guess"
+
+
+def test_caches_are_found_without_tokens_and_only_where_they_are_marked(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "hf"
+    for name in ("hub", "datasets"):
+        (home / name).mkdir(parents=True)
+    (home / "token").write_text("secret")
+    plain, marked = tmp_path / "plain", tmp_path / "compile-cache"
+    for folder in (plain, marked):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    wandb = tmp_path / "w" / "wandb"
+    for name, uploaded in (("offline-run-1", True), ("offline-run-2", False)):
+        (wandb / name).mkdir(parents=True)
+        (wandb / name / f"run-{name}.wandb").write_text("")
+        if uploaded:
+            (wandb / name / f"run-{name}.wandb.synced").write_text("")
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "w"))
+    names = ("HF_HOME", "WANDB_DIR", str(plain), str(marked), str(tmp_path), "NOT_SET")
+    found = {i.path.relative_to(tmp_path).as_posix() for i in find_caches(names, workspace.layout)}
+    assert found == {"hf/hub", "hf/datasets", "w/wandb/offline-run-1", "compile-cache/x"}
+
+
+def test_the_watch_tells_each_crossing_once(workspace: Workspace) -> None:
+    filler = workspace.root / "filler"
+    keeper = room_for(workspace, 8 * MIB, warn_share=0.9)
+    told: list[DiskEvent] = []
+    watch = DiskWatch(keeper, lambda: 2 * MIB, told.append)
+    watch.look()
+    assert told == []
+    filler.write_bytes(os.urandom(15 * MIB // 2))
+    for _ in range(3):
+        watch.look()
+    assert [e.kind for e in told] == ["warn", "short"]
+    filler.unlink()
+    watch.look()
+    watch.look()
+    assert [e.kind for e in told] == ["warn", "short", "room"]
+
+
+def test_the_watch_reclaims_before_it_complains(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2, size=3 * MIB)
+    told: list[DiskEvent] = []
+    seen = threading.Event()
+
+    def tell(event: DiskEvent) -> None:
+        told.append(event)
+        if event.kind == "reclaimed":
+            seen.set()
+
+    with DiskWatch(room_for(workspace, MIB), lambda: 2 * MIB, tell):
+        assert seen.wait(10)
+    assert "short" not in [e.kind for e in told]
+    assert steps_of(workspace, stage.id) == [2]
+
+
+def test_records_of_marks_are_plain_json(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    pin(workspace.layout, stage.id)
+    path = workspace.layout.disk / "pins" / f"{stage.id}.json"
+    assert json.loads(path.read_text())["stage_id"] == stage.id
+    (path.parent / f"{atomic.TEMPORARY}x.json").write_text("{}")
+    assert pins(workspace.layout) == {stage.id}
