@@ -8,35 +8,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flows.sources import resolve_sources
+from flows.calls import (
+    RunOutcome,
+    Showing,
+    begin_run,
+    check_supported,
+    in_folder_of,
+    make_recipe_plan,
+    plan_of_run,
+    run_to_resume,
+    work_on,
+)
+from flows.status import RunStatus, Watcher, find_run
 from infra.explain import StageForecast, observe_actions
 from infra.workspace import Workspace
-from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import RECORD_VERSION, RunRecord, to_json
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import to_json
 from refiner_core.contract.views import StageView
+
+if TYPE_CHECKING:
+    from flows.cancelling import CancelOutcome
+
+__all__ = [
+    "RunOutcome",
+    "begin_run",
+    "cancel_run",
+    "check_supported",
+    "evaluations_of",
+    "forecast",
+    "make_recipe_plan",
+    "plan_json",
+    "resume_run",
+    "run_json",
+    "run_recipe",
+    "status_of_run",
+]
 
 #: Version of the JSON that `plan --json` and `run --json` print.
 OUTPUT_VERSION = 1
-
-
-def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
-    """The plan of a recipe. Reads files, writes nothing, needs no network.
-
-    Raises
-    ------
-    ConfigurationError, DataError
-        The recipe cannot be carried out as it stands.
-    """
-    config = check_config(load_recipe(recipe, overrides))
-    return make_plan(config, resolve_sources(config))
 
 
 def forecast(plan: Plan) -> list[StageForecast]:
@@ -69,33 +84,6 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class RunOutcome:
-    """How a call ended.
-
-    Attributes
-    ----------
-    run
-        Id of the run's record.
-    views
-        Last view of every stage.
-    exit_code
-        See :data:`refiner_core.contract.errors.EXIT_CODES`.
-    """
-
-    run: str
-    plan: Plan
-    views: Mapping[str, StageView]
-
-    @property
-    def exit_code(self) -> int:
-        """0 if everything is done, else that of the first stage that is not."""
-        for view in self.views.values():
-            if view.state in ("failed", "interrupted"):
-                return view.exit_code or 1
-        return 0 if all(v.state in ("done", "skipped") for v in self.views.values()) else 1
-
-
 def run_recipe(
     recipe: str,
     overrides: Sequence[str] = (),
@@ -110,74 +98,89 @@ def run_recipe(
     RefinerError
         Nothing was started.
     """
-    from flows.console import Console
-    from flows.pipeline import run_pictured
-    from infra.campaign import Campaign
-    from infra.dispatch import make_router
-
-    plan = make_recipe_plan(recipe, overrides)
-    check_supported(plan.config)
-    workspace = Workspace.open(plan.config.workspace)
-    router = make_router(plan.config.dispatch, workspace)
-    run = _record_run(plan, workspace, overrides)
-    campaign = Campaign(plan, workspace, router, run=run)
-    console = Console(
-        command=["refiner", "run", recipe, *overrides],
-        workspace=plan.config.workspace,
-        quiet=quiet,
-    )
-    views = run_pictured(campaign, plan, run.run, use_server=use_server, console=console)
-    return RunOutcome(run.run, plan, views)
+    plan, workspace, run = begin_run(recipe, overrides)
+    command = ["refiner", "run", recipe, *overrides]
+    return work_on(plan, workspace, run, Showing(use_server, quiet, command))
 
 
-def check_supported(config: RecipeConfig) -> None:
-    """Refuse before anything starts what this version or machine cannot carry out.
+def resume_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    take_over: bool = False,
+    use_server: bool = True,
+    quiet: bool = False,
+) -> RunOutcome:
+    """Go on with a recorded call (default: the newest that is not finished), exactly as recorded.
+
+    Its jobs use the code that it was begun with, and it keeps its id. Relative paths of the recipe
+    are taken from the folder in which it was begun.
+
+    Parameters
+    ----------
+    take_over
+        Also where a process on another host says that it works on it; only if you know better.
 
     Raises
     ------
-    UnsupportedError
-        Names the field.
     ConfigurationError
-        A Hub data set without a pinned revision.
+        There is none, another process works on it, or what it was made from has changed.
     """
-    from refiner_core.contract.errors import UnsupportedError
-    from refiner_core.data.sources import resolve_source
-    from refiner_core.training.support import refuse_unsupported
-
-    for which in ("sft", "rl"):
-        resolve_source(config.data, which)  # refuses a revision that may move
-    refuse_unsupported(config)
-    if config.publish.target == "hub" and "publish" in config.stages:
-        raise UnsupportedError(
-            "publish.target is hub, which this version does not upload to.",
-            expected="publish.target=folder",
-            fix="set publish.target=folder and upload that folder with `hf upload`",
+    room = Workspace.open(Path(workspace).absolute())
+    run = run_to_resume(room, run_id)
+    with in_folder_of(run):
+        plan = plan_of_run(room, run)
+        check_supported(plan.config)
+        showing = Showing(
+            use_server,
+            quiet,
+            ["refiner", "resume", run.run, f"workspace={room.root}"],
+            take_over=take_over,
+            resumed=True,
         )
+        return work_on(plan, room, run, showing)
 
 
-def _record_run(plan: Plan, workspace: Workspace, overrides: Sequence[str]) -> RunRecord:
-    from infra import atomic
-    from infra.provenance import checkout_of, limited_diff, run_provenance, this_command
-    from infra.snapshot import snapshot_code
-    from infra.workspace import now_text
+def cancel_run(
+    run_id: str | None = None,
+    stages: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Callable[[str], None] = lambda message: None,
+) -> CancelOutcome:
+    """End a call, or some of its stages (by name), and keep what is saved.
 
-    run_id = workspace.new_run_id(plan.recipe)
-    code = snapshot_code(workspace)
-    checkout, command = checkout_of(), this_command()
-    if checkout.diff:
-        atomic.write_text(workspace.layout.run(run_id).diff, limited_diff(checkout.diff))
-    return RunRecord(
-        version=RECORD_VERSION,
-        run=run_id,
-        recipe=plan.recipe,
-        overrides=tuple(overrides),
-        command=tuple(command),
-        config=to_json(plan.config),
-        stages={s.name: s.id for s in plan.stages},
-        code=code.id,
-        started_at=now_text(),
-        provenance=run_provenance(command, code.id, checkout),
-    )
+    Parameters
+    ----------
+    wait_s
+        Seconds to wait for the end (default: ``dispatch.grace_s`` of the recipe and a minute).
+    now
+        Do not leave it to the process that works on it, but end the jobs from here.
+    tell
+        Hears what is waited for.
+    """
+    from flows.cancelling import cancel
+
+    room = Workspace.open(Path(workspace).absolute())
+    run = find_run(room, run_id)
+    if run is None:
+        raise ConfigurationError(
+            f"No run is recorded in {room.root}.",
+            expected="a run to cancel",
+            fix="name another workspace=DIR",
+        )
+    return cancel(room, run, stages, wait_s=wait_s, now=now, tell=tell)
+
+
+def status_of_run(
+    run_id: str | None = None, workspace: str | Path = RecipeConfig.workspace
+) -> RunStatus | None:
+    """How a call (default: the newest) stands; None where there is none. Writes nothing."""
+    room = Workspace.read_only(workspace)
+    run = find_run(room, run_id)
+    return None if run is None else Watcher(room, run).look()
 
 
 def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 from refiner_core.contract.plan import Plan
@@ -43,6 +44,24 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Story:
+    """Where the run tells what happens: its event log, ``…/WORKSPACE/runs/RUN/events.jsonl``.
+
+    ``resumed``: the run was begun by an earlier process. What stood in the log before ``since``
+    (bytes) is not news.
+    """
+
+    events: str
+    resumed: bool = False
+    since: int = 0
+
+    @property
+    def workspace(self) -> Path:
+        """The workspace's folder."""
+        return Path(self.events).parents[2]
+
+
+@dataclass(frozen=True)
 class Drawing:
     """All that is known before anything has happened.
 
@@ -54,15 +73,25 @@ class Drawing:
     run: str
     owner: str
     nodes: tuple[Node, ...]
+    story: Story | None = None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """How flow runs are found: by recipe, by run, and those that go on with an earlier one."""
+        more = (f"resumes:{self.run}",) if self.story is not None and self.story.resumed else ()
+        return (self.recipe, self.run, f"run:{self.run}", *more)
 
 
-def drawing_of(plan: Plan, run: str, owner: str) -> Drawing:
-    """The graph of a plan."""
+def drawing_of(plan: Plan, run: str, owner: str, story: Story | None = None) -> Drawing:
+    """The graph of a plan; ``story`` is taken to be read up to where it is now."""
+    if story is not None:
+        path = Path(story.events)
+        story = replace(story, since=path.stat().st_size if path.exists() else 0)
     nodes = tuple(
         Node(s.name, s.kind, s.title, s.fingerprint, tuple(dict.fromkeys(s.inputs.values())))
         for s in plan.stages
     )
-    return Drawing(plan.recipe, run, owner, nodes)
+    return Drawing(plan.recipe, run, owner, nodes, story)
 
 
 def header_line(drawing: Drawing) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 from flows.drawer import DRAWN, NO_SERVER
-from flows.feed import END_LINE, Drawing, drawing_of, header_line, view_line
+from flows.feed import END_LINE, Drawing, Story, drawing_of, header_line, view_line
 from infra.processes import ProcessId
 from infra.server import passed_on
 from infra.server_state import state_dir
@@ -87,15 +87,24 @@ class Shows(Protocol):
 
 
 def run_pictured(
-    campaign: Runnable, plan: Plan, run: str, *, use_server: bool, console: Shows
+    campaign: Runnable,
+    plan: Plan,
+    run: str,
+    *,
+    use_server: bool,
+    console: Shows,
+    story: Story | None = None,
 ) -> dict[str, StageView]:
     """Run a campaign to its end, showing it on the terminal and, if wanted, in Prefect.
+
+    ``story`` says where the run's event log is and whether it goes on with an earlier call.
 
     The first Ctrl-C asks the campaign to stop and waits until its stages have saved; the second is
     raised here. What happens to the picture never changes what is returned.
     """
+    drawing = drawing_of(plan, run, str(ProcessId.of()), story)  # the story so far is not news
     campaign.start()  # work begins before anything else is even imported
-    picture = Picture(drawing_of(plan, run, str(ProcessId.of())), console) if use_server else None
+    picture = Picture(drawing, console) if use_server else None
     try:
         if picture:
             picture.start()

@@ -85,6 +85,31 @@ class RunRecords(RecordFiles):
         """Which process works on a call; None if none has said so."""
         return self.read_control(self.layout.run(run_id).orchestrator)
 
+    def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
+        """Take a call up, as the one after turn ``after`` (0: the first); False if somebody else
+        has been faster. So of several that resume a call at once, one does."""
+        folder = self.layout.run(run_id).turns
+        with no_space_guard(self.root, "taking up the run"):
+            folder.mkdir(parents=True, exist_ok=True)
+            return atomic.create_json(folder / f"{after + 1:04d}.json", dict(value))
+
+    def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
+        """Who has taken a call up last; ``(0, {})`` if nobody has."""
+        try:
+            found = sorted(self.layout.run(run_id).turns.glob("[0-9]*.json"))
+        except (FileNotFoundError, NotADirectoryError):
+            found = []
+        return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
+
+    def withdraw_cancel(self, run_id: str) -> bool:
+        """Forget what was asked to end, when a call is taken up again; False if nothing was."""
+        folder = self.layout.run(run_id).cancel
+        try:
+            folder.rename(folder.with_name(f"cancelled-{secrets.token_hex(4)}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
     def ask_cancel(self, run_id: str, by: str, stages: Sequence[str] = ()) -> bool:
         """Ask for the end of a call, or of some of its stages (by name; none: all of them).
 

@@ -23,11 +23,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "Carry out a recipe: what is done is skipped, what runs is waited for."),
     "plan": ("plan", "Show what a recipe would do; changes nothing."),
     "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
-    "status": ("status", "Show the stages of a workspace and how each attempt went."),
-    "logs": ("status", "Print the log of a stage's newest attempt."),
+    "status": ("status", "Show how a run stands: stages, jobs, progress, disk, what went wrong."),
+    "logs": ("logs", "Print or follow the log of a stage, from attempt to attempt."),
+    "cancel": ("cancel", "End a run or some of its stages; what is saved is kept."),
+    "resume": ("resume", "Go on with a recorded run, from any shell."),
     "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
     "adopt": ("adopt", "Take over a dead run of anybody's: go on with it, or publish it."),
     "recipes": ("plan", "List the shipped recipes."),
+    "profiles": ("profiles", "List the shipped Slurm profiles."),
     "server": ("server", "Show or stop the local Prefect server."),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,11 +17,25 @@ from flows.cli.options import (
     until_nobody_reads,
 )
 
+if TYPE_CHECKING:
+    from flows.calls import RunOutcome
+    from infra.workspace import Workspace
+    from refiner_core.contract.records import RunRecord
+
+detach_option = click.option(
+    "--detach",
+    is_flag=False,
+    flag_value="process",
+    type=click.Choice(["process", "job"]),
+    help="leave it to a process in the background, or with --detach=job to a small Slurm job",
+)
+
 
 @click.command("run")
 @recipe_argument
 @overrides_argument
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
+@detach_option
 @json_option
 @click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
 @click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
@@ -28,6 +43,7 @@ def run_command(
     recipe: str,
     overrides: tuple[str, ...],
     dry_run: bool,
+    detach: str | None,
     as_json: bool,
     no_server: bool,
     quiet: bool,
@@ -36,18 +52,33 @@ def run_command(
 
     What is done is skipped, what already runs is waited for, what was interrupted goes on from its
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
-    stages to save and stop; the same command goes on.
+    stages to save and stop; the same command goes on. With --detach the terminal may be closed.
     """
-    from flows.api import make_recipe_plan, run_json, run_recipe
+    from flows.api import begin_run, make_recipe_plan, run_recipe
     from flows.cli.plan import show_plan
 
     if dry_run:
         show_plan(make_recipe_plan(recipe, overrides), recipe, overrides, as_json)
         return 0
+    if detach is not None:
+        _, workspace, run = begin_run(recipe, overrides)
+        options = ["--no-server"] if no_server else []
+        return leave_to(detach, workspace, run, options, as_json)
+    stop_on_signals()
+    return finish(run_recipe(recipe, overrides, use_server=not no_server, quiet=quiet), as_json)
+
+
+def stop_on_signals() -> None:
+    """Take SIGTERM and a closed terminal for Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores a closed terminal
             signal.signal(number, _like_ctrl_c)
-    outcome = run_recipe(recipe, overrides, use_server=not no_server, quiet=quiet)
+
+
+def finish(outcome: RunOutcome, as_json: bool) -> int:
+    """Print how a call ended; its exit code."""
+    from flows.api import run_json
+
     with until_nobody_reads():
         if as_json:
             print_json(run_json(outcome))
@@ -58,6 +89,41 @@ def run_command(
                 click.echo(line)
         sys.stdout.flush()
     return outcome.exit_code
+
+
+def leave_to(
+    where: str, workspace: Workspace, run: RunRecord, options: list[str], as_json: bool
+) -> int:
+    """Leave a recorded run to the background, and say how to look at it and end it."""
+    from flows.detach import detach, detach_as_job
+    from flows.status import stage_names
+
+    if where == "job":
+        left = detach_as_job(workspace, run, dict(run.config.get("dispatch") or {}), *options)
+    else:
+        left = detach(workspace, run, *options)
+    if left.exit_code is not None and left.message:
+        click.echo(left.message, err=True)
+    place = f"workspace={workspace.root}"
+    stage = stage_names(run)[0]
+    following = [
+        f"refiner status {run.run} {place}",
+        f"refiner logs -f {stage} {run.run} {place}",
+        f"refiner cancel {run.run} {place}",
+    ]
+    if as_json:
+        value = {"version": 1, "run": run.run, "pid": left.pid, "job": left.job}
+        print_json({**value, "log": str(left.log), "exit_code": left.exit_code})
+    elif left.exit_code is not None:
+        click.echo(f"{run.run}: ended at once with exit code {left.exit_code}; log: {left.log}")
+    else:
+        who = f"job {left.job}" if left.job else f"process {left.pid}"
+        click.echo(f"{run.run}: in the background as {who}")
+        click.echo(f"log: {left.log}")
+        if left.message:
+            click.echo(left.message, err=True)
+        click.echo("Next:\n  " + "\n  ".join(following), err=True)
+    return left.exit_code or 0
 
 
 def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`refiner status` and `refiner logs`: what became of the stages of a run. Reads records only."""
+"""`refiner status`: how a run stands. Reads records, and asks a scheduler only for so long."""
 
 from __future__ import annotations
 
@@ -6,32 +6,52 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 
 if TYPE_CHECKING:
+    from flows.status import RunStatus, StageStatus, Watcher
     from infra.workspace import Workspace
-    from refiner_core.contract.records import RunRecord, StageRecord
 
-_FOLLOW_S = 0.5
-_KINDS = ("data", "sft", "grpo", "publish", "evaluate", "card")
+_REFRESH_S = 2.0
+#: A watcher waits longer: nothing else is waiting for it.
+_WATCH_WAIT_S = 5.0
+_HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
 
 @click.command("status")
 @click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
+@click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
+@click.option("--incidents", is_flag=True, help="what went wrong, when, and what it cost")
+@click.option("--all", "every", is_flag=True, help="list all runs")
 @json_option
-def status_command(words: tuple[str, ...], folder: str | None, as_json: bool) -> None:
-    """Show the stages of RUN (default: the newest) and how each attempt went."""
+def status_command(
+    words: tuple[str, ...],
+    folder: str | None,
+    watch: bool,
+    incidents: bool,
+    every: bool,
+    as_json: bool,
+) -> None:
+    """Show how RUN (default: the newest) stands: stages, jobs, progress, disk, failures.
+
+    RUN is an id, or enough of its beginning or end. Nothing is written, and nobody is waited for: a
+    scheduler that does not answer at once is left out, and the last line says so.
+    """
+    from flows.status import Watcher, find_run
     from infra.workspace import Workspace
 
     where, rest = split_workspace(words)
+    _refuse_more_than_one(rest)
     workspace = Workspace.read_only(folder or where)
-    run = _chosen_run(workspace, rest[0] if rest else None)
+    if every:
+        _list_runs(workspace, as_json)
+        return
+    run = find_run(workspace, rest[0] if rest else None)
     if run is None:
         if as_json:
             print_json({"version": 1, "run": None, "stages": []})
@@ -39,116 +59,186 @@ def status_command(words: tuple[str, ...], folder: str | None, as_json: bool) ->
             click.echo(f"No run is recorded in {workspace.root}.")
             click.echo("Next:\n  refiner run tiny", err=True)
         return
-    stages = stage_rows(workspace, run)
-    if as_json:
-        print_json({"version": 1, "run": run.run, "recipe": run.recipe, "stages": stages})
+    if watch and not as_json:
+        _watch(Watcher(workspace, run, _WATCH_WAIT_S), workspace)
         return
-    click.echo(f"{run.run}: {shlex.join(run.command)}")
-    header = ("stage", "state", "attempt", "progress", "seconds", "last word")
-    print_table([[_cell(s[h]) for h in ("name", *header[1:])] for s in stages], header)
-    others = [r for r in workspace.run_ids() if r != run.run]
-    if others:
-        click.echo(f"\n{len(others)} other runs, the newest: {', '.join(others[-3:])}", err=True)
+    status = Watcher(workspace, run).look()
+    if as_json:
+        print_json(status_json(status))
+    elif incidents:
+        _show_incidents(status)
+    else:
+        _show(status, workspace)
 
 
-def stage_rows(workspace: Workspace, run: RunRecord) -> list[dict[str, Any]]:
-    """One row per stage of a run: state, attempt, progress, seconds, and how the last one ended."""
-    from infra.dispatch import SubmititDispatcher
-    from infra.observe import Observer
-
-    timeout_s = float(run.config.get("dispatch", {}).get("heartbeat_timeout_s", 900.0))
-    observer = Observer(workspace, SubmititDispatcher(workspace), timeout_s)
-    records, observed = observer.look(run.stages.values())
-    rows = []
-    for name, stage_id in sorted(run.stages.items(), key=lambda item: _order(item[1])):
-        record, seen = records.get(stage_id), observed.attempts.get(stage_id)
-        state: str = "waiting" if record is None else record.state
-        if seen is not None:
-            state = {"live": "running", "hung": "hung", "dead": "killed"}.get(seen.sight, state)
-        rows.append({"name": name, "id": stage_id, "state": state, **_details(workspace, record)})
-    return rows
-
-
-def _order(stage_id: str) -> int:
-    """Position of a stage's kind in a plan; stage ids begin with the kind."""
-    return _KINDS.index(stage_id.rpartition("-")[0])
-
-
-def _details(workspace: Workspace, record: StageRecord | None) -> dict[str, Any]:
-    if record is None or not record.attempts:
-        return {"attempt": 0, "progress": "", "seconds": None, "last word": "", "attempts": []}
-    from refiner_core.contract.records import to_json
-
-    last = record.attempts[-1]
-    stage_id = f"{record.spec.kind}-{record.spec.fingerprint[:12]}"
-    beat = workspace.read_heartbeat(stage_id, last.number) or {}
-    progress = beat.get("progress") or {}
-    under_way = record.result is None and progress.get("total")
-    shown = f"{progress['done']}/{progress['total']}" if under_way else ""
-    return {
-        "attempt": last.number,
-        "progress": shown,
-        "seconds": round(record.result.seconds, 1) if record.result else beat.get("seconds"),
-        "last word": last.outcome.message if last.outcome else "",
-        "attempts": to_json(record.attempts),
-    }
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _chosen_run(workspace: Workspace, wanted: str | None) -> RunRecord | None:
-    if wanted is not None:
-        return workspace.read_run(wanted)
-    runs = workspace.run_ids()
-    return workspace.read_run(runs[-1]) if runs else None
-
-
-@click.command("logs")
-@click.argument("stage", metavar="STAGE")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
-@click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
-def logs_command(stage: str, words: tuple[str, ...], follow: bool) -> None:
-    """Print the log of STAGE's newest attempt in RUN (default: the newest run)."""
-    from infra.workspace import Workspace
+def _refuse_more_than_one(words: list[str]) -> None:
     from refiner_core.contract.errors import ConfigurationError
 
-    where, rest = split_workspace(words)
-    workspace = Workspace.read_only(where)
-    run = _chosen_run(workspace, rest[0] if rest else None)
-    names = {} if run is None else run.stages
-    stage_id = names.get(stage) or (stage if stage in workspace.stage_ids() else None)
-    if stage_id is None:
+    if len(words) > 1:
         raise ConfigurationError(
-            f"There is no stage {stage!r} in {'any run' if run is None else f'run {run.run}'} of "
-            f"{workspace.root}.",
-            expected=f"one of: {', '.join(names) or '(no run is recorded)'}",
-            fix="name one of these, another run, or another workspace=DIR",
+            f"status was given {len(words)} runs: {' '.join(words)}.",
+            expected="one run, or none for the newest",
+            fix="name one of them, or `refiner status --all`",
         )
-    numbers = workspace.layout.stage(stage_id).attempt_numbers()
-    if not numbers:
-        click.echo(f"{stage} has not been started yet.", err=True)
-        return
-    path = workspace.layout.attempt(stage_id, numbers[-1]).log
-    click.echo(f"{path} (attempt {numbers[-1]})", err=True)
-    for text in _follow(workspace, stage_id, numbers[-1], path) if follow else [_read(path)]:
-        sys.stdout.write(text)
-        sys.stdout.flush()
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+def status_json(status: RunStatus) -> dict[str, object]:
+    """All that is known, for scripts; ``resolved`` incidents are over."""
+    from refiner_core.contract.records import to_json
+
+    value: dict[str, object] = {"version": 1, **to_json(status)}
+    value["incidents"] = [{**to_json(i), "line": i.line} for i in status.incidents]
+    return value
 
 
-def _follow(workspace: Workspace, stage_id: str, number: int, path: Path) -> Iterator[str]:
-    """What is in the log and what comes, until the attempt has an outcome."""
-    printed = 0
+# ---------------------------------------------------------------- once
+
+
+def _show(status: RunStatus, workspace: Workspace) -> None:
+    click.echo(f"{status.run}: {shlex.join(['refiner', *status.command[1:]])}")
+    print_table([cells(stage) for stage in status.stages], _HEADER)
+    click.echo("")
+    for line in closing_lines(status, workspace):
+        click.echo(line)
+
+
+def _show_incidents(status: RunStatus) -> None:
+    for incident in status.incidents:
+        click.echo(incident.line + ("" if incident.resolved else " (open)"))
+    click.echo(_count(status) or f"Nothing went wrong in {status.run} so far.")
+
+
+def cells(stage: StageStatus) -> tuple[str, ...]:
+    """One row of the table."""
+    from flows.console import duration
+
+    job = " on ".join(filter(None, [stage.job_id or "", stage.node]))
+    attempt = f"{stage.attempt} of {stage.attempts}" if stage.attempts > stage.attempt else ""
+    word = stage.reason or (stage.last_failure if stage.state != "done" else "")
+    return (
+        stage.name,
+        stage.state,
+        job,
+        attempt or str(stage.attempt or ""),
+        _progress(stage),
+        "" if stage.eta_s is None or stage.state != "running" else duration(stage.eta_s),
+        word,
+    )
+
+
+def _progress(stage: StageStatus) -> str:
+    if stage.state in ("done", "waiting", "blocked") or stage.step is None:
+        return ""
+    count = f"{stage.step}/{stage.total}" if stage.total else str(stage.step)
+    return ", ".join(filter(None, [f"{stage.phase} {count}".strip(), stage.metric]))
+
+
+def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
+    """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
+    yield from _orchestrator_lines(status, workspace)
+    if (disk := status.disk) is not None:
+        free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9
+        yield f"disk: {free:,.1f} of {total:,.1f} GB are free below {disk.folder}"
+    if status.incidents:
+        newest = status.incidents[-1]
+        yield f"{_count(status)} The last one: {newest.line}"
+    if status.scheduler:
+        yield f"scheduler: {status.scheduler}; the states of its jobs are the last known ones"
+
+
+def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
+    who, where = status.orchestrator, f"workspace={workspace.root}"
+    if status.cancel_asked:
+        yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
+    if who.standing == "running":
+        yield f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
+    elif who.standing == "elsewhere":
+        yield f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
+    elif status.finished:
+        yield "finished"
+    else:
+        why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
+        again = shlex.join(["refiner", "resume", status.run, where])
+        yield f"orchestrator: not running ({why.get(who.standing, 'never begun')}). Next: {again}"
+
+
+def _count(status: RunStatus) -> str:
+    count = len(status.incidents)
+    if not count:
+        return ""
+    still = sum(not i.resolved for i in status.incidents)
+    noun = "incident" if count == 1 else "incidents"
+    return f"{count} {noun}, {still} open." if still else f"{count} {noun}, all resolved."
+
+
+def _list_runs(workspace: Workspace, as_json: bool) -> None:
+    from flows.status import is_finished
+    from infra.orchestrators import orchestrator_of
+
+    rows = []
+    for run_id in workspace.run_ids():
+        run = workspace.read_run(run_id)
+        who = orchestrator_of(workspace, run_id)
+        done = sum(workspace.layout.stage(i).result.exists() for i in run.stages.values())
+        state = "finished" if is_finished(workspace, run) else "not finished"
+        state = {"running": "running", "elsewhere": "running elsewhere"}.get(who.standing, state)
+        rows.append((run_id, run.recipe, state, f"{done}/{len(run.stages)}"))
+    if as_json:
+        keys = ("run", "recipe", "state", "stages_done")
+        print_json({"version": 1, "runs": [dict(zip(keys, row, strict=True)) for row in rows]})
+    elif rows:
+        print_table(rows, ("run", "recipe", "state", "stages"))
+    else:
+        click.echo(f"No run is recorded in {workspace.root}.")
+
+
+# ---------------------------------------------------------------- again and again
+
+
+def _watch(watcher: Watcher, workspace: Workspace) -> None:
+    """Redraw until nobody works on the run any more. Ctrl-C ends the watching, not the run."""
+    try:
+        if sys.stdout.isatty():
+            _redraw(watcher, workspace)
+        else:
+            _repeat(watcher, workspace)
+    except KeyboardInterrupt:
+        click.echo("Watching has ended; the run has not.", err=True)
+
+
+def _redraw(watcher: Watcher, workspace: Workspace) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    with Live(console=Console(), auto_refresh=False, transient=True) as live:
+        while True:
+            status = watcher.look()
+            table = Table(box=None, pad_edge=False)
+            for title in _HEADER:
+                table.add_column(title, overflow="ellipsis", no_wrap=title != "last word")
+            for stage in status.stages:
+                table.add_row(*map(Text, cells(stage)))
+            below = Text("\n".join(closing_lines(status, workspace)))
+            live.update(Group(Text(status.run), table, Text(), below), refresh=True)
+            if not status.orchestrator.works:
+                break
+            time.sleep(_REFRESH_S)
+    _show(status, workspace)
+
+
+def _repeat(watcher: Watcher, workspace: Workspace) -> None:
+    """Where nothing can be redrawn: a line for each change, and the table at the end."""
+    said: dict[str, tuple[str, ...]] = {}
     while True:
-        attempt = workspace.read_attempt(stage_id, number)
-        text = _read(path)
-        yield text[printed:]
-        printed = len(text)
-        if attempt is None or attempt.outcome is not None:
-            return
-        time.sleep(_FOLLOW_S)
+        status = watcher.look()
+        for stage in status.stages:
+            now = (stage.state, str(stage.attempt), stage.reason)
+            if said.get(stage.name) != now:
+                said[stage.name] = now
+                click.echo(": ".join(filter(None, [stage.name, stage.state, stage.reason])))
+        if not status.orchestrator.works:
+            break
+        time.sleep(_REFRESH_S)
+    _show(status, workspace)

@@ -1,0 +1,231 @@
+"""Calls of `refiner run`: begun, recorded, taken up, worked on to their end.
+
+In: a recipe with overrides, or a recorded call. Out: a :class:`RunOutcome`. What a call is stands
+in its record (configuration, code, the folder it was begun in), so that another process can go on
+with it exactly: in the background, in a job, from any shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flows.sources import resolve_sources
+from flows.status import find_run, unfinished_runs
+from infra.dispatch import make_router
+from infra.orchestrators import take_up
+from infra.workspace import Workspace
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
+from refiner_core.contract.views import StageView
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a call ended.
+
+    Attributes
+    ----------
+    run
+        Id of the run's record.
+    views
+        Last view of every stage.
+    exit_code
+        See :data:`refiner_core.contract.errors.EXIT_CODES`.
+    """
+
+    run: str
+    plan: Plan
+    views: Mapping[str, StageView]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if everything is done, else that of the first stage that is not."""
+        for view in self.views.values():
+            if view.state in ("failed", "interrupted"):
+                return view.exit_code or 1
+        return 0 if all(v.state in ("done", "skipped") for v in self.views.values()) else 1
+
+
+def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
+    """The plan of a recipe. Reads files, writes nothing, needs no network.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        The recipe cannot be carried out as it stands.
+    """
+    config = check_config(load_recipe(recipe, overrides))
+    return make_plan(config, resolve_sources(config))
+
+
+def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspace, RunRecord]:
+    """Check a recipe and record a call of it, for somebody to work on.
+
+    Raises
+    ------
+    RefinerError
+        It cannot be carried out here; nothing was recorded.
+    """
+    plan = make_recipe_plan(recipe, overrides)
+    check_supported(plan.config)
+    workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
+    make_router(plan.config.dispatch, workspace)  # refuses what cannot be dispatched from here
+    run = _record_run(plan, workspace, recipe, overrides)
+    workspace.write_run(run)
+    return plan, workspace, run
+
+
+def _record_run(
+    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str]
+) -> RunRecord:
+    from infra import atomic
+    from infra.provenance import checkout_of, limited_diff, run_provenance, this_command
+    from infra.snapshot import snapshot_code
+    from infra.workspace import now_text
+
+    run_id = workspace.new_run_id(plan.recipe)
+    code = snapshot_code(workspace)
+    checkout, command = checkout_of(), this_command()
+    if checkout.diff:
+        atomic.write_text(workspace.layout.run(run_id).diff, limited_diff(checkout.diff))
+    return RunRecord(
+        version=RECORD_VERSION,
+        run=run_id,
+        recipe=plan.recipe,
+        overrides=tuple(overrides),
+        command=tuple(command),
+        config=to_json(plan.config),
+        stages={s.name: s.id for s in plan.stages},
+        code=code.id,
+        started_at=now_text(),
+        provenance={
+            **run_provenance(command, code.id, checkout),
+            "folder": str(Path.cwd()),
+            "recipe": recipe,
+        },
+    )
+
+
+def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
+    """The call of that id, or the newest that is not finished.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none.
+    """
+    if run_id is not None and (run := find_run(workspace, run_id)) is not None:
+        return run
+    if unfinished := unfinished_runs(workspace):
+        return unfinished[-1]
+    count = len(workspace.run_ids())
+    raise ConfigurationError(
+        f"Nothing is left to resume in {workspace.root}: "
+        + (f"all of its {count} runs are finished." if count else "it has no run."),
+        expected="a run of which a stage is not done",
+        fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
+    )
+
+
+def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
+    """The plan of a recorded call, from its recorded configuration.
+
+    Raises
+    ------
+    ConfigurationError
+        What it was made from is not what it was: its stages would not be the recorded ones.
+    """
+    config = from_json(RecipeConfig, run.config)
+    root = str(workspace.root)  # where it is now: it may have been moved, or mounted elsewhere
+    config = check_config(replace(config, workspace=root))
+    plan = make_plan(config, resolve_sources(config))
+    other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
+    if other or len(plan.stages) != len(run.stages):
+        names = ", ".join(other) or "their number"
+        raise ConfigurationError(
+            f"Run {run.run} cannot be resumed as it was: what its stages are made from has "
+            f"changed since ({names}).",
+            expected="the rows, weights and prompts that it was begun with",
+            fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
+        )
+    return plan
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How a call is shown, and how it began."""
+
+    use_server: bool
+    quiet: bool
+    command: Sequence[str]
+    take_over: bool = False
+    resumed: bool = False
+
+
+def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
+    """Take a recorded call up and work on it to its end."""
+    from flows.console import Console
+    from flows.feed import Story
+    from flows.pipeline import run_pictured
+    from infra.campaign import Campaign
+    from infra.disk.keeper import DiskKeeper
+
+    router = make_router(plan.config.dispatch, workspace)
+    take_up(workspace, run.run, regardless=showing.take_over)
+    if showing.resumed:
+        workspace.withdraw_cancel(run.run)
+    console = Console(command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet)
+    keeper = DiskKeeper(workspace, plan.config.disk)
+    views = run_pictured(
+        Campaign(plan, workspace, router, run=run, keeper=keeper),
+        plan,
+        run.run,
+        use_server=showing.use_server,
+        console=console,
+        story=Story(str(workspace.layout.run(run.run).events), showing.resumed),
+    )
+    return RunOutcome(run.run, plan, views)
+
+
+@contextlib.contextmanager
+def in_folder_of(run: RunRecord) -> Iterator[None]:
+    """Work where the call was begun, if that folder is still there: its paths may be relative."""
+    folder = run.provenance.get("folder")
+    if not folder or not Path(folder).is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        yield
+
+
+def check_supported(config: RecipeConfig) -> None:
+    """Refuse before anything starts what this version or machine cannot carry out.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the field.
+    ConfigurationError
+        A Hub data set without a pinned revision.
+    """
+    from refiner_core.contract.errors import UnsupportedError
+    from refiner_core.data.sources import resolve_source
+    from refiner_core.training.support import refuse_unsupported
+
+    for which in ("sft", "rl"):
+        resolve_source(config.data, which)  # refuses a revision that may move
+    refuse_unsupported(config)
+    if config.publish.target == "hub" and "publish" in config.stages:
+        raise UnsupportedError(
+            "publish.target is hub, which this version does not upload to.",
+            expected="publish.target=folder",
+            fix="set publish.target=folder and upload that folder with `hf upload`",
+        )

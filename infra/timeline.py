@@ -1,0 +1,321 @@
+"""What went wrong in a run, when, what it cost, and how it went on. Pure: records in, values out.
+
+In: a :class:`StageHistory` for each stage (record, last heartbeats, devices) and the run's events.
+Out: :class:`Incident` values in the order of time, for terminals, Prefect, reports and cards.
+
+    03:12 EDQUOT (errno 122) while saving step 100 on n3; 56.0 GB reclaimed; resumed from step 99
+    after 4 min; 14 GPU-minutes lost
+
+*Lost* are the steps between the last one that an attempt finished and the one that the next attempt
+went on from, and the same share of the attempt's time, times its devices. Times are those that the
+writers' own clocks gave: they are shown, and nothing is decided by them. Which disk event belongs
+to which attempt goes by the order of lines in the event log, not by the clock.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
+
+Event = Mapping[str, Any]
+
+#: How a failure class reads in a timeline.
+WHAT: dict[FailureClass, str] = {
+    "none": "finished",
+    "interrupted": "stopped on request",
+    "cancelled": "cancelled",
+    "preempted": "preempted",
+    "time_limit": "time limit reached",
+    "node_failure": "node failed",
+    "launch_failure": "could not be started",
+    "killed": "killed, no last word",
+    "out_of_memory": "host memory ran out",
+    "gpu_out_of_memory": "GPU memory ran out",
+    "gpu_error": "GPU error",
+    "disk_full": "no room on the disk",
+    "hung": "hung",
+    "judge_outage": "judge did not answer",
+    "not_finite": "loss, norm or reward was not finite",
+    "bad_configuration": "configuration refused",
+    "bad_data": "data refused",
+    "unsupported": "not supported here",
+    "bug": "bug",
+}
+_DISK_EVENTS = ("short", "reclaimed", "room")
+_STEP = re.compile(r"sav\w+ .*?step (\d+)")
+
+
+@dataclass(frozen=True)
+class StageHistory:
+    """All that a timeline needs of one stage.
+
+    Attributes
+    ----------
+    name, stage_id, record
+        The stage, and its attempts with their outcomes.
+    beats
+        Attempt number -> its last heartbeat.
+    devices, device
+        What the stage's time is counted in: GPUs of all its nodes, or its CPU alone as one.
+    """
+
+    name: str
+    stage_id: str
+    record: StageRecord
+    beats: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    devices: int = 1
+    device: Literal["GPU", "CPU"] = "CPU"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One thing that went wrong.
+
+    Attributes
+    ----------
+    at
+        When, as its writer's clock had it (ISO 8601).
+    attempt
+        Its number; 0 where no attempt was under way.
+    failure
+        A failure class; ``no_room`` for a stage that could not even begin for want of room.
+    text
+        One line for people, without the time.
+    lost_steps, lost_seconds
+        Work that was done again; device seconds (GPU or CPU). None where it is not known (yet).
+    resolved
+        Another attempt has gone on, or the stage is done.
+    """
+
+    at: str
+    stage: str
+    attempt: int
+    failure: str
+    text: str
+    lost_steps: int | None = None
+    lost_seconds: float | None = None
+    resolved: bool = False
+
+    @property
+    def line(self) -> str:
+        """``2026-11-21 03:12 grpo: text``."""
+        return f"{clock_text(self.at)} {self.stage}: {self.text}"
+
+
+def incidents_of(stages: Iterable[StageHistory], events: Sequence[Event] = ()) -> list[Incident]:
+    """All incidents of a run, oldest first."""
+    found: list[Incident] = []
+    for stage in stages:
+        around = _disk_events(stage, events)
+        attempts = stage.record.attempts
+        for position, attempt in enumerate(attempts):
+            outcome = attempt.outcome
+            if outcome is None or outcome.failure == "none":
+                continue
+            after = attempts[position + 1] if position + 1 < len(attempts) else None
+            found.append(_incident(stage, attempt, outcome, after, around.get(attempt.number, ())))
+        found += _before_any_attempt(stage, around.get(0, ()))
+    return sorted(found, key=lambda incident: incident.at)
+
+
+def _incident(
+    stage: StageHistory,
+    attempt: Attempt,
+    outcome: Outcome,
+    after: Attempt | None,
+    disk: Sequence[Event],
+) -> Incident:
+    lost_steps, lost_seconds = _lost(stage, attempt, outcome, after)
+    parts = [_what(stage, attempt, outcome), *_disk_texts(disk), *_onward(attempt, outcome, after)]
+    if lost_seconds is not None and lost_seconds >= 0.5:
+        parts.append(f"{device_time(lost_seconds, stage.device)} lost")
+    return Incident(
+        at=attempt.ended_at or attempt.claimed_at,
+        stage=stage.name,
+        attempt=attempt.number,
+        failure=outcome.failure,
+        text="; ".join(parts),
+        lost_steps=lost_steps,
+        lost_seconds=lost_seconds,
+        resolved=after is not None or stage.record.result is not None,
+    )
+
+
+# ---------------------------------------------------------------- what happened
+
+
+def _what(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
+    """``EDQUOT (errno 122) while saving step 100 on n3``."""
+    what = WHAT.get(outcome.failure, outcome.failure.replace("_", " "))
+    if outcome.errno is not None:
+        name = errno.errorcode.get(outcome.errno, "error")
+        said = f"{name} (errno {outcome.errno})"
+        what = said if outcome.failure == "disk_full" else f"{what}: {said}"
+    elif outcome.failure == "bug" and outcome.message:
+        what = f"bug: {first_line(outcome.message)}"
+    where = _where(stage, attempt, outcome)
+    return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
+
+
+def _where(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
+    """At which step, and whether in a save."""
+    if attempt.started_at is None:
+        return "before it began"
+    if found := _STEP.search(outcome.message):
+        return f"while saving step {found[1]}"
+    step = last_step(stage, attempt)
+    if stage.beats.get(attempt.number, {}).get("saving"):
+        return f"while saving after step {step}" if step is not None else "while saving"
+    return f"after step {step}" if step else ""
+
+
+def last_step(stage: StageHistory, attempt: Attempt) -> int | None:
+    """The last step that an attempt is known to have finished; None where nobody knows."""
+    if attempt.outcome is not None and attempt.outcome.step is not None:
+        return attempt.outcome.step
+    progress = stage.beats.get(attempt.number, {}).get("progress") or {}
+    done = progress.get("done")
+    return None if done is None else int(done)
+
+
+def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[str]:
+    """``resumed from step 99 after 4 min``, or why nothing came after it."""
+    if after is None:
+        return ["not tried again by itself"] if outcome.decision == "stop" else ["not resumed yet"]
+    step = after.resumed_from_step
+    if step is not None:
+        how = f"resumed from step {step}"
+    elif after.started_at is None:
+        return ["is being resumed"]
+    else:
+        how = "started over"
+    pause = seconds_between(attempt.ended_at, after.started_at)
+    return [how if pause is None else f"{how} after {rough(pause)}"]
+
+
+# ---------------------------------------------------------------- what it cost
+
+
+def _lost(
+    stage: StageHistory, attempt: Attempt, outcome: Outcome, after: Attempt | None
+) -> tuple[int | None, float | None]:
+    """Steps that are done again, and device seconds: the attempt's time by the share of its steps.
+
+    An attempt that finished no step of its own lost all its time; one whose last step was saved
+    lost none.
+    """
+    began, reached = attempt.resumed_from_step or 0, last_step(stage, attempt)
+    seconds = attempt.seconds
+    if seconds is None:
+        seconds = stage.beats.get(attempt.number, {}).get("seconds")
+    if attempt.started_at is None:
+        return 0, 0.0  # it never began
+    if after is None or (after.started_at is None and after.resumed_from_step is None):
+        return None, None  # what is kept will be known when it goes on
+    kept = after.resumed_from_step or 0
+    done = None if reached is None else max(reached - began, 0)
+    lost = None if reached is None else max(reached - kept, 0)
+    if seconds is None:
+        return lost, None
+    share = 1.0 if not done or lost is None else min(1.0, lost / done)
+    return lost, round(float(seconds) * share * stage.devices, 1)
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def _disk_events(stage: StageHistory, events: Sequence[Event]) -> dict[int, list[Event]]:
+    """Attempt -> what was said of room between its claim and the next one's."""
+    found: dict[int, list[Event]] = {}
+    current = 0
+    for event in events:
+        if event.get("event") == "claim" and event.get("stage") == stage.name:
+            current = int(event.get("attempt") or 0)
+        mine = event.get("stage_id") == stage.stage_id or event.get("stage") == stage.name
+        if mine and event.get("event") in _DISK_EVENTS:
+            found.setdefault(int(event.get("attempt") or current), []).append(event)
+    return found
+
+
+def _disk_texts(events: Sequence[Event]) -> list[str]:
+    """``56.0 GB reclaimed``, ``waited 4 min for room``."""
+    texts = []
+    reclaimed = sum(int(e.get("bytes") or 0) for e in events if e.get("event") == "reclaimed")
+    if reclaimed:
+        texts.append(f"{size_text(reclaimed)} reclaimed")
+    waited = sum(float(e.get("waited_s") or 0.0) for e in events if e.get("event") == "room")
+    short = sum(e.get("event") == "short" for e in events)
+    if waited:
+        texts.append(f"waited {rough(waited)} for room")
+    elif short:
+        texts.append("waits for room")
+    return texts
+
+
+def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[Incident]:
+    """A stage that could not begin: not even its control files had room."""
+    first = next((e for e in events if e.get("event") == "short"), None)
+    if first is None:
+        return []
+    need = size_text(int(first.get("need_bytes") or 0))
+    text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events)])
+    over = any(e.get("event") == "room" for e in events)
+    at = str(first.get("at", ""))
+    return [Incident(at, stage.name, 0, "no_room", text, 0, 0.0, over or bool(stage.record.result))]
+
+
+# ---------------------------------------------------------------- words
+
+
+def first_line(text: str, limit: int = 100) -> str:
+    """The first line of a message, cut to ``limit`` characters."""
+    line = text.strip().partition("\n")[0]
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def clock_text(at: str) -> str:
+    """``2026-11-21 03:12`` of an ISO time."""
+    return at[:16].replace("T", " ")
+
+
+def seconds_between(before: str | None, after: str | None) -> float | None:
+    """Seconds from one time to another, not below 0; None where one is missing or no time."""
+    if before is None or after is None:
+        return None
+    try:
+        passed = datetime.fromisoformat(after) - datetime.fromisoformat(before)
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, passed.total_seconds())
+
+
+def rough(seconds: float) -> str:
+    """``40 s``, ``4 min``, ``2.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def device_time(seconds: float, device: str) -> str:
+    """``14 GPU-minutes``, ``40 CPU-seconds``, ``3.2 GPU-hours``."""
+    if seconds < 90:
+        return f"{seconds:.0f} {device}-seconds"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} {device}-minutes"
+    return f"{seconds / 3600:.1f} {device}-hours"
+
+
+def size_text(size: int) -> str:
+    """``56.0 GB`` (powers of 1000, as quotas and shops count)."""
+    number = float(size)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

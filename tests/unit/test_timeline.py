@@ -1,0 +1,183 @@
+"""The incident timeline: what is said of each way in which an attempt can end, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infra.timeline import Incident, StageHistory, incidents_of, rough, size_text
+from refiner_core.contract.records import (
+    Attempt,
+    FailureClass,
+    Outcome,
+    StageRecord,
+    StageResult,
+    StageSpec,
+)
+
+SPEC = StageSpec(1, "grpo", "grpo", "f" * 64, "grpo", 1, {}, {}, {})
+FIRST = Attempt(
+    number=1,
+    comment="refiner-grpo",
+    executor="slurm",
+    owner="login:1:1.00",
+    claimed_at="2026-11-21T01:00:00.000+00:00",
+    job_id="17",
+    started_at="2026-11-21T01:01:00.000+00:00",
+    ended_at="2026-11-21T03:12:00.000+00:00",
+    resumed_from_step=50,
+    node="n3",
+    seconds=5000.0,
+)
+SECOND = replace(
+    FIRST,
+    number=2,
+    claimed_at="2026-11-21T03:13:00.000+00:00",
+    started_at="2026-11-21T03:16:00.000+00:00",
+    ended_at=None,
+    resumed_from_step=99,
+    seconds=None,
+)
+NOT_BEGUN = replace(SECOND, resumed_from_step=None, started_at=None)
+QUOTA = Outcome(
+    "disk_full",
+    "resume",
+    "No room left in /scratch/checkpoints while saving the checkpoint of step 100: 122",
+    5,
+    step=100,
+    errno=122,
+)
+
+
+def ended(failure: FailureClass, step: int | None = None, message: str = "") -> Attempt:
+    decision = "stop" if failure in ("bug", "cancelled") else "resume"
+    return replace(FIRST, outcome=Outcome(failure, decision, message, step=step))  # type: ignore[arg-type]
+
+
+def timeline(
+    *attempts: Attempt,
+    events: tuple[dict[str, Any], ...] = (),
+    beats: dict[int, dict[str, Any]] | None = None,
+    result: StageResult | None = None,
+    gpus: int = 8,
+) -> list[Incident]:
+    record = StageRecord(SPEC, attempts, result)
+    history = StageHistory(
+        "grpo", "grpo-ffff", record, beats or {}, max(gpus, 1), "GPU" if gpus else "CPU"
+    )
+    return incidents_of([history], events)
+
+
+def test_the_step_100_story_reads_as_one_line() -> None:
+    events = (
+        {"event": "claim", "stage": "grpo", "attempt": 1},
+        {"event": "reclaimed", "stage_id": "grpo-ffff", "bytes": 56_000_000_000, "items": []},
+        {"event": "claim", "stage": "grpo", "attempt": 2},
+    )
+    (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
+    assert found.line == (
+        "2026-11-21 03:12 grpo: EDQUOT (errno 122) while saving step 100 on n3; 56.0 GB reclaimed; "
+        "resumed from step 99 after 4 min; 13 GPU-minutes lost"
+    )
+    assert (found.lost_steps, found.lost_seconds) == (1, 5000 / 50 * 8)
+    assert found.resolved
+
+
+@pytest.mark.parametrize(
+    ("attempt", "text"),
+    [
+        (ended("preempted", 99), "preempted after step 99 on n3"),
+        (ended("time_limit", 99), "time limit reached after step 99 on n3"),
+        (ended("node_failure"), "node failed on n3"),
+        (ended("killed"), "killed, no last word on n3"),
+        (ended("hung", 60), "hung after step 60 on n3"),
+        (ended("bug", 60, "KeyError: 'x'\nmore"), "bug: KeyError: 'x' after step 60 on n3"),
+        (ended("judge_outage", 60), "judge did not answer after step 60 on n3"),
+        (replace(ended("cancelled", 60), node=""), "cancelled after step 60"),
+    ],
+)
+def test_what_happened_and_where(attempt: Attempt, text: str) -> None:
+    (found,) = timeline(attempt, SECOND)
+    assert found.text.partition(";")[0] == text
+
+
+@pytest.mark.parametrize(
+    ("attempt", "after", "steps", "seconds"),
+    [
+        (ended("preempted", 99), SECOND, 0, 0.0),  # its last step was saved
+        (ended("killed", 100), SECOND, 1, 800.0),  # one of fifty steps, on eight GPUs
+        (ended("killed", 100), replace(SECOND, resumed_from_step=None), 100, 40000.0),  # all of it
+        (ended("killed", 50), replace(SECOND, resumed_from_step=50), 0, 40000.0),  # not one step
+        (
+            ended("killed", 100),
+            replace(SECOND, resumed_from_step=None, started_at=None),
+            None,
+            None,
+        ),
+        (replace(ended("launch_failure"), started_at=None, seconds=None), SECOND, 0, 0.0),
+        (replace(ended("killed", 100), seconds=None), SECOND, 1, None),
+    ],
+)
+def test_what_it_cost(
+    attempt: Attempt, after: Attempt, steps: int | None, seconds: float | None
+) -> None:
+    (found,) = timeline(attempt, after)
+    assert (found.lost_steps, found.lost_seconds) == (steps, seconds)
+
+
+def test_the_last_heartbeat_speaks_for_who_left_no_word() -> None:
+    beats = {1: {"progress": {"done": 100}, "seconds": 5000.0, "saving": True}}
+    (found,) = timeline(replace(ended("killed"), seconds=None), SECOND, beats=beats, gpus=0)
+    assert "while saving after step 100" in found.text
+    assert found.text.endswith("2 CPU-minutes lost")
+    assert found.lost_steps == 1
+
+
+def test_what_is_not_resumed_is_not_resolved() -> None:
+    (waiting,) = timeline(ended("preempted", 99))
+    assert waiting.text.endswith("not resumed yet")
+    (stopped,) = timeline(ended("cancelled", 99))
+    assert stopped.text.endswith("not tried again by itself")
+    assert not waiting.resolved
+    assert not stopped.resolved
+
+
+def test_success_is_no_incident() -> None:
+    assert timeline(replace(FIRST, outcome=Outcome("none", "finish"))) == []
+
+
+def test_a_wait_for_room_belongs_to_the_attempt_before_it() -> None:
+    events = (
+        {"event": "claim", "stage": "grpo", "attempt": 1},
+        {"event": "short", "stage_id": "grpo-ffff", "need_bytes": 10**9},
+        {"event": "short", "stage_id": "another", "need_bytes": 10**9},
+    )
+    (found,) = timeline(replace(FIRST, outcome=QUOTA), events=events)
+    assert "; waits for room; not resumed yet" in found.text
+    events = (*events, {"event": "room", "stage_id": "grpo-ffff", "waited_s": 240.0})
+    (found,) = timeline(replace(FIRST, outcome=QUOTA), SECOND, events=events)
+    assert "; waited 4 min for room; resumed from step 99" in found.text
+
+
+def test_a_stage_that_could_not_even_begin_is_an_incident() -> None:
+    events = ({"at": "2026-11-21T03:12", "event": "short", "stage": "grpo", "need_bytes": 1 << 20},)
+    (found,) = timeline(events=events)
+    assert found.text == "no room to begin (1.0 MB needed); waits for room"
+    assert (found.attempt, found.failure, found.resolved) == (0, "no_room", False)
+
+
+def test_incidents_of_all_stages_come_in_the_order_of_time() -> None:
+    early = replace(FIRST, ended_at="2026-11-21T01:00:00+00:00", outcome=QUOTA)
+    late = replace(FIRST, ended_at="2026-11-21T02:00:00+00:00", outcome=QUOTA)
+    stages = [
+        StageHistory(name, name, StageRecord(SPEC, (attempt,)))
+        for name, attempt in (("grpo", late), ("sft", early))
+    ]
+    assert [i.stage for i in incidents_of(stages)] == ["sft", "grpo"]
+
+
+def test_sizes_and_times_read_easily() -> None:
+    assert [size_text(n) for n in (12, 56_000_000_000)] == ["12 bytes", "56.0 GB"]
+    assert [rough(s) for s in (40, 240, 9000)] == ["40 s", "4 min", "2.5 h"]
