@@ -75,8 +75,10 @@ def small_tmpfs(folder: Path, *, mib: int = 16, inodes: int | None = None) -> It
         _unmount(folder)
 
 
-def fill(path: Path, leave: int = 0) -> int:
-    """Write ``path`` until nothing more fits, then give ``leave`` bytes back; the bytes written."""
+def fill(path: Path, leave: int = 0) -> None:
+    """Write ``path`` until nothing fits but ``leave`` bytes."""
+    spare = path.with_name(f"{path.name}.spare")
+    spare.write_bytes(os.urandom(leave))  # at a limit, btrfs refuses to shorten a file
     written = 0
     with path.open("wb", buffering=0) as file:
         try:
@@ -87,10 +89,8 @@ def fill(path: Path, leave: int = 0) -> int:
         except OSError as error:
             if error.errno not in (errno.EDQUOT, errno.ENOSPC):
                 raise
-        if leave:
-            file.truncate(max(0, written - leave))
-            os.sync()
-    return max(0, written - leave)
+    spare.unlink()
+    os.sync()
 
 
 def _unmount(folder: Path) -> None:

@@ -1,0 +1,202 @@
+"""Room on file systems that really are full: a btrfs quota, a small tmpfs, one without inodes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.checkpoints import CheckpointStore
+from infra.disk.keeper import DiskKeeper
+from infra.disk.probe import Prober
+from infra.jobs import AttemptRef
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import NoSpaceError
+from tests.support.plans import claim, small_plan
+from tests.support.quota import QuotaFolder, fill, quota_folder, small_tmpfs
+
+pytestmark = pytest.mark.quota
+MIB = 1 << 20
+QUICK = DiskConfig(watch_s=0.4, hold_s=0.5)
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[QuotaFolder]:
+    with quota_folder(tmp_path / "q", 64) as disk:
+        yield disk
+
+
+def save(store: CheckpointStore, step: int, mib: int) -> None:
+    with store.new(step) as folder:
+        (folder / "state.bin").write_bytes(os.urandom(mib * MIB))
+
+
+def test_the_room_is_the_quota_s_and_not_the_disk_s(quota: QuotaFolder) -> None:
+    room = Prober(quota.folder, DiskConfig()).look()
+    assert room.limit_bytes == 64 * MIB
+    assert room.knows_quota
+    assert room.source.startswith("btrfs qgroup")
+    assert Prober(quota.folder, DiskConfig(probe="statvfs")).look().free_bytes > 200 * MIB
+    (quota.folder / "file").write_bytes(os.urandom(16 * MIB))
+    os.sync()
+    assert 46 * MIB < Prober(quota.folder, DiskConfig()).look().free_bytes < 49 * MIB
+
+
+def test_nobody_needs_to_be_root_to_see_it() -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from infra.disk.probe import Prober\n"
+        "from refiner_core.contract.config import DiskConfig\n"
+        "os.setuid(65534)\n"
+        "print(Prober(Path(sys.argv[1]), DiskConfig()).look().limit_bytes)\n"
+    )
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+        Path(root).chmod(0o755)
+        with quota_folder(Path(root) / "q", 64) as disk:
+            command = [sys.executable, "-c", script, str(disk.folder)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(64 * MIB), done.stderr
+
+
+def test_what_does_not_fit_is_refused_and_reclaiming_gives_the_room_back(
+    quota: QuotaFolder,
+) -> None:
+    workspace = Workspace.open(quota.folder / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    ref = AttemptRef(stage.id, 1)
+    store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, keep=9)
+    for step in (50, 100):
+        save(store, step, 12)
+    keeper = DiskKeeper(workspace, QUICK)
+    assert keeper.shortage(keeper.need_of(stage.id), ref) == 0
+    filler = quota.folder / "filler"
+    fill(filler, leave=4 * MIB)
+    assert keeper.room(fresh=True).free_bytes < 8 * MIB
+    assert keeper.shortage(12 * MIB, ref) > 0
+    with keeper.reserve(ref, 12 * MIB):  # the checkpoint of step 50 goes for it
+        save(store, 150, 12)
+    assert [c.step for c in store.complete()] == [100, 150]
+    with pytest.raises(NoSpaceError, match="No room for"), keeper.reserve(ref, 40 * MIB):
+        pytest.fail("it does not fit")
+    assert [c.step for c in store.complete()] == [150], "what could go has gone, and not the newest"
+    filler.unlink()
+    done = keeper.make_room(40 * MIB, ref)
+    assert done is not None, "what others delete is seen, too"
+
+
+def test_a_quota_that_is_full_to_the_last_byte_can_still_be_cleared(quota: QuotaFolder) -> None:
+    workspace = Workspace.open(quota.folder / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, keep=9)
+    for step in (9, 10):
+        save(store, step, 8)
+    fill(quota.folder / "filler")
+    with pytest.raises(OSError, match=f"Errno {errno.EDQUOT}"):
+        (quota.folder / "one more").write_bytes(os.urandom(MIB))
+    keeper = DiskKeeper(workspace, QUICK)
+    done = keeper.make_room(4 * MIB, AttemptRef(stage.id, 1))
+    assert done is not None
+    assert done.bytes >= 8 * MIB
+    assert [c.step for c in store.complete()] == [10]
+    (quota.folder / "one more").write_bytes(os.urandom(4 * MIB))
+
+
+def test_a_save_waits_while_somebody_clears_the_quota(quota: QuotaFolder) -> None:
+    workspace = Workspace.open(quota.folder / "ws")
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    filler = quota.folder / "filler"
+    fill(filler, leave=2 * MIB)
+    keeper = DiskKeeper(workspace, DiskConfig(watch_s=0.4, hold_s=30.0))
+    timer = threading.Timer(0.5, filler.unlink)
+    timer.start()
+    began = time.monotonic()
+    with keeper.reserve(ref, 16 * MIB):
+        assert not filler.exists()
+    assert time.monotonic() - began < 20
+    timer.join()
+
+
+def test_a_quota_that_no_tool_shows_is_found_by_writing(quota: QuotaFolder) -> None:
+    workspace = Workspace.open(quota.folder / "ws")
+    keeper = DiskKeeper(workspace, DiskConfig(probe="statvfs", reclaim=False))
+    assert keeper.shortage(MIB) == 0
+    fill(quota.folder / "filler")
+    assert keeper.room(fresh=True).free_bytes > 100 * MIB
+    assert keeper.make_room(MIB) is None
+
+
+def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "t", mib=64, inodes=200) as folder:
+        workspace = Workspace.open(folder / "ws")
+        stage = claim(workspace, small_plan("data"), "data")
+        ref = AttemptRef(stage.id, 1)
+        store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, keep=9)
+        for step in (1, 2):
+            with store.new(step) as target:
+                for index in range(30):
+                    (target / str(index)).touch()
+        keeper = DiskKeeper(workspace, QUICK)
+        assert keeper.shortage(MIB, ref) == 0
+        room = keeper.room(fresh=True)
+        assert room.free_inodes is not None
+        for index in range(room.free_inodes - 8):
+            (folder / f"filler-{index}").touch()
+        assert keeper.room(fresh=True).free_bytes > 60 * MIB
+        assert keeper.shortage(MIB, ref) > 0
+        assert keeper.room().share > 0.9
+        done = keeper.make_room(MIB, ref)
+        assert done is not None
+        assert [c.step for c in store.complete()] == [2]
+
+
+def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Path) -> None:
+    from tests.unit.test_disk_keeper import published, weights_go
+
+    plan = small_plan("data", "sft", "publish")
+    with small_tmpfs(tmp_path / "t", mib=32) as folder:
+        workspace = Workspace.open(folder / "ws")
+        sft, target = published(workspace, tmp_path, plan)
+        assert target.stat().st_dev != workspace.root.stat().st_dev
+        assert weights_go(workspace)
+        keeper = DiskKeeper(workspace, DiskConfig())
+        keeper.carry_out(keeper.candidates(None))
+        weights = workspace.layout.attempt(sft, 1).output / "model" / "model.safetensors"
+        assert not weights.exists()
+        assert (target / "model.safetensors").exists()
+
+
+def refiner(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli.main", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_works_on_a_full_quota(quota: QuotaFolder) -> None:
+    workspace = Workspace.open(quota.folder / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    store = CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 1, keep=9)
+    for step in (9, 10):
+        save(store, step, 8)
+    fill(quota.folder / "filler")
+    where = f"workspace={workspace.root}"
+    shown = refiner("disk", where)
+    assert shown.returncode == 0, shown.stderr
+    assert "btrfs qgroup" in shown.stdout
+    assert "A reclaim would free 8.0 MiB (1 things)" in shown.stdout
+    done = refiner("disk", where, "--reclaim")
+    assert done.returncode == 0, done.stderr
+    assert "8.0 MiB reclaimed" in done.stdout
+    assert [c.step for c in store.complete()] == [10]
