@@ -81,7 +81,7 @@ def card_facts(
         config=config,
         stage=model,
         step=step,
-        final=True,
+        final=not trained.report.get("adopted"),  # nobody knows whether it had more to come
         command=_command(config.recipe, run),
         license=config.publish.license,
         reports={n: r.result.report for n, r in records.items() if r.result is not None},
@@ -120,7 +120,11 @@ def _provenance(
         "dirty": code.get("dirty"),
         "packages": versions or {},
         "host": machine if host else None,
-        "durations": {n: r.result.seconds for n, r in records.items() if r.result is not None},
+        "durations": {
+            name: record.result.seconds
+            for name, record in records.items()
+            if record.result is not None and not record.result.report.get("adopted")
+        },
     }
 
 

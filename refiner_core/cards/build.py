@@ -29,7 +29,7 @@ _ALGORITHMS = {
     "sft": "Supervised fine-tuning (SFT)",
     "rft": "Rejection fine-tuning (RFT)",
     "grpo": "Group-relative policy optimisation (GRPO)",
-    "command": "That of another trainer, started by the command below",
+    "command": "that of another trainer",
 }
 _SHORT_NAMES = {"command": "Externally trained"}
 _TAGS = {"sft": ["sft"], "rft": ["rft"], "grpo": ["grpo", "rlhf"]}
@@ -51,6 +51,7 @@ def build_card(facts: CardFacts) -> str:
         "step": facts.step,
         "steps": facts.config.grpo.num_training_steps if grpo else None,
         "final": facts.final,
+        "external": facts.stage == "command",
         "base_model": _base_in_words(facts),
         "algorithm": _ALGORITHMS.get(facts.stage, facts.stage),
         "setup": _setup(facts),
@@ -68,8 +69,7 @@ def build_card(facts: CardFacts) -> str:
 
 def _setup(facts: CardFacts) -> list[str]:
     if facts.stage == "command":
-        held_out = data_lines(facts) if "data" in facts.reports else []
-        return command_lines(facts) + held_out
+        return command_lines(facts)
     return data_lines(facts) + (grpo_lines(facts) if facts.stage == "grpo" else sft_lines(facts))
 
 

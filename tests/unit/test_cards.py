@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.cards import AttemptNote, CardFacts, attempt_notes, build_card, lint_card
+from refiner_core.cards.facts import UNKNOWN
 from refiner_core.contract.config import (
+    CommandConfig,
     DataConfig,
     GrpoConfig,
     JudgeConfig,
@@ -427,3 +429,39 @@ def test_cards_load_without_torch():
     code = "import sys, refiner_core.cards; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# ---------------------------------------------------------------- another trainer's model
+
+
+def test_a_card_of_another_trainers_model_claims_nothing_that_is_not_recorded() -> None:
+    command = CommandConfig(run="torchrun /home/me/train.py --out {output}", version="v2")
+    card = build_card(
+        facts(
+            replace(TINY, command=command),
+            stage="command",
+            base_model=UNKNOWN,
+            reports={"command": {"steps": 50, "final": {"loss": 0.25}}},
+        )
+    )
+    assert "base_model" not in front_matter(card)
+    assert "datasets" not in front_matter(card)
+    assert "`torchrun train.py --out {output}` (version v2)" in section(card, "Training set-up")
+    assert "loss 0.25" in section(card, "Training set-up")
+    assert "/home" not in card
+    assert "not recorded: another trainer chose it" in card
+    assert "none of them is in the training data" not in card
+    assert "builtin:tiny" not in card
+
+
+def test_a_card_of_an_adopted_checkpoint_says_so() -> None:
+    config = replace(TINY, command=CommandConfig(adopted="ab" * 32))
+    report = {"steps": 50, "adopted": True, "source": "/scratch/me/run/checkpoint-50"}
+    card = build_card(
+        facts(config, stage="command", base_model="Qwen/Qwen3-4B", reports={"command": report})
+    )
+    assert front_matter(card)["base_model"] == "Qwen/Qwen3-4B"
+    assert "adopted from the folder of a run that had ended" in card
+    assert "`checkpoint-50`" in card
+    assert "/scratch" not in card
+    assert lint_card(card) == []
