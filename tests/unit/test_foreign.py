@@ -1,0 +1,364 @@
+"""Another trainer, read: its checkpoints, its lines, its last words; and what it is called with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.failures import classify
+from infra.foreign.calling import Call, command_text, environment
+from infra.foreign.checkpoints import (
+    CheckpointRule,
+    find_checkpoints,
+    newest_complete,
+    remove_older,
+    remove_unfinished,
+)
+from infra.foreign.endings import Ending, error_of
+from infra.foreign.exports import find_export, make_model, require_whole
+from infra.foreign.process import TrainerProcess
+from infra.foreign.reading import LineReader
+from infra.foreign.sightings import choose, sight
+from infra.foreign.weights import damage
+from refiner_core.contract.config import CommandConfig
+from refiner_core.contract.errors import ConfigurationError, StageFailed
+
+RULE = CheckpointRule("checkpoint-*", r"(\d+)(?!.*\d)")
+
+
+def tensors(size: int = 64) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + b"\x01" * size
+
+
+def checkpoint(folder: Path, step: int, *, data: bytes | None = None, **files: str) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(tensors() if data is None else data)
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+def call(output: Path, **more: Any) -> Call:
+    return Call(output, output.parent, 7, "command-1", 2, **more)
+
+
+# ---------------------------------------------------------------- weights
+
+
+@given(st.integers(0, len(tensors()) - 1))
+def test_safetensors_cut_anywhere_are_damaged(tmp_path_factory: Any, length: int) -> None:
+    path = tmp_path_factory.mktemp("cut") / "model.safetensors"
+    path.write_bytes(tensors()[:length])
+    assert damage(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.safetensors", tensors(), ""),
+        ("model.safetensors", tensors() + b"x", "at its end"),
+        ("model.safetensors", b"\xff" * 40, "no safetensors header"),
+        ("pytorch_model.bin", b"", "empty"),
+        ("pytorch_model.bin", b"PK\x03\x04" + b"x" * 50, "cut short"),
+        ("optimizer.pt", b"\x80\x02legacy", ""),
+        ("state.pt", b"garbage", "neither"),
+        ("config.json", b'{"a": ', "no whole JSON"),
+        ("config.json", b"", "empty"),
+        ("notes.txt", b"", ""),
+    ],
+)
+def test_damage_is_told_from_the_file_alone(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert (damage(path) is None) == (says == "")
+    assert says in (damage(path) or "")
+
+
+def test_torch_files_are_whole_when_their_zip_is(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"x" * 1000)
+    assert damage(path) is None
+    path.write_bytes(path.read_bytes()[:-30])
+    assert "cut short" in (damage(path) or "")
+
+
+def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1-of-2.safetensors").write_bytes(tensors())
+    assert "model-2-of-2.safetensors is missing" in (damage(tmp_path) or "")
+    (tmp_path / "model-2-of-2.safetensors").write_bytes(tensors())
+    assert damage(tmp_path) is None
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for step in (100, 20, 3):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-last").mkdir()
+    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [3, 20, 100]
+
+
+def test_the_newest_complete_one_counts_and_what_is_passed_over_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 20, data=tensors()[:30])
+    newest = newest_complete(find_checkpoints(tmp_path, RULE))
+    assert newest is not None
+    assert newest.step == 10
+    assert "checkpoint-20 is passed over" in caplog.text
+
+
+def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, trainer__json='{"step": 10}')
+    checkpoint(tmp_path, 20)
+    checkpoint(tmp_path, 30, trainer__json="")
+    rule = CheckpointRule(RULE.pattern, RULE.step_pattern, "file:trainer.json")
+    found = find_checkpoints(tmp_path, rule)
+    assert [bool(c.damage) for c in found] == [False, True, True]
+
+
+def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 10)
+    rule = CheckpointRule(RULE.pattern, RULE.step_pattern, "quiet:30")
+    assert "less than 30 s" in find_checkpoints(tmp_path, rule)[0].damage
+    for each in (path, *path.iterdir()):
+        os.utime(each, (time.time() - 60, time.time() - 60))
+    assert find_checkpoints(tmp_path, rule)[0].damage == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-10"]
+
+
+def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 5, data=b"")
+    wrong = CheckpointRule(RULE.pattern, RULE.step_pattern, "file:no-such-file")
+    remove_unfinished(find_checkpoints(tmp_path, wrong))
+    assert [c.step for c in find_checkpoints(tmp_path, wrong)] == [10, 20]
+
+
+def test_older_ones_make_room_and_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 5, data=b"")
+    assert remove_older(find_checkpoints(tmp_path, RULE), keep=2) == 2
+    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [3, 4, 5]
+    remove_older(find_checkpoints(tmp_path, RULE), keep=0)
+    assert [c.step for c in find_checkpoints(tmp_path, RULE)] == [4, 5]
+
+
+# ---------------------------------------------------------------- calling and reading
+
+
+def test_values_are_quoted_and_the_shells_own_braces_stay(tmp_path: Path) -> None:
+    output = tmp_path / "it's; a $HOME folder"
+    config = CommandConfig(
+        run="train --out {output} --seed {seed} {resume} ${HOME} $(awk '{{print $1}}' x)",
+        resume_arguments="--resume {checkpoint}",
+    )
+    first = command_text(config, call(output))
+    assert first == (
+        f"train --out '{tmp_path}/it'\"'\"'s; a $HOME folder' --seed 7  "
+        "${HOME} $(awk '{print $1}' x)"
+    )
+    second = command_text(config, call(output, checkpoint=Path("/c k/1")))
+    assert "--resume '/c k/1' ${HOME}" in second
+
+
+def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Path) -> None:
+    base = {
+        "PATH": "/bin",
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"/ours{os.pathsep}/theirs",
+    }
+    config = CommandConfig(run="x", env=("OUT={output}/logs", "OMP_NUM_THREADS=8"))
+    settings = environment(config, call(tmp_path), Path("/ours"), base)
+    assert settings["PYTHONPATH"] == "/theirs"
+    assert "PYTHONSAFEPATH" not in settings
+    assert settings["OMP_NUM_THREADS"] == "8"
+    assert settings["OUT"] == f"{tmp_path}/logs"
+    assert (settings["REFINER_OUTPUT"], settings["REFINER_SEED"]) == (str(tmp_path), "7")
+
+
+def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
+    reader = LineReader(r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", logged_step=4)
+    assert reader.read("saving") is None
+    repeated = reader.read("step 3/40 loss 1.5")
+    assert repeated is not None
+    assert repeated.metrics == {}
+    new = reader.read("[rank0] step 12/40 loss 1.25")
+    assert new is not None
+    assert (new.progress.done, new.progress.total, new.metrics) == (12, 40, {"loss": 1.25})
+    words = reader.read("step 13/40 loss none")
+    assert words is not None
+    assert (words.step, words.metrics) == (13, {})
+
+
+def test_the_default_pattern_reads_the_usual_lines() -> None:
+    for line in ("step 12/40", "Step: 12/40", "global_step=12 / 40", "Training Step: 12/40 "):
+        reading = LineReader(CommandConfig().progress_pattern).read(line)
+        assert reading is not None, line
+        assert (reading.progress.done, reading.progress.total) == (12, 40), line
+
+
+# ---------------------------------------------------------------- endings
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "failure"),
+    [
+        (1, ["OSError: [Errno 122] Disk quota exceeded"], "disk_full"),
+        (1, ["OSError: [Errno 28] No space left on device", "[rank1] exiting"], "disk_full"),
+        (1, ["torch.OutOfMemoryError: CUDA out of memory."], "gpu_out_of_memory"),
+        (1, ["RuntimeError: NCCL error: unhandled system error"], "gpu_error"),
+        (1, ["OSError: [Errno 12] Cannot allocate memory"], "out_of_memory"),
+        (1, ["ValueError: loss is nan at step 3"], "not_finite"),
+        (1, ["Traceback", "KeyError: 'x'"], "bug"),
+        (127, ["/bin/sh: 1: trian: not found"], "bad_configuration"),
+        (128 + signal.SIGSEGV, ["step 3"], "bug"),
+    ],
+)
+def test_an_end_is_of_the_class_that_its_last_words_say(
+    tmp_path: Path, code: int, lines: list[str], failure: str
+) -> None:
+    error = error_of(Ending(code, lines, tmp_path))
+    outcome = classify(error, tmp_path)
+    assert outcome.failure == failure
+    assert lines[-1].split(": ")[-1][:20] in outcome.message or len(lines) > 1
+
+
+def test_what_was_said_long_before_the_end_is_not_why(tmp_path: Path) -> None:
+    lines = ["warning: CUDA out of memory, retrying", *["step"] * 100, "KeyError: 'x'"]
+    assert isinstance(error_of(Ending(1, lines, tmp_path)), StageFailed)
+
+
+def test_a_kill_while_the_kernel_ran_out_of_memory_is_that(tmp_path: Path) -> None:
+    assert isinstance(error_of(Ending(137, ["step 3"], tmp_path, oom_kills=1)), MemoryError)
+    assert classify(error_of(Ending(137, ["step 3"], tmp_path))).decision == "resume"
+
+
+# ---------------------------------------------------------------- the process
+
+
+def test_all_that_is_printed_arrives_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+    script = "printf 'one\\ntwo\\rthree\\r\\nfour'; echo five >&2; exit 3"
+    with TrainerProcess(script, dict(os.environ), tmp_path) as process:
+        while process.code is None:
+            time.sleep(0.02)
+        lines = list(process.last_lines())
+    assert process.code == 3
+    assert [line.text for line in lines if not line.redrawn] == ["one", "three", "fourfive"]
+    assert [line.text for line in lines if line.redrawn] == ["two"]
+
+
+def test_a_signal_is_seen_in_the_exit_code_and_the_environment_is_the_trainers(
+    tmp_path: Path,
+) -> None:
+    settings = {**os.environ, "PYTHONPATH": str(tmp_path), "NAME": "value"}
+    script = f"{sys.executable} -c \"import os; print(os.environ['NAME'])\"; kill -9 $$"
+    with TrainerProcess(script, settings, tmp_path) as process:
+        while process.code is None:
+            time.sleep(0.02)
+        assert process.code == 137
+        assert [line.text for line in process.last_lines()] == ["value"]
+
+
+# ---------------------------------------------------------------- exports
+
+
+def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
+    tmp_path: Path,
+) -> None:
+    source = checkpoint(tmp_path, 10, config__json="{}", optimizer__pt="", scheduler__pt="")
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"):
+        (base / name).write_text('{"base": 1}')
+    assert make_model(source, tmp_path / "bare") == ["tokenizer_config.json"]
+    with pytest.raises(
+        StageFailed, match=r"lacks tokenizer_config.json for publishing.*companions"
+    ):
+        require_whole(tmp_path / "bare", "publishing")
+    assert make_model(source, tmp_path / "model", base) == []
+    made = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
+    assert made.keys() == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert made["config.json"] == b"{}"
+    assert made["model.safetensors"] == tensors()
+
+
+def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="does not exist"):
+        find_export(tmp_path, "final", [])
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "model.safetensors").write_bytes(tensors()[:-1])
+    with pytest.raises(StageFailed, match="cut short"):
+        find_export(tmp_path, "final", [])
+    (tmp_path / "final" / "model.safetensors").write_bytes(tensors())
+    assert find_export(tmp_path, "final", []) == tmp_path / "final"
+
+
+# ---------------------------------------------------------------- sightings
+
+
+def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 10, config__json="{}")
+    checkpoint(tmp_path, 9)
+    for name, file in {
+        "global_step8": "mp_rank_00_model_states.pt",
+        "step_7": "__0_0.distcp",
+        "checkpoint-6": "pytorch_model.bin",
+        "iter_0000005": "mp_rank_00/model.pt",
+    }.items():
+        path = tmp_path / name / file
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"\x80legacy")
+    (tmp_path / "ckpt_11").mkdir()
+    found = {s.step: s for s in sight(tmp_path)}
+    assert {step: s.layout for step, s in found.items()} == {
+        **{10: "hf", 9: "weights", 8: "deepspeed", 7: "distributed", 6: "bin"},
+        **{5: "megatron", 11: "none"},
+    }
+    assert [s.step for s in found.values() if s.usable] == [9, 10]
+    assert "zero_to_fp32" in found[8].note
+    assert "no file of weights" in found[11].note
+    assert choose(list(found.values()), None).step == 10
+    with pytest.raises(ConfigurationError, match="zero_to_fp32"):
+        choose(list(found.values()), 8)
+    with pytest.raises(ConfigurationError, match="one of 5, 6"):
+        choose(list(found.values()), 99)
+
+
+def test_a_folder_that_is_a_checkpoint_itself_has_the_step_that_its_trainer_noted(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "final model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(tensors())
+    (folder / "trainer_state.json").write_text('{"global_step": 321}')
+    assert [(s.step, s.path) for s in sight(folder)] == [(321, folder)]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigurationError, match="looks like a checkpoint"):
+        sight(empty)
