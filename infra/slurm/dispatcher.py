@@ -97,6 +97,7 @@ class SlurmDispatcher:
         self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
         self._adopt = adopt
         self._ended_by_us: set[str] = set()
+        self._batches: dict[AttemptRef, _Batch] = {}  # never change once they are written
 
     # ------------------------------------------------------------ submitting
 
@@ -165,6 +166,7 @@ class SlurmDispatcher:
                 "command": command,
             }
             atomic.write_json(self._paths(request.ref).batch, note)
+            self._batches.pop(request.ref, None)
         for request, task, job_id in zip(
             work.requests, tasks, self._submitter.submit(work), strict=True
         ):
@@ -281,11 +283,16 @@ class SlurmDispatcher:
         self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
 
     def _batch(self, ref: AttemptRef) -> _Batch | None:
+        known = self._batches.get(ref)
+        if known is not None:
+            return known
         note: dict[str, Any] | None = self.workspace.read_control(self._paths(ref).batch)
         if note is None:
             return None
         folder = self.workspace.layout.control / note["folder"]
-        return _Batch(note["comment"], note["index"], note["user"], folder, note["command"])
+        found = _Batch(note["comment"], note["index"], note["user"], folder, note["command"])
+        self._batches[ref] = found
+        return found
 
     def _paths(self, ref: AttemptRef) -> AttemptPaths:
         return self.workspace.layout.attempt(*ref)

@@ -57,10 +57,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """When a job that nobody knows is lost: after so many answers, so many seconds apart."""
+    """When a job that nobody knows is lost: after so many answers, over so many seconds."""
 
     answers: int = 3
-    seconds: float = 5.0
+    seconds: float = 15.0
 
 
 class _Missing(NamedTuple):

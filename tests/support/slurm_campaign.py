@@ -47,8 +47,7 @@ class Campaign:
             scheduler_poll_s=poll_s,
             worker=WorkerCommand(self.workspace.root, (str(JOB),)),
             commands=commands,
-            patience=Patience(3, 1.0),
-            **options,
+            **{"patience": Patience(3, 1.0), **options},
         )
 
     def behave(self, behaviour: Mapping[str, Any], **more: Any) -> None:

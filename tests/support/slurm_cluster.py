@@ -144,11 +144,12 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is gone: its slurmd and all that it runs, at once."""
         self._end([f"slurmd-{node}"], signal.SIGKILL, 5)
-        doomed = [p for p in self._of_jobs() if self._node_of(p) == node]
-        # Supervisors first: one that saw its task die would tell the controller.
-        for process in sorted(doomed, key=lambda p: p.info["name"] != "slurmstepd"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        # All at once: a supervisor that saw its task die would tell the controller.
+        doomed = [p for p, where in self._of_jobs().items() if where == node]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in doomed:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str) -> None:
@@ -338,28 +339,20 @@ class Cluster:
     def _alive(self, name: str) -> bool:
         return name in self.processes and ProcessId.parse(self.processes[name]).alive
 
-    def _of_jobs(self) -> list[psutil.Process]:
-        """slurmstepds and jobs: processes that carry this SLURM_CONF, and an id of a job."""
-        daemons = {ProcessId.parse(p).pid for p in self.processes.values()}
-        found = []
-        for process in psutil.process_iter(["name"]):
+    def _of_jobs(self) -> dict[psutil.Process, str]:
+        """Processes of jobs, by the SLURM_CONF that they carry, with their supervisors; and the
+        node of each."""
+        found: dict[psutil.Process, str] = {}
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.pid in daemons or process.environ().get("SLURM_CONF") != str(self.conf):
+                settings = process.environ()
+                if settings.get("SLURM_CONF") != str(self.conf) or "SLURM_JOB_ID" not in settings:
                     continue
-                step = process.info["name"] == "slurmstepd"
-                if step or "SLURM_JOB_ID" in process.environ():
-                    found.append(process)
+                found[process] = settings.get("SLURMD_NODENAME", "")
+                parent = process.parent()
+                if parent is not None and parent.name() == "slurmstepd":  # has no environment
+                    found[parent] = found[process]
         return found
-
-    def _node_of(self, process: psutil.Process) -> str:
-        with contextlib.suppress(psutil.Error, OSError):
-            told = process.environ().get("SLURMD_NODENAME", "")
-            if told:
-                return str(told)
-            for child in process.children():  # a slurmstepd does not say; its task does
-                if name := child.environ().get("SLURMD_NODENAME", ""):
-                    return str(name)
-        return ""
 
     def _holder(self) -> int | None:
         name = self.processes.get("network")
