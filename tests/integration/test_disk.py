@@ -21,6 +21,7 @@ from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
+from tests.support.disk import published, weights_go
 from tests.support.plans import claim, small_plan
 from tests.support.quota import QuotaFolder, fill, quota_folder, small_tmpfs
 
@@ -160,8 +161,6 @@ def test_a_disk_without_inodes_is_short_though_bytes_are_free(tmp_path: Path) ->
 
 
 def test_weights_go_only_when_their_copy_is_on_another_file_system(tmp_path: Path) -> None:
-    from tests.unit.test_disk_keeper import published, weights_go
-
     plan = small_plan("data", "sft", "publish")
     with small_tmpfs(tmp_path / "t", mib=32) as folder:
         workspace = Workspace.open(folder / "ws")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,17 +19,16 @@ from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
 from infra.disk.ledger import Ledger, Need
 from infra.disk.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
-from infra.disk.reaper import Rank, carry_out
+from infra.disk.reaper import carry_out
 from infra.disk.stock import read_stock
 from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.jobs import AttemptRef
-from infra.publishing import publish_to_folder
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
+from refiner_core.contract.records import Outcome, to_json
+from tests.support.disk import finish, published, save, weights_go
 from tests.support.plans import claim, run_record, small_plan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -40,36 +38,6 @@ FULL = Outcome("disk_full", "resume")
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     return Workspace.open(tmp_path / "ws")
-
-
-def save(workspace: Workspace, stage_id: str, *steps: int, size: int = MIB) -> None:
-    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 1, keep=99)
-    for step in steps:
-        with store.new(step) as folder:
-            (folder / "state.bin").write_bytes(os.urandom(size))
-
-
-def finish(
-    workspace: Workspace,
-    stage_id: str,
-    number: int = 1,
-    report: dict[str, object] | None = None,
-    **files: bytes,
-) -> StageResult:
-    """The stage is done; its output holds ``files`` (``_`` in a name stands for a dot)."""
-    output = workspace.layout.attempt(stage_id, number).output
-    found = []
-    for key, data in files.items():
-        path = output / "model" / key.replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        digest = hashlib.sha256(data).hexdigest()
-        found.append(OutputFile(f"model/{path.name}", len(data), digest))
-    output.mkdir(parents=True, exist_ok=True)
-    name = output.relative_to(workspace.layout.stage(stage_id).data).as_posix()
-    result = StageResult(1, number, name, tuple(found), report or {}, {}, 1.0, "now")
-    assert workspace.publish_result(stage_id, result)
-    return result
 
 
 def room_for(workspace: Workspace, more: int, **config: object) -> DiskKeeper:
@@ -385,23 +353,6 @@ def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
 
 # ---------------------------------------------------------------- published weights
 
-CONFIG = b'{"model_type": "qwen3"}'
-
-
-def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Path]:
-    """A finished training stage whose weights lie in a folder, too."""
-    for name in ("data", "sft", "publish"):
-        claim(workspace, plan, name)
-    sft, target = plan.by_name["sft"].id, tmp_path / "archive" / "model"
-    files = {"model_safetensors": os.urandom(MIB), "config_json": CONFIG}
-    finish(workspace, sft, **files, tokenizer_config_json=b"{}")
-    weights = workspace.layout.attempt(sft, 1).output / "model"
-    (weights / "tokenizer.config.json").rename(weights / "tokenizer_config.json")
-    done = publish_to_folder(weights, "# card", target)
-    report = {"target": str(target), "files": to_json(done.files), "card": "# card"}
-    finish(workspace, plan.by_name["publish"].id, report=report)
-    return sft, target
-
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
@@ -411,10 +362,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(stock_module, "_elsewhere", lambda *_: yes)
 
     return say
-
-
-def weights_go(workspace: Workspace) -> bool:
-    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates(None))
 
 
 def test_published_weights_go_with_a_note_of_where_they_are(

@@ -1,0 +1,71 @@
+"""Workspaces with something in them: saved checkpoints, finished stages, published weights."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from infra.checkpoints import CheckpointStore
+from infra.disk.keeper import DiskKeeper
+from infra.disk.reaper import Rank
+from infra.publishing import publish_to_folder
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import OutputFile, StageResult, to_json
+from tests.support.plans import claim
+
+MIB = 1 << 20
+CONFIG = b'{"model_type": "qwen3"}'
+
+
+def save(workspace: Workspace, stage_id: str, *steps: int, size: int = MIB) -> None:
+    """Complete checkpoints of these steps, ``size`` bytes each."""
+    store = CheckpointStore(workspace.layout.stage(stage_id).checkpoints, 1, keep=99)
+    for step in steps:
+        with store.new(step) as folder:
+            (folder / "state.bin").write_bytes(os.urandom(size))
+
+
+def finish(
+    workspace: Workspace,
+    stage_id: str,
+    number: int = 1,
+    report: dict[str, object] | None = None,
+    **files: bytes,
+) -> StageResult:
+    """The stage is done; its output holds ``files`` (``_`` in a name stands for a dot)."""
+    output = workspace.layout.attempt(stage_id, number).output
+    found = []
+    for key, data in files.items():
+        path = output / "model" / key.replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        found.append(OutputFile(f"model/{path.name}", len(data), digest))
+    output.mkdir(parents=True, exist_ok=True)
+    name = output.relative_to(workspace.layout.stage(stage_id).data).as_posix()
+    result = StageResult(1, number, name, tuple(found), report or {}, {}, 1.0, "now")
+    assert workspace.publish_result(stage_id, result)
+    return result
+
+
+def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Path]:
+    """A finished training stage whose weights lie in a folder, too."""
+    for name in ("data", "sft", "publish"):
+        claim(workspace, plan, name)
+    sft, target = plan.by_name["sft"].id, tmp_path / "archive" / "model"
+    files = {"model_safetensors": os.urandom(MIB), "config_json": CONFIG}
+    finish(workspace, sft, **files, tokenizer_config_json=b"{}")
+    weights = workspace.layout.attempt(sft, 1).output / "model"
+    (weights / "tokenizer.config.json").rename(weights / "tokenizer_config.json")
+    done = publish_to_folder(weights, "# card", target)
+    report = {"target": str(target), "files": to_json(done.files), "card": "# card"}
+    finish(workspace, plan.by_name["publish"].id, report=report)
+    return sft, target
+
+
+def weights_go(workspace: Workspace) -> bool:
+    """Whether a reclaim would delete weights now."""
+    return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates(None))
