@@ -20,7 +20,7 @@ import signal
 import subprocess
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
@@ -37,7 +37,7 @@ from infra.processes import ProcessId
 from infra.signals import SlurmJob
 from tests.simulation.world import World
 
-BEAT_S = 60.0
+BEAT_S = 100.0
 _HINTS = functools.cache(typing.get_type_hints)
 
 
@@ -96,6 +96,7 @@ def simulated_machine(
         _room(put, world, disk)
         put(secrets, "token_hex", token)
         put(typing, "get_type_hints", _cached_hints)
+        put(PurePath, "__truediv__", functools.cache(PurePath.__truediv__))
         put(infra.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
         put(infra.attempt, "job_provenance", lambda _config: {})
         try:

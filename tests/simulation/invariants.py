@@ -34,6 +34,7 @@ class _End:
     failure: str
     decision: str
     saved: int
+    by: Process | None  # who said so
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Watch:
     def _closed(self, stage: _Stage, number: int, path: Path) -> None:
         value = json.loads(path.read_text())["outcome"]
         self.world.tell(f"closes attempt {number}: {value['failure']}, {value['message'][:70]}")
-        stage.ends[number] = _End(value["failure"], value["decision"], stage.saved)
+        stage.ends[number] = _End(value["failure"], value["decision"], stage.saved, self.world.current)
 
     def _finished(self, stage_id: str, stage: _Stage, path: Path) -> None:
         if stage.result:
@@ -217,6 +218,13 @@ class Watch:
             if len(workers) > 1:
                 names = ", ".join(p.name for p in workers)
                 raise Violation(f"{stage_id} is worked on by {names} at a time")
+
+    def _works(self, stage: _Stage, number: int, process: Process) -> bool:
+        """Whether a process that has the token of an attempt may still be at work on it: not one
+        that has ended the attempt itself, or that the scheduler could not end."""
+        end = stage.ends.get(number)
+        gone = not process.alive or process.lost or process.spared
+        return not gone and (end is None or end.by is not process)
 
     # ------------------------------------------------------------ in the end
 

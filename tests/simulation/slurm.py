@@ -379,6 +379,10 @@ class SimSlurm:
         if job := self._job(attempt):
             self._ended_by_us.add(job.id)
             self.cluster.cancel(job)
+            return
+        job = self.cluster.jobs.get(attempt.attempt.comment)
+        if job is not None and job.process is not None:
+            job.process.spared = True
 
     def release(self, attempt: OpenAttempt) -> None:
         """A held job may start."""
