@@ -194,11 +194,12 @@ class SlurmDispatcher:
         return seen
 
     def _wanted(self, attempt: OpenAttempt) -> Wanted:
-        batch = self._batch(attempt.ref)
+        job_id = attempt.attempt.job_id
+        batch = self._batch(attempt.ref) if job_id is None else self._batch_of_job(attempt.ref)
         name, task, user = attempt.attempt.comment, None, str(os.getuid())
         if batch is not None:
             name, task, user = batch.name, batch.task, batch.user
-        return Wanted(attempt.attempt.job_id, name, task, user)
+        return Wanted(job_id, name, task, user)
 
     def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
         started = attempt.started is not None and not attempt.started.get("void")
@@ -220,7 +221,7 @@ class SlurmDispatcher:
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of what a job has printed outside its worker's log."""
-        batch = self._batch(ref)
+        batch = self._batch_of_job(ref)
         folder = self._paths(ref).submitit if batch is None else batch.folder
         return tail_of([folder / f"{job_id}_0_log.out", folder / f"{job_id}_0_log.err"])
 
@@ -281,6 +282,14 @@ class SlurmDispatcher:
             write_missing_pickle(batch.folder, job_id, batch.command)
         task = None if batch is None else batch.task
         self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
+
+    def _batch_of_job(self, ref: AttemptRef) -> _Batch | None:
+        """That of the attempt which submitted the job: Slurm may have started it again since, for
+        attempts that were never submitted themselves."""
+        for number in range(ref.number, 0, -1):
+            if (found := self._batch(AttemptRef(ref.stage_id, number))) is not None:
+                return found
+        return None
 
     def _batch(self, ref: AttemptRef) -> _Batch | None:
         known = self._batches.get(ref)

@@ -26,7 +26,7 @@ from refiner_core.contract.errors import ConfigurationError, LaunchError, Refine
 
 _REFUSED = re.compile(
     r"invalid (?:partition|account|qos|feature|reservation|generic resource|constraint|node name"
-    r"|option|wckey|trackable resource)"
+    r"|option|wckey|trackable resource|job array specification)"
     r"|requested node configuration is not available|(?:unrecognized|unknown) option"
     r"|more processors requested than permitted|requested time limit is invalid"
     r"|requested partition configuration not available|memory specification|node count"

@@ -152,6 +152,7 @@ def test_settings_of_a_job_that_refiner_runs_in_are_not_passed_on(
         ("invalid partition specified: nowhere", ConfigurationError),
         ("Batch job submission failed: Invalid qos specification", ConfigurationError),
         ("Batch job submission failed: Invalid feature specification", ConfigurationError),
+        ("Batch job submission failed: Invalid job array specification", ConfigurationError),
         ("Requested node configuration is not available", ConfigurationError),
         ("Requested time limit is invalid (missing or exceeds some limit)", ConfigurationError),
         ("sbatch: unrecognized option '--gpus-per-nodes=1'", ConfigurationError),
@@ -224,6 +225,21 @@ def test_a_look_is_one_squeue_and_nothing_else(fake: FakeSlurm, campaign: Campai
     assert {s.state for s in campaign.look(*requests).values()} == {"PENDING"}
     looked = [c["command"] for c in fake.calls() if c["command"] not in ("sbatch", "srun")]
     assert looked == ["squeue"]
+
+
+def test_an_attempt_that_slurm_started_again_is_judged_by_its_jobs_log(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    (first,) = campaign.submit(campaign.claim())
+    again = campaign.claim()
+    assert (again.stage_id, again.attempt) == (first.stage_id, 2)
+    job = campaign.workspace.layout.attempt(*first.ref)
+    campaign.workspace.layout.attempt(*again.ref).job.write_text(job.job.read_text())
+    (job.submitit / "101_0_log.err").write_text("error: Detected 1 oom_kill event in StepId=101.0")
+    fake.set_jobs({"101": {"state": "FAILED", "exit_code": "1:0", "live": False}})
+    end = campaign.sight(again).end
+    assert end is not None
+    assert end.failure == "out_of_memory"
 
 
 def test_who_only_looks_notes_nothing(fake: FakeSlurm, campaign: Campaign) -> None:
