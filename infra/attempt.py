@@ -25,12 +25,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from infra import atomic
-from infra.checkpoints import CheckpointStore
+from infra.checkpoints import CheckpointStore, tree_bytes
 from infra.disk.room import no_space_guard
 from infra.failures import classify, detailed, outcome_of
 from infra.heartbeat import Heartbeat
@@ -214,6 +215,8 @@ class AttemptRun:
         try:
             if outcome.failure == "disk_full" and not self.stage_paths.result.exists():
                 # Half an output is of no use to anybody, and the outcome needs a little room.
+                written = max(tree_bytes(self.output_dir), self.io.checkpoints.lost_bytes)
+                outcome = replace(outcome, need_bytes=written or None)
                 shutil.rmtree(self.output_dir, ignore_errors=True)
             self._close(outcome)
         except OSError as second:
@@ -277,10 +280,10 @@ class AttemptRun:
 
     def _stopped(self, outcome: Outcome) -> Outcome:
         """Who asked for the end, and with what class it counts."""
-        if outcome.failure not in _FOLLOWS_FROM_STOPPING:
-            return outcome
         asked = self.workspace.stop_asked(self.stage_id, self.number)
         failure, message = why_stopped(self.job, self._flag.signal, asked)
+        if failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
+            return outcome  # a person's word counts for more than what the save ran into
         return outcome_of(failure, f"{message}: {outcome.message}")
 
     def _reserve(self) -> AbstractContextManager[object]:

@@ -65,6 +65,11 @@ class CheckpointStore:
     reserve, watch
         Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
         be none), and hears how long it takes.
+
+    Attributes
+    ----------
+    lost_bytes
+        Size of the last half-written save that had to be removed: a whole one is larger.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class CheckpointStore:
         self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
         self._fence, self._before_commit = fence, before_commit
         self._reserve, self._watch = reserve, watch
+        self.lost_bytes = 0
 
     # ------------------------------------------------------------ reading
 
@@ -131,6 +137,7 @@ class CheckpointStore:
                     self._commit(step, temporary, target, began)
         finally:
             if temporary.exists():
+                self.lost_bytes = tree_bytes(temporary)
                 _remove_tree(temporary)
         self._retain(self.keep, spare=target)
 
@@ -196,6 +203,11 @@ def read_checkpoint(
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         complain(f"checkpoint {folder} is ignored: its marker cannot be read ({error})")
         return None
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes in the files below ``folder``."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def saved(checkpoint: Complete) -> SavedCheckpoint:

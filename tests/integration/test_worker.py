@@ -1,0 +1,276 @@
+"""The worker as a process of its own: started again by Slurm, stopped, overtaken, shared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.stage_io import read_metrics
+from infra.workspace import Claim, Workspace
+from refiner_core.contract.records import Attempt, StageRecord
+from tests.support.command import ROOT, environment, wait_until
+from tests.support.plans import FAKE_WORKER, OWNER, small_plan
+
+PLAN = small_plan("data")
+STAGE = PLAN.by_name["data"]
+STEPS = 8
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """Its one stage was submitted to Slurm as job 7."""
+    workspace = Workspace.open(tmp_path / "ws", tmp_path / "data")
+    assert workspace.claim_attempt(STAGE, PLAN.config, {}, Claim(OWNER, "slurm"))
+    job = {"job_id": "7", "executor": "slurm", "comment": "c"}
+    workspace.layout.attempt(STAGE.id, 1).job.write_text(json.dumps(job))
+    tell(workspace, steps=STEPS, step_s=0.05)
+    return workspace
+
+
+def tell(workspace: Workspace, **behaviour: object) -> None:
+    (workspace.root / "behaviour.json").write_text(json.dumps({"data": behaviour}))
+
+
+@pytest.fixture
+def start(workspace: Workspace, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the job's original command, as Slurm does, with what Slurm's commands say."""
+    started: list[subprocess.Popen[str]] = []
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def start_job(restart: int = 0, scontrol: str = "", sacct: str = "") -> subprocess.Popen[str]:
+        for name, says in (("scontrol", scontrol), ("sacct", sacct)):
+            (programs / name).write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+            (programs / name).chmod(0o755)
+        settings = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+        if restart:
+            settings["SLURM_RESTART_COUNT"] = str(restart)
+        path = os.pathsep.join((str(programs), os.environ["PATH"]))
+        process = subprocess.Popen(
+            [sys.executable, str(FAKE_WORKER), "--workspace", str(workspace.root), STAGE.id, "1"],
+            env={**environment(), **settings, "PATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_job
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def attempts(workspace: Workspace) -> tuple[Attempt, ...]:
+    return record(workspace).attempts
+
+
+def record(workspace: Workspace) -> StageRecord:
+    found = workspace.read_record(STAGE.id)
+    assert found is not None
+    return found
+
+
+def wait_for_step(workspace: Workspace, attempt: int, step: int) -> None:
+    def reached() -> bool:
+        return any(
+            int(p.name.removeprefix("step-")) >= step and (p / "COMPLETE.json").exists()
+            for p in workspace.layout.stage(STAGE.id).checkpoints.glob("step-*")
+        )
+
+    wait_until(reached, f"step {step} of attempt {attempt}", 60)
+
+
+def assert_whole_story(workspace: Workspace, attempt: int) -> None:
+    lines = read_metrics(workspace.layout.attempt(STAGE.id, attempt).metrics)
+    assert [m.step for m in lines] == list(range(1, STEPS + 1))
+    assert record(workspace).state == "done"
+
+
+def test_a_job_that_was_killed_without_goodbye_goes_on_when_slurm_starts_it_again(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    first = start()
+    wait_for_step(workspace, 1, 2)
+    first.kill()
+    second = start(restart=1, sacct="NODE_FAIL\nRUNNING")
+    wait_for_step(workspace, 2, 5)
+    second.kill()
+    third = start(restart=2)
+    assert third.wait(60) == 0
+    one, two, three = attempts(workspace)
+    assert [a.outcome and a.outcome.failure for a in (one, two, three)] == [
+        *("node_failure", "preempted", "none"),
+    ]
+    assert [a.restart for a in (one, two, three)] == [0, 1, 2]
+    assert [a.node for a in (one, two, three)] == ["n1"] * 3
+    assert [a.job_id for a in (one, two, three)] == ["7"] * 3
+    assert one.outcome is not None
+    assert (one.outcome.step or 0) >= 2
+    assert (one.seconds or 0) > 0, "known from its last heartbeat"
+    assert (three.resumed_from_step or 0) >= 5
+    assert_whole_story(workspace, 3)
+
+
+def test_a_copy_that_dies_slowly_spoils_nothing_of_its_restart(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    old = start()
+    wait_for_step(workspace, 1, 2)
+    old.send_signal(signal.SIGSTOP)
+    new = start(restart=1)
+    assert new.wait(60) == 0
+    before = {p: p.stat().st_mtime_ns for p in workspace.layout.data.rglob("*") if p.is_file()}
+    result = workspace.read_result(STAGE.id)
+    old.send_signal(signal.SIGCONT)
+    assert old.wait(60) == 6
+    assert workspace.read_result(STAGE.id) == result
+    own = workspace.layout.attempt(STAGE.id, 1).data
+    after = {p: p.stat().st_mtime_ns for p in workspace.layout.data.rglob("*") if p.is_file()}
+    changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+    assert all(p.is_relative_to(own) for p in changed), "only in its own folder, which nobody reads"
+    assert_whole_story(workspace, 2)
+
+
+@pytest.mark.parametrize(
+    ("says", "number", "failure", "goes_on"),
+    [
+        ("JobState=COMPLETING Restarts=1", signal.SIGTERM, "preempted", True),
+        (
+            "JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00",
+            signal.SIGUSR1,
+            "time_limit",
+            True,
+        ),
+        ("JobState=COMPLETING Restarts=0", signal.SIGTERM, "cancelled", False),
+    ],
+)
+def test_a_signal_ends_in_a_checkpoint_and_a_class(
+    workspace: Workspace,
+    start: Callable[..., subprocess.Popen[str]],
+    says: str,
+    number: signal.Signals,
+    failure: str,
+    goes_on: bool,
+) -> None:
+    worker = start(scontrol=f"JobId=7 {says}")
+    wait_for_step(workspace, 1, 2)
+    worker.send_signal(number)
+    assert worker.wait(60) == 6
+    outcome = attempts(workspace)[0].outcome
+    assert outcome is not None
+    assert outcome.failure == failure
+    saved = workspace.layout.stage(STAGE.id).checkpoints / f"step-{outcome.step:08d}"
+    assert (saved / "COMPLETE.json").exists(), "the step that was under way is saved"
+    again = start(restart=1)
+    assert again.wait(60) == 0
+    assert len(attempts(workspace)) == (2 if goes_on else 1)
+    if goes_on:
+        assert attempts(workspace)[1].resumed_from_step == outcome.step
+        assert_whole_story(workspace, 2)
+
+
+def test_a_job_with_nothing_left_to_do_leaves_quietly(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert start().wait(60) == 0
+    late = start(restart=1)
+    _, said = late.communicate(timeout=60)
+    assert late.returncode == 0
+    assert "nothing left to do" in said
+    assert "Traceback" not in said
+    assert len(attempts(workspace)) == 1
+
+
+def test_the_real_worker_says_in_one_paragraph_what_it_cannot_use(workspace: Workspace) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "flows.worker"),
+            *("--workspace", str(workspace.root), "sft-nowhere", "1"),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert "sft-nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- a group's workspace
+
+#: Runs one life as another user of one group; imports come first, as the interpreter's folder may
+#: be root's own.
+AS_USER = """
+import os, sys
+from pathlib import Path
+import pyarrow.parquet, infra.disk.keeper
+from infra import provenance
+from tests.support.faulty_disk import FaultyDisk
+from tests.support.one_life import one_life
+root, uid, after, at = Path(sys.argv[1]), *map(int, sys.argv[2:])
+versions = provenance.versions()
+provenance.versions = lambda: versions
+os.umask(0o002)
+os.setgroups([])
+os.setresgid(4242, 4242, 4242)
+os.setresuid(uid, uid, uid)
+with FaultyDisk(root, at, "SIGKILL").mounted():
+    sys.exit(one_life(root, after))
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that belongs to a group of two users."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be two users in turn")
+    folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="refiner-shared-"))
+    os.chown(folder, 4243, 4242)
+    folder.chmod(0o775)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def live_as(uid: int, root: Path, after: int, at: int = 0) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", AS_USER, str(root), str(uid), str(after), str(at)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_one_of_a_group_goes_on_with_what_another_has_begun(shared: Path) -> None:
+    """The second user takes over checkpoints, metrics and rollouts, and clears away the first's."""
+    code, said = live_as(4243, shared / "ws", after=0, at=140)
+    assert code == -signal.SIGKILL, said
+    workspace = Workspace.read_only(shared / "ws")
+    (stage_id,) = workspace.stage_ids()
+    begun = list(workspace.layout.stage(stage_id).checkpoints.glob("step-*"))
+    assert begun, "somebody's checkpoint is there to go on from"
+    code, said = live_as(4244, shared / "ws", after=1)
+    assert code == 0, said
+    found = workspace.read_record(stage_id)
+    assert found is not None
+    assert found.state == "done"
+    assert found.attempts[1].resumed_from_step is not None
+    owners = {p.stat().st_uid for p in (shared / "ws").rglob("*")}
+    assert owners == {4243, 4244}
