@@ -1,0 +1,332 @@
+"""What a plan will take is known before it runs: from what was measured, else from the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from flows.cli.disk import disk_command
+from flows.cli.main import main
+from flows.cli.plan import plan_command
+from flows.disk import planned_room, propose_fit, size_of_model, suggested_intervals
+from infra import atomic
+from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
+from infra.disk.history import failures_of, suggest_save_freq
+from infra.disk.modelsize import ModelSize, model_size
+from infra.workspace import Workspace
+from refiner_core.contract.config import DiskConfig, GrpoConfig, RecipeConfig
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Outcome
+from tests.support.disk import finish, save
+from tests.support.plans import SOURCES, claim, small_config, small_plan
+
+MIB, GIB = 1 << 20, 1 << 30
+FOUR_B = ModelSize(4 * 10**9, "from the name")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+def plan_of(**grpo: Any) -> Plan:
+    settings = GrpoConfig(num_training_steps=200, save_freq=50, **grpo)
+    config = replace(small_config("data", "grpo"), grpo=settings)
+    return make_plan(replace(config, model=replace(config.model, dtype="bfloat16")), SOURCES)
+
+
+def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
+    found = forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B))
+    return next(s for s in found.stages if s.stage.kind == kind)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
+    import torch
+
+    from infra.disk.forecast import _STATE_BYTES
+    from refiner_core.training.checkpoint import save_state
+    from refiner_core.training.optim import Updater
+    from tests.support.tiny_training import tiny_model
+
+    for dtype in ("float32", "bfloat16"):
+        model = tiny_model(hidden_size=128, intermediate_size=512).to(getattr(torch, dtype))
+        updater = Updater(model, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+        model(torch.tensor([[3, 4]])).logits.sum().backward()
+        updater.step(1.0)
+        folder = tmp_path / dtype
+        folder.mkdir()
+        save_state(folder, model, updater, {})
+        written = sum(p.stat().st_size for p in folder.iterdir())
+        parameters = sum(p.numel() for p in model.parameters())
+        assert written == pytest.approx(parameters * _STATE_BYTES[dtype], rel=0.1)
+
+
+def test_a_4b_model_in_bfloat16_takes_56_gb_a_checkpoint(workspace: Workspace) -> None:
+    one = 4 * 10**9 * 14
+    kept_two, kept_one = need(plan_of(keep=2), workspace), need(plan_of(keep=1), workspace)
+    assert kept_two.peak - kept_two.kept == 2 * one
+    assert kept_one.peak == kept_two.peak, "while it saves, the old one is still there"
+    assert kept_one.final == kept_two.final - one
+    assert need(plan_of(keep=5), workspace).peak - kept_two.kept == 4 * one, "it saves four times"
+
+
+def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspace) -> None:
+    plan = plan_of(keep=2)
+    claim(workspace, plan, "data")
+    stage = claim(workspace, plan, "grpo")
+    save(workspace, stage.id, 50, size=3 * MIB)
+    found = need(plan, workspace)
+    assert found.basis == "measured"
+    assert 2 * 3 * MIB <= found.peak - found.kept < 2 * 4 * MIB
+
+
+def test_what_is_done_takes_nothing_more(workspace: Workspace) -> None:
+    plan = plan_of()
+    claim(workspace, plan, "data")
+    finish(workspace, plan.by_name["data"].id)
+    found = forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B))
+    assert [s.stage.kind for s in found.stages] == ["grpo"]
+
+
+def test_trials_that_share_a_stage_take_it_once(workspace: Workspace) -> None:
+    known = Knowledge(workspace, lambda _: FOUR_B)
+    one, two = plan_of(beta=0.0), plan_of(beta=0.1)
+    both = forecast_disk([one, two], known)
+    assert sorted(s.stage.kind for s in both.stages) == ["data", "grpo", "grpo"]
+    alone = forecast_disk([one], known)
+    assert both.final_bytes > 1.9 * alone.final_bytes
+
+
+def test_reclaiming_finished_checkpoints_makes_room_for_the_next_trial(
+    workspace: Workspace,
+) -> None:
+    plans = [plan_of(beta=b) for b in (0.0, 0.1, 0.2)]
+    found = forecast_disk(plans, Knowledge(workspace, lambda _: FOUR_B))
+    one = replace(found, parallel=1)
+    assert isinstance(one, Forecast)
+    assert one.least_bytes < one.peak_bytes
+    assert one.needed_bytes == one.least_bytes
+    assert replace(one, reclaim=False).needed_bytes == one.peak_bytes
+
+
+def test_a_model_of_unknown_size_is_said_to_be(workspace: Workspace) -> None:
+    found = forecast_disk([plan_of()], Knowledge(workspace, lambda _: ModelSize(None, "?")))
+    assert found.unknown == ("grpo",)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen3-4B", 4 * 10**9),
+        ("Qwen/Qwen3.5-0.6b-base", 6 * 10**8),
+        ("me/refiner-135m", 135 * 10**6),
+        ("me/v3b", 3 * 10**9),
+        ("me/model-8bit", None),
+        ("me/refiner", None),
+    ],
+)
+def test_names_tell_sizes(name: str, parameters: int | None) -> None:
+    assert model_size(None, name).parameters == parameters
+
+
+def test_local_models_are_counted_without_loading_them(tmp_path: Path) -> None:
+    from refiner_core.models import tiny_model_dir
+
+    counted = model_size(tiny_model_dir(), "builtin:tiny").parameters
+    assert counted is not None
+    assert counted == pytest.approx(
+        (tiny_model_dir() / "model.safetensors").stat().st_size / 4, rel=0.01
+    )
+    shape = (tiny_model_dir() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(shape)
+    assert model_size(tmp_path, "x").parameters == pytest.approx(counted, rel=0.01)
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    assert model_size(tmp_path, "x").parameters == pytest.approx(counted, rel=0.01)
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def test_the_cheapest_change_that_fits_is_proposed(workspace: Workspace) -> None:
+    known, plan = Knowledge(workspace, lambda _: FOUR_B), plan_of(keep=4)
+    as_it_is = forecast_disk([plan], known).needed_bytes
+    change = fit([plan], known, as_it_is)
+    assert change is not None
+    assert change.overrides == ()
+    change = fit([plan], known, as_it_is - 1)
+    assert change is not None
+    assert change.overrides == ("grpo.keep=3",)
+    one = 4 * 10**9 * 14
+    change = fit([plan], known, as_it_is - 3 * one)
+    assert change is not None
+    assert change.overrides == ("grpo.keep=1", "grpo.save_freq=200")
+    assert change.needed_bytes <= as_it_is - 3 * one
+    assert fit([plan], known, as_it_is // 100) is None
+
+
+def test_fewer_at_a_time_is_proposed_for_several_trials(workspace: Workspace) -> None:
+    plans = [plan_of(beta=b, keep=2) for b in (0.0, 0.1, 0.2)]
+    known = Knowledge(workspace, lambda _: FOUR_B)
+    needed = forecast_disk(plans, known).needed_bytes
+    change = fit(plans, known, needed - 1)
+    assert change is not None
+    assert change.overrides == ("dispatch.max_parallel=1",)
+
+
+def test_a_proposal_changes_no_stage_s_identity(workspace: Workspace) -> None:
+    from refiner_core.contract.loading import load_recipe
+
+    plan = make_plan(load_recipe("tiny"), SOURCES)
+    changed = load_recipe(
+        "tiny", ["disk.reclaim=true", "dispatch.max_parallel=1", "grpo.keep=1", "grpo.save_freq=99"]
+    )
+    assert [s.id for s in make_plan(changed, SOURCES).stages] == [s.id for s in plan.stages]
+
+
+# ---------------------------------------------------------------- how often to save
+
+
+def test_young_s_interval() -> None:
+    assert suggest_save_freq(step_s=10, save_s=50, mtbf_s=36_000) == round(
+        (2 * 50 * 36_000) ** 0.5 / 10
+    )
+    assert suggest_save_freq(step_s=1e6, save_s=1, mtbf_s=1) == 1
+    with pytest.raises(ValueError, match="no times"):
+        suggest_save_freq(step_s=0, save_s=1, mtbf_s=1)
+
+
+def test_intervals_rest_on_measured_saves_steps_and_failures(workspace: Workspace) -> None:
+    plan = plan_of()
+    assert suggested_intervals(plan, workspace) == []
+    claim(workspace, plan, "data")
+    stage = claim(workspace, plan, "grpo")
+    paths = workspace.layout.attempt(stage.id, 1)
+    paths.data.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": s, "metrics": {"time/step_s": 20.0}} for s in (1, 2)]
+    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    atomic.write_json(paths.heartbeat, {"counter": 1, "save_s": 40.0})
+    workspace.close_attempt(stage.id, 1, Outcome("node_failure", "resume"), 7200.0)
+    failures = failures_of(workspace)
+    assert (failures.count, failures.mtbf_s) == (1, 7200.0)
+    (interval,) = suggested_intervals(plan, workspace)
+    assert interval.save_freq == suggest_save_freq(20.0, 40.0, 7200.0)
+    assert interval.configured == 50
+    assert "1 in 2.0 h" in interval.why
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(command: Any, *words: str) -> Any:
+    done = CliRunner().invoke(command, list(words))
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def test_plan_says_so_where_it_does_not_fit_and_proposes_what_does(tmp_path: Path) -> None:
+    where = f"workspace={tmp_path / 'none'}"
+    assert "disk:" not in run(plan_command, "tiny", where).output
+    assert "fits" in run(plan_command, "tiny", where, "--disk").output
+    tight = (where, "disk.limit_gb=0.14")
+    assert "does not fit" in run(plan_command, "tiny", *tight).output
+    output = run(plan_command, "tiny", *tight, "--fit").output
+    assert "dispatch.max_parallel=1" in output
+    assert f"refiner run tiny {where} disk.limit_gb=0.14 dispatch.max_parallel=1" in output
+    value = json.loads(run(plan_command, "tiny", *tight, "--fit", "--json").stdout)["disk"]
+    assert value["fit"] == ["dispatch.max_parallel=1"]
+    assert not value["fits"]
+    assert value["needed_bytes"] > value["free_bytes"]
+    hopeless = run(plan_command, "tiny", where, "disk.limit_gb=0.01", "--fit").output
+    assert "No change" in hopeless
+    assert not (tmp_path / "none").exists()
+
+
+def test_planned_room_counts_what_may_go(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    save(workspace, stage.id, 1, 2, size=8 * MIB)
+    limit = DiskConfig(limit_gb=45 * MIB / GIB)
+    config = replace(plan.config, workspace=str(workspace.root), disk=limit)
+    room = planned_room([replace(plan, config=config)])
+    assert room.forecast.needed_bytes > room.free_bytes
+    assert 8 * MIB <= room.reclaimable_bytes < 9 * MIB
+    assert room.fits
+    assert propose_fit([replace(plan, config=config)], room) is not None
+
+
+def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    save(workspace, stage.id, 1, 2, size=2 * MIB)
+    where = f"workspace={workspace.root}"
+    shown = run(disk_command, where).output
+    assert "checkpoints  4.0 MiB" in shown
+    assert "A reclaim would free 2.0 MiB (1 things)" in shown
+    value = json.loads(run(disk_command, where, "--json").stdout)
+    assert value["reclaimable"][0]["kind"] == "older"
+    assert {u["kind"] for u in value["use"]} >= {"checkpoints", "records"}
+    assert "is pinned" in run(disk_command, "pin", stage.id, where).output
+    assert "nothing that may be deleted" in run(disk_command, where, "--reclaim").output
+    assert stage.id in run(disk_command, where).output
+    run(disk_command, "unpin", stage.id, where)
+    assert "2.0 MiB would be free" in run(disk_command, where, "--reclaim", "--dry-run").output
+    assert "2.0 MiB reclaimed" in run(disk_command, where, "--reclaim").output
+    steps = workspace.layout.stage(stage.id).checkpoints
+    assert [p.name for p in steps.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    "words", [["keep", "x"], ["pin"], ["pin", "no-such-stage"], ["--dry-run"], ["disk.nothing=1"]]
+)
+def test_disk_refuses_what_it_does_not_know(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["disk", f"workspace={tmp_path / 'none'}", *words]) == 2
+    assert "To mend it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["disk"], ["disk", "--json"], ["disk", "--reclaim", "--dry-run"]]
+)
+def test_looking_at_a_missing_workspace_writes_nothing_and_imports_nothing_heavy(
+    words: list[str], tmp_path: Path
+) -> None:
+    script = (
+        "import sys\n"
+        "from flows.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'prefect', 'submitit', 'wandb'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy), code, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", script, *words, f"workspace={tmp_path / 'none'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    assert "HEAVY [] 0" in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recorded_disk_section_counts_and_overrides_change_it(workspace: Workspace) -> None:
+    from flows.disk import disk_config
+    from refiner_core.contract.records import to_json
+    from tests.support.plans import run_record
+
+    assert disk_config(workspace) == DiskConfig()
+    plan = small_plan("data", disk=DiskConfig(limit_gb=3.0, margin_gb=1.0))
+    workspace.write_run(replace(run_record(workspace, plan), config=to_json(plan.config)))
+    assert disk_config(workspace).limit_gb == 3.0
+    changed = disk_config(workspace, ["disk.margin_gb=2"])
+    assert (changed.limit_gb, changed.margin_gb) == (3.0, 2.0)
+
+
+def test_the_size_of_a_recipe_s_model_is_found() -> None:
+    assert size_of_model(RecipeConfig()).parameters is not None
