@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.timeline import Incident, clock_text
 from refiner_core.contract.views import StageView
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -58,6 +59,21 @@ def artifacts_of(recipe: str, view: StageView) -> list[Artifact]:
             Artifact(artifact_key(recipe, view.name, "card"), card, "The model card as published")
         )
     return found
+
+
+def incidents_markdown(incidents: Sequence[Incident]) -> str:
+    """The timeline as a table, and what it cost in all."""
+    rows = [
+        {
+            "time (UTC)": clock_text(i.at),
+            "stage": i.stage,
+            "what": i.text,
+            "state": "resolved" if i.resolved else "open",
+        }
+        for i in incidents
+    ]
+    steps = sum(i.lost_steps or 0 for i in incidents)
+    return f"{markdown_table(rows)}\n\n{steps} steps were done again."
 
 
 def numbers_in(report: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -213,7 +213,7 @@ def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]
     if outcome.by == "nobody":
         return [f"Nothing of {outcome.run} runs; there was nothing to end."]
     if outcome.ended:
-        how = {"here": " from here: nobody worked on the run", "orchestrator": ""}[outcome.by]
+        how = " from here, as nobody worked on the run" if outcome.by == "here" else ""
         lines = [f"Ended{how}: {what}. What was saved is kept.", "Next:"]
         return [*lines, f"  refiner resume {outcome.run} {where}"]
     lines = [f"Not ended yet: {', '.join(outcome.left) or what}."]

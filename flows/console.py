@@ -28,6 +28,8 @@ _LINE_EVERY_S = 10.0
 _BAR_WIDTH = 16
 _STYLES = {
     "waiting": "dim",
+    "queued": "dim cyan",
+    "paused": "yellow",
     "running": "cyan",
     "reattached": "cyan",
     "skipped": "green",
@@ -37,6 +39,7 @@ _STYLES = {
     "blocked": "red",
 }
 _WORKING = ("running", "reattached")
+_NOT_YET = ("queued", "paused", "waiting")
 
 
 class Console:
@@ -255,7 +258,7 @@ def duration(seconds: float) -> str:
 
 def _counted(views: Mapping[str, StageView]) -> str:
     states = [view.state for view in views.values()]
-    order = ("done", "skipped", "failed", "interrupted", "blocked", "running", "reattached")
+    order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
     parts = [f"{states.count(s)} {s}" for s in order if s in states]
     return ", ".join(parts) or "nothing to do"
 

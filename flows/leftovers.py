@@ -1,7 +1,8 @@
 """Closes flow runs that an orchestrator left behind when it was killed. Imports Prefect.
 
-In: the Prefect server's runs of our flow that have not ended, and the processes of this node. Out:
-those whose owner is dead are set to Crashed, with their task runs. Without it they would show as
+In: the Prefect server's runs of our flow that have not ended, the processes of this node, and what
+the workspace says of the orchestrators of other nodes. Out: those whose owner is dead, has ended or
+was followed by another are set to Crashed, with their task runs. Without it they would show as
 running for ever.
 """
 
@@ -27,6 +28,7 @@ from prefect.states import Crashed
 
 from flows.feed import Drawing
 from infra.processes import ProcessId
+from infra.workspace import Workspace
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,20 @@ def _why_left(run: FlowRun, drawing: Drawing) -> str:
         return ""
     if process.here and not process.alive:
         return f"The orchestrator (process {process.pid}) was killed or its node restarted."
+    return _by_its_record(str(run.parameters.get("run", "")), owner, drawing)
+
+
+def _by_its_record(run_id: str, owner: str, drawing: Drawing) -> str:
+    """Why nobody draws a run of another host any more, by what the workspace says of it."""
+    if drawing.story is None or not run_id:
+        return ""
+    workspace = Workspace.read_only(drawing.story.workspace)
+    said, (_, turn) = workspace.read_orchestrator(run_id) or {}, workspace.newest_turn(run_id)
+    newest = str(turn.get("process") or said.get("process") or "")
+    if newest and newest != owner:
+        return f"The run was taken up by another process ({newest})."
+    if said.get("state") == "ended" and said.get("process") == owner:
+        return "The orchestrator has ended, and its picture was lost."
     return ""
 
 

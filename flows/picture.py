@@ -25,10 +25,12 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.feed import Drawing, Node, NothingMore, Watched
+from flows.news import News
 from flows.poster import Poster
 from refiner_core.contract.views import StageView
 
 _POLL_S = 1.0
+_NEWS_S = 2.0
 Started = Callable[[str], None]
 _WATCHED: ContextVar[tuple[Drawing, Watched, Started]] = ContextVar("watched")
 
@@ -40,7 +42,7 @@ def watching(
     """Say what :func:`refiner` draws when it is called inside; ``started`` learns the run's id."""
     token = _WATCHED.set((drawing, source, started))
     try:
-        with tags(drawing.recipe, drawing.run):
+        with tags(*drawing.tags):
             yield
     finally:
         _WATCHED.reset(token)
@@ -64,8 +66,17 @@ def refiner(recipe: str, run: str, owner: str) -> State[Any]:
         for node in drawing.nodes:
             before = [_Ended(futures[name]) for name in node.inputs if name in futures]
             futures[node.name] = _stage_task(recipe, node, source).submit(wait_for=before)
-    wait(list(futures.values()))
+    _wait_for(list(futures.values()), News(drawing, drawing.story) if drawing.story else None)
     return _flow_state({name: future.state for name, future in futures.items()})
+
+
+def _wait_for(futures: list[PrefectFuture[Any]], news: News | None) -> None:
+    """Wait for every stage, telling meanwhile what else happens."""
+    if news is not None:
+        while wait(futures, timeout=_NEWS_S).not_done:
+            news.tell()
+        news.tell()
+    wait(futures)
 
 
 class _Ended(PrefectFuture[Any]):  # type: ignore[misc]  # mypy does not follow Prefect's imports
@@ -118,6 +129,7 @@ def _follow(poster: Poster, node: Node, source: Watched) -> State[Any]:
             if (news := f"{view.state} {view.message}".strip()) != told:
                 logger.info("%s", news)
                 told = news
+            poster.show_state(view)
             poster.show(view)
             if view.terminal:
                 poster.finish(view)

@@ -20,7 +20,10 @@ from prefect.artifacts import (
     create_progress_artifact,
     update_progress_artifact,
 )
+from prefect.client.orchestration import get_client
+from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectException
+from prefect.states import Running
 
 from flows.artifacts import artifact_key, artifacts_of
 from flows.feed import Node
@@ -30,6 +33,8 @@ from refiner_core.contract.views import StageView
 #: Progress goes to the server at most this often.
 _EVERY_S = 2.0
 _LOG_EVERY_S = 10.0
+#: A task run is running for Prefect from the moment that it waits for its stage.
+_WAITING = ("waiting", "queued", "paused")
 
 
 class Poster:
@@ -38,6 +43,7 @@ class Poster:
     def __init__(self, recipe: str, node: Node) -> None:
         self._recipe, self._node = recipe, node
         self._link = ""
+        self._state = "Running"
         self._progress: UUID | None = None
         self._shown: Progress | None = None
         self._posted = self._logged = float("-inf")
@@ -59,6 +65,22 @@ class Poster:
         if now - self._logged >= _LOG_EVERY_S:
             self._logged = now
             get_run_logger().info("%s", describe(progress))
+
+    def show_state(self, view: StageView) -> None:
+        """Why it does not run, as the name of its task run's state: Queued, Paused, Waiting."""
+        name = view.state.capitalize() if view.state in _WAITING else "Running"
+        if name == self._state or view.terminal:
+            return
+        self._state = name
+        self._try(lambda: self._set_state(name, view.message))
+
+    def _set_state(self, name: str, message: str) -> None:
+        context = TaskRunContext.get()
+        if context is None:
+            return
+        with get_client(sync_client=True) as client:
+            state = Running(name=name, message=message or None)
+            client.set_task_run_state(context.task_run.id, state, force=True)
 
     def finish(self, view: StageView) -> None:
         """Post what the report has to show."""

@@ -132,7 +132,11 @@ def _incident(
     disk: Sequence[Event],
 ) -> Incident:
     lost_steps, lost_seconds = _lost(stage, attempt, outcome, after)
-    parts = [_what(stage, attempt, outcome), *_disk_texts(disk), *_onward(attempt, outcome, after)]
+    parts = [
+        _what(stage, attempt, outcome),
+        *_disk_texts(disk, after is None),
+        *_onward(attempt, outcome, after),
+    ]
     if lost_seconds is not None and lost_seconds >= 0.5:
         parts.append(f"{device_time(lost_seconds, stage.device)} lost")
     return Incident(
@@ -243,8 +247,8 @@ def _disk_events(stage: StageHistory, events: Sequence[Event]) -> dict[int, list
     return found
 
 
-def _disk_texts(events: Sequence[Event]) -> list[str]:
-    """``56.0 GB reclaimed``, ``waited 4 min for room``."""
+def _disk_texts(events: Sequence[Event], open_still: bool) -> list[str]:
+    """``56.0 GB reclaimed``, ``waited 4 min for room``; ``open_still``: nothing has gone on yet."""
     texts = []
     reclaimed = sum(int(e.get("bytes") or 0) for e in events if e.get("event") == "reclaimed")
     if reclaimed:
@@ -253,7 +257,7 @@ def _disk_texts(events: Sequence[Event]) -> list[str]:
     short = sum(e.get("event") == "short" for e in events)
     if waited:
         texts.append(f"waited {rough(waited)} for room")
-    elif short:
+    elif short and open_still:
         texts.append("waits for room")
     return texts
 
@@ -264,7 +268,7 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
     if first is None:
         return []
     need = size_text(int(first.get("need_bytes") or 0))
-    text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events)])
+    text = "; ".join([f"no room to begin ({need} needed)", *_disk_texts(events, True)])
     over = any(e.get("event") == "room" for e in events)
     at = str(first.get("at", ""))
     return [Incident(at, stage.name, 0, "no_room", text, 0, 0.0, over or bool(stage.record.result))]
@@ -274,8 +278,8 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 
 
 def first_line(text: str, limit: int = 100) -> str:
-    """The first line of a message, cut to ``limit`` characters."""
-    line = text.strip().partition("\n")[0]
+    """What a message says first, without the way out of it, cut to ``limit`` characters."""
+    line = text.strip().partition("\n")[0].partition(" To mend it: ")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

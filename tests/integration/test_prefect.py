@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import subprocess
@@ -18,14 +19,18 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.feed import Story
 from flows.pipeline import run_pictured
 from infra.server import ensure_server, server_status
+from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Outcome, RunRecord
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 from tests.support.browser import chromium
 from tests.support.fake_campaign import Change, FakeCampaign
+from tests.support.plans import claim, run_record, small_plan
 from tests.support.prefect_server import PrefectApi, eventually
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
@@ -119,7 +124,7 @@ def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[
 
 def test_a_run_is_named_and_tagged(flow_run: Mapping[str, Any]) -> None:
     assert flow_run["name"] == "tiny run-drawn"
-    assert set(flow_run["tags"]) == {"tiny", "run-drawn"}
+    assert set(flow_run["tags"]) == {"tiny", "run-drawn", "run:run-drawn"}
     assert flow_run["state_type"] == "FAILED"
     assert "evaluate-base" in flow_run["state"]["message"]
 
@@ -288,6 +293,101 @@ def test_a_server_of_the_users_that_is_down_costs_one_warning(
     assert len(heard.warnings) == 1
     assert "refused" in heard.warnings[0]
     assert server_status().state == "yours"  # and none of ours was started
+
+
+class TellingCampaign(FakeCampaign):
+    """A campaign of a real workspace that runs out of room and goes on."""
+
+    def __init__(self, plan: Plan, workspace: Workspace, run: RunRecord) -> None:
+        queued = (0.2, {"state": "queued", "message": "PENDING (Resources)"})
+        sft: list[Change] = [
+            (0.0, {"state": "running", "attempt": 1}),
+            queued,
+            (6.0, {"state": "running"}),
+            (8.0, {"state": "done"}),
+        ]
+        super().__init__(plan, {"sft": sft})
+        self.workspace, self.run = workspace, run
+
+    def start(self) -> None:
+        super().start()
+        stage = claim(self.workspace, self.plan, "sft")
+        full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
+        self.workspace.start_attempt(stage.id, 1, {"started_at": "2026-11-21T01:00:00+00:00"})
+        self.workspace.close_attempt(stage.id, 1, full, 30.0)
+        claim(self.workspace, self.plan, "sft", after=1)
+        self.note({"event": "claim", "stage": "sft", "attempt": 1})
+        self.note({"event": "short", "stage_id": stage.id, "need_bytes": 10**9})
+        self.note({"event": "reclaimed", "stage_id": stage.id, "bytes": 56 * 10**9})
+        self.note({"event": "claim", "stage": "sft", "attempt": 2})
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        path = self.workspace.layout.run(self.run.run).events
+        with path.open("a") as file:
+            file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
+
+
+def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    plan, workspace = small_plan(), Workspace.open(tmp_path)
+    run = run_record(workspace, plan)
+    workspace.write_run(run)
+    campaign = TellingCampaign(plan, workspace, run)
+    story = Story(str(workspace.layout.run(run.run).events), resumed=True)
+    seen: list[str] = []
+
+    def look() -> None:
+        flow_run = eventually(lambda: _in_state(prefect, run.run, "RUNNING"))
+        eventually(lambda: states(prefect, flow_run).get("sft", ("", ""))[1] == "Queued")
+        seen.append("Queued")
+
+    threading.Thread(target=look, daemon=True).start()
+    heard = Heard()
+    run_pictured(campaign, plan, run.run, use_server=True, console=heard, story=story)
+    assert heard.warnings == []
+    flow_run = eventually(lambda: _in_state(prefect, run.run, "COMPLETED"))
+    assert {f"run:{run.run}", f"resumes:{run.run}"} <= set(flow_run["tags"])
+    assert seen == ["Queued"]
+
+    table = prefect.artifacts(flow_run["id"])["small-incidents"]["data"]
+    assert "EDQUOT (errno 122) while saving step 3; 56.0 GB reclaimed; is being resumed" in table
+    wanted = {"refiner.short", "refiner.reclaimed", "refiner.incident"}
+    eventually(lambda: wanted <= set(prefect.events(f"refiner.run.{run.run}")), 30)
+    incident = prefect.events(f"refiner.run.{run.run}")["refiner.incident"]
+    assert incident["payload"]["failure"] == "disk_full"
+    assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
+
+
+def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
+    plan: Plan, prefect: PrefectApi, tmp_path: Path
+) -> None:
+    workspace, theirs = Workspace.open(tmp_path), "another-host:1:1.00"
+    path = workspace.layout.run("run-far").events
+    path.parent.mkdir(parents=True)
+    story = Story(str(path))
+    flow = prefect.post("/flows/", {"name": "refiner"})
+    prefect.post(
+        "/flow_runs/",
+        {
+            "flow_id": flow["id"],
+            "tags": ["run-far"],
+            "parameters": {"recipe": "tiny", "run": "run-far", "owner": theirs},
+            "state": {"type": "RUNNING"},
+        },
+    )
+
+    def draw_another(run: str) -> None:
+        campaign = FakeCampaign(plan, {s.name: [(0.0, {"state": "skipped"})] for s in plan.stages})
+        run_pictured(campaign, plan, run, use_server=True, console=Heard(), story=story)
+
+    workspace.write_orchestrator("run-far", {"process": theirs, "state": "running"})
+    draw_another("run-near-1")
+    assert _in_state(prefect, "run-far", "RUNNING"), "nobody knows that it has ended"
+    workspace.write_orchestrator("run-far", {"process": theirs, "state": "ended"})
+    draw_another("run-near-2")
+    run = eventually(lambda: _in_state(prefect, "run-far", "CRASHED"), 5)
+    assert "has ended" in run["state"]["message"]
 
 
 @pytest.mark.browser

@@ -64,6 +64,11 @@ class PrefectApi:
         found = self.post("/artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}})
         return {artifact["key"]: artifact for artifact in found}
 
+    def events(self, resource: str) -> dict[str, dict[str, Any]]:
+        """Events of a resource by name, the newest of each."""
+        body = {"filter": {"resource": {"id": [resource]}, "order": "ASC"}, "limit": 50}
+        return {e["event"]: e for e in self.post("/events/filter", body)["events"]}
+
     def edges(self, flow_run_id: str) -> set[tuple[str, str]]:
         """Arrows of the graph that the UI draws, as pairs of task run names."""
         nodes = dict(self.get(f"/flow_runs/{flow_run_id}/graph-v2")["nodes"])

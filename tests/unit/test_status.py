@@ -1,0 +1,231 @@
+"""How a run stands, from records: states, rates, who works on it, and a scheduler that is down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from flows.cli.status import cells
+from flows.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
+from infra.dispatch import Router
+from infra.jobs import AttemptRef, JobSight, OpenAttempt
+from infra.orchestrators import orchestrator_of, take_up
+from infra.processes import ProcessId
+from infra.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import Attempt, Outcome, RunRecord, to_json
+from tests.support.plans import OWNER, claim, run_record, small_plan
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "runs")
+
+
+@pytest.fixture
+def run(workspace: Workspace) -> RunRecord:
+    plan = small_plan()
+    run = replace(run_record(workspace, plan), config=to_json(plan.config))
+    workspace.write_run(run)
+    return run
+
+
+def look(workspace: Workspace, run: RunRecord) -> RunStatus:
+    return Watcher(workspace, run).look()
+
+
+def stage(status: RunStatus, name: str) -> StageStatus:
+    return next(s for s in status.stages if s.name == name)
+
+
+def note(workspace: Workspace, run: RunRecord, **event: Any) -> None:
+    with workspace.layout.run(run.run).events.open("a") as file:
+        file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
+
+
+def test_before_anything_has_begun_all_stages_wait(workspace: Workspace, run: RunRecord) -> None:
+    status = look(workspace, run)
+    assert [(s.name, s.state) for s in status.stages] == [("data", "waiting"), ("sft", "waiting")]
+    assert status.orchestrator.standing == "none"
+    assert not status.finished
+
+
+def test_a_failed_attempt_says_how(workspace: Workspace, run: RunRecord) -> None:
+    planned = claim(workspace, small_plan(), "sft")
+    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
+    outcome = Outcome("disk_full", "resume", "saving the checkpoint of step 7", 5, 7, errno=122)
+    workspace.close_attempt(planned.id, 1, outcome, 10.0)
+    found = look(workspace, run)
+    row = stage(found, "sft")
+    assert (row.state, row.node, row.attempt) == ("interrupted", "n3", 1)
+    assert row.last_failure == "attempt 1: disk_full at step 7: saving the checkpoint of step 7"
+    assert "EDQUOT (errno 122) while saving step 7 on n3" in found.incidents[0].line
+
+
+def test_why_a_stage_waits_comes_from_who_works_on_it(workspace: Workspace, run: RunRecord) -> None:
+    note(workspace, run, event="stage", stage="sft", state="paused", message="waits for room")
+    assert stage(look(workspace, run), "sft").state == "waiting"  # nobody works: it does not
+    take_up(workspace, run.run)
+    row = stage(look(workspace, run), "sft")
+    assert (row.state, row.reason) == ("paused", "waits for room")
+
+
+def test_the_rate_is_that_of_this_attempt() -> None:
+    beat = {"progress": {"done": 60, "total": 100}, "moved_at_s": 50.0, "seconds": 80.0}
+    assert eta_s(beat, resumed_from=50) == 40 * 5.0
+    assert eta_s(beat, resumed_from=None) == pytest.approx(40 * 50 / 60, abs=0.1)
+    assert eta_s(beat, resumed_from=60) is None  # not one step yet
+    assert eta_s({}, None) is None
+
+
+def test_a_row_reads_like_a_sentence() -> None:
+    row = StageStatus(
+        *("grpo", "grpo-1", "running"),
+        job_id="17",
+        node="n3",
+        attempt=2,
+        attempts=2,
+        phase="train",
+        step=60,
+        total=110,
+        metric="reward 0.41",
+        eta_s=600.0,
+    )
+    assert cells(row) == ("grpo", "running", "17 on n3", "2", "train 60/110, reward 0.41",
+                          "10 min 00 s", "")  # fmt: skip
+
+
+class Silent:
+    """A scheduler that does not answer for a long time."""
+
+    executor = "slurm"
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        time.sleep(30)
+        return {}
+
+
+def test_a_scheduler_that_is_down_holds_nobody_up() -> None:
+    attempt = Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00", job_id="9")
+    ref = AttemptRef("grpo-1", 1)
+    slow = Router({"slurm": Silent()}, lambda _: "slurm")  # type: ignore[dict-item]
+    router = HurriedRouter(slow, 0.1)
+    began = time.monotonic()
+    assert router.look([OpenAttempt(ref, attempt)])[ref].sight == "unknown"
+    assert time.monotonic() - began < 1.0
+    assert router.late == "the scheduler did not answer within 0.1 s"
+
+
+def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord) -> None:
+    assert find_run(workspace, run.run[-4:]) == find_run(workspace) == run
+    with pytest.raises(ConfigurationError, match=f"Did you mean '{run.run}'"):
+        find_run(workspace, run.run[:-1] + "x")
+    workspace.write_run(replace(run, run=run.run[:-4] + "zzzz"))
+    with pytest.raises(ConfigurationError, match="may mean 2 runs"):
+        find_run(workspace, run.run[:8])
+
+
+def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord) -> None:
+    take_up(workspace, run.run)
+    assert orchestrator_of(workspace, run.run).standing == "running"
+    with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
+        take_up(workspace, run.run)
+    assert workspace.newest_turn(run.run)[0] == 1
+
+
+def test_a_process_that_is_gone_is_followed_by_the_next(
+    workspace: Workspace, run: RunRecord
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    workspace.take_turn(run.run, 0, {"process": str(ProcessId.of(process.pid))})
+    assert orchestrator_of(workspace, run.run).standing == "running"
+    process.communicate(b"\n")
+    assert orchestrator_of(workspace, run.run).standing == "gone"
+    take_up(workspace, run.run)
+    assert workspace.newest_turn(run.run)[0] == 2
+
+
+def test_a_process_of_another_host_is_believed(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace.take_turn(run.run, 0, {"process": OWNER, "job": "17"})
+    workspace.write_orchestrator(run.run, {"process": OWNER, "state": "running"})
+    assert orchestrator_of(workspace, run.run).standing == "elsewhere"
+    with pytest.raises(ConfigurationError, match="--take-over"):
+        take_up(workspace, run.run)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")  # the same job, which Slurm has started again
+    take_up(workspace, run.run)
+    assert workspace.newest_turn(run.run)[1]["job"] == "17"
+
+
+def test_one_that_has_ended_elsewhere_has_ended(workspace: Workspace, run: RunRecord) -> None:
+    workspace.write_orchestrator(run.run, {"process": OWNER, "state": "ended", "exit_code": 6})
+    who = orchestrator_of(workspace, run.run)
+    assert (who.standing, who.exit_code) == ("ended", 6)
+
+
+def test_status_writes_nothing_and_says_how_to_go_on(
+    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(p for p in workspace.root.rglob("*"))
+    assert main(["status", f"workspace={workspace.root}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"refiner resume {run.run} workspace={workspace.root}" in shown
+    assert main(["status", run.run, f"workspace={workspace.root}", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert {"run", "stages", "orchestrator", "incidents", "disk", "scheduler"} <= set(value)
+    assert main(["status", "--all", f"workspace={workspace.root}"]) == 0
+    assert "not finished" in capsys.readouterr().out
+    assert sorted(p for p in workspace.root.rglob("*")) == before
+
+
+def test_a_wrong_run_is_refused_with_the_nearest(
+    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("status", "resume", "cancel"):
+        assert main([command, f"{run.run}x", f"workspace={workspace.root}"]) == 2
+        assert f"Did you mean '{run.run}'" in capsys.readouterr().err
+
+
+def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
+    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = claim(workspace, small_plan(), "sft")
+    folder = workspace.layout.attempt(planned.id, 1).submitit
+    folder.mkdir()
+    (folder / "17_0_log.err").write_text("slurmstepd: no such interpreter\n")
+    assert main(["logs", "sft", f"workspace={workspace.root}"]) == 0
+    assert "no such interpreter" in capsys.readouterr().out
+    assert main(["logs", "sft", "--attempt", "7", f"workspace={workspace.root}"]) == 2
+    assert "one of: 1" in capsys.readouterr().err
+
+
+def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
+    workspace: Workspace, run: RunRecord, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = small_plan()
+    for number, failure in ((1, "preempted"), (2, "cancelled")):
+        planned = claim(workspace, plan, "sft", after=number - 1)
+        workspace.layout.attempt(planned.id, number).log.write_text(f"log {number} ü\n")
+        decision: Any = "resume" if number == 1 else "stop"
+        outcome = Outcome(failure, decision)  # type: ignore[arg-type]
+        workspace.close_attempt(planned.id, number, outcome)
+    assert main(["logs", "-f", "sft", "--attempt", "1", f"workspace={workspace.root}"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "log 1 ü\nlog 2 ü\n"
+    assert "attempt 1 ended: preempted" in shown.err
+
+
+def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profiles", "--json"]) == 0
+    assert "default" in json.loads(capsys.readouterr().out)["profiles"]
