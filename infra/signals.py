@@ -151,7 +151,11 @@ def why_stopped(
     if job is None:
         return Why("interrupted", f"stopped by {name}")
     facts = job_facts(ask(("scontrol", "show", "job", "-o", job.id)), job.id)
-    failure, what = _why(job, number, facts)
+    if int(facts.get("Restarts") or 0) > job.restart:
+        # Slurm forgets PreemptTime when it requeues, before the signal arrives.
+        failure, what = _end_of_start(job, job.restart, ask) or _ENDS["REQUEUED"]
+    else:
+        failure, what = _why(number, facts)
     return Why(failure, f"{what} (job {job.array_id or job.id}, {name})")
 
 
@@ -167,13 +171,10 @@ def job_facts(text: str, job_id: str) -> dict[str, str]:
     return {}
 
 
-def _why(job: SlurmJob, number: int | None, facts: Mapping[str, str]) -> Why:
+def _why(number: int | None, facts: Mapping[str, str]) -> Why:
     state = facts.get("JobState", "")
     if facts.get("PreemptTime") not in _NO_TIME or state == "PREEMPTED":
         return Why("preempted", "Slurm preempts the job")
-    if int(facts.get("Restarts") or 0) > job.restart:
-        # Slurm forgets PreemptTime when it requeues, before the signal arrives.
-        return Why("preempted", "Slurm has put the job back into its queue")
     if state == "NODE_FAIL":
         return Why("node_failure", "the node failed")
     if state in ("TIMEOUT", "DEADLINE") or _time_is_up(number, facts):
@@ -207,6 +208,7 @@ def _seconds(text: str) -> float | None:
 
 # ---------------------------------------------------------------- after a restart
 
+#: States of a start after which the scheduler starts a job again.
 _ENDS: Mapping[str, Why] = {
     "PREEMPTED": Why("preempted", "Slurm preempted the job"),
     "REQUEUED": Why("preempted", "Slurm put the job back into its queue"),
@@ -221,10 +223,15 @@ def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
 
     Where accounting is off nobody knows any more; then it counts as a preemption.
     """
+    found = _end_of_start(job, job.restart - 1, ask)
+    failure, what = found or Why("preempted", "the job ended without a word")
+    return Why(failure, f"{what}; Slurm has started it again (restart {job.restart})")
+
+
+def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
+    """How the job's start number ``start`` (from 0) ended; None where accounting does not say, or
+    not yet. It keeps one line for each, oldest first."""
     name = job.array_id or job.id
     printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
-    states = [line.split("|")[0].split()[0] for line in printed.splitlines() if line.strip()]
-    known = [_ENDS[s] for s in states if s in _ENDS]
-    # One line per start, oldest first; the scheduler may be a little behind.
-    failure, what = known[-1] if known else Why("preempted", "the job ended without a word")
-    return Why(failure, f"{what}; Slurm has started it again (restart {job.restart})")
+    states = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    return _ENDS.get(states[start]) if start < len(states) else None

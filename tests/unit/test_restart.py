@@ -285,8 +285,9 @@ def test_an_attempt_that_was_closed_before_it_started_does_not_start(
     [
         ("PREEMPTED\nRUNNING\n", "preempted"),
         ("PREEMPTED\nNODE_FAIL\nRUNNING\n", "node_failure"),
-        ("NODE_FAIL\nREQUEUED\nPENDING\n", "preempted"),
-        ("CANCELLED by 0\n", "preempted"),
+        ("NODE_FAIL\nREQUEUED\nRUNNING\n", "preempted"),
+        ("NODE_FAIL\n", "preempted"),
+        ("PREEMPTED\nCANCELLED by 0\n", "preempted"),
         ("", "preempted"),
     ],
 )
@@ -328,6 +329,13 @@ def test_slurm_is_asked_whose_signal_it_was(facts: str, number: int, failure: Fa
     found = why_stopped(job(0), number, None, lambda _: f"JobId=7 JobName=x {facts}\n")
     assert found.failure == failure
     assert "job 7" in found.message
+
+
+def test_a_goodbye_on_the_way_back_into_the_queue_knows_a_failed_node() -> None:
+    def ask(command: Sequence[str]) -> str:
+        return "NODE_FAIL\nPENDING\n" if command[0] == "sacct" else f"JobId=7 {REQUEUED}"
+
+    assert why_stopped(job(0), signal.SIGTERM, None, ask).failure == "node_failure"
 
 
 def test_a_restarted_job_does_not_take_its_own_restart_for_a_new_one() -> None:
