@@ -30,7 +30,7 @@ from infra.disk.usage import Item, measure, size_of
 from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.errors import NoSpaceError, RefinerError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class DiskKeeper:
         Where, and the ``disk`` section.
     clock, sleep
         Seconds, monotonic; how to wait.
+    stop_asked
+        Whether somebody wants this process to end: waiting for room then ends at once.
 
     Raises
     ------
@@ -72,10 +74,11 @@ class DiskKeeper:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.workspace, self.config = workspace, config
         self.ledger = Ledger(workspace, _folder(config.ledger))
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._stop_asked = clock, sleep, stop_asked
         self._prober = Prober(workspace.layout.data, config, measure=self._used)
         self._lock = threading.RLock()
         self._cached: _Cached | None = None
@@ -156,8 +159,7 @@ class DiskKeeper:
             if not missing:
                 break
             inodes = self._missing_inodes(self.room(), ref)
-            wanted = plan_reclaim(self.stock(), missing, inodes)
-            done = self.carry_out(wanted) if wanted else Reclaimed()
+            done = self._reclaim_once(missing, inodes)
             if not done.items:
                 break
             total += done.bytes
@@ -195,6 +197,14 @@ class DiskKeeper:
 
     # ------------------------------------------------------------ parts
 
+    def _reclaim_once(self, missing: int, inodes: int) -> Reclaimed:
+        try:
+            wanted = plan_reclaim(self.stock(), missing, inodes)
+            return self.carry_out(wanted) if wanted else Reclaimed()
+        except (OSError, ValueError, RefinerError) as error:
+            log.warning("nothing was reclaimed: %s", error)
+            return Reclaimed()
+
     def _wait_for_room(self, ref: AttemptRef, need_bytes: int) -> None:
         deadline = self._clock() + self.config.hold_s
         said = False
@@ -206,7 +216,7 @@ class DiskKeeper:
                 return
             self.ledger.remove(ref)
             left_s = deadline - self._clock()
-            if left_s <= 0:
+            if left_s <= 0 or self._stop_asked():
                 raise self._no_space(need_bytes, ref)
             if not said:
                 log.warning("waiting for room for %d bytes (%s)", need_bytes, self.status_line())

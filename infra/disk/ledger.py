@@ -118,9 +118,13 @@ class Ledger:
         own = self.workspace
         owner = own if entry.workspace == own.layout.control else Workspace(entry.workspace)
         paths = owner.layout.stage(entry.ref.stage_id)
-        if paths.result.exists() or not paths.attempt(entry.ref.number).intent.exists():
-            return True
-        return owner.is_stale(*entry.ref)
+        try:
+            if paths.result.exists() or not paths.attempt(entry.ref.number).intent.exists():
+                return True
+            return owner.is_stale(*entry.ref)
+        except OSError as error:  # somebody else's workspace, closed to us
+            log.debug("%s counts: %s", entry.path, error)
+            return False
 
 
 def _reservation(path: Path, value: dict[str, Any]) -> Reservation:

@@ -124,7 +124,7 @@ class Prober:
             try:
                 quotas = probe(self, mount)
                 rooms += [r for q in quotas if (r := quota_room(name, q)) is not None]
-            except (ToolFailed, ValueError, KeyError, IndexError) as error:
+            except (ToolFailed, OSError, ValueError, KeyError, IndexError) as error:
                 self._complain(name, error)
         if own := self._own_limit():
             rooms.append(own)

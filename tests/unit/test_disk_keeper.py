@@ -227,6 +227,14 @@ def test_waiting_ends_when_somebody_else_makes_room(workspace: Workspace) -> Non
     timer.join()
 
 
+def test_waiting_ends_when_the_job_is_asked_to_stop(workspace: Workspace) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    config = room_for(workspace, 2 * MIB, hold_s=999.0).config
+    keeper = DiskKeeper(workspace, config, stop_asked=lambda: True)
+    with pytest.raises(NoSpaceError), keeper.reserve(ref, 4 * MIB):
+        pytest.fail("it does not fit")
+
+
 def test_two_that_do_not_fit_together_never_both_go_on(workspace: Workspace) -> None:
     plan = small_plan("data", "sft")
     refs = [AttemptRef(claim(workspace, plan, n).id, 1) for n in ("data", "sft")]

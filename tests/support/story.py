@@ -1,0 +1,288 @@
+"""The run that died at step 100, again: through the command line, on a real Slurm, on a real quota
+that another process fills, with everything going wrong that can.
+
+In: a cluster, a folder on the quota, overrides of a GRPO run, faults and the steps at which they
+come. Out: a :class:`Telling`: what happened, and the SHA-256 of the final weights, to be held
+against those of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.command import ROOT, Stage, environment, refiner, start
+from tests.support.slurm_cluster import Cluster
+
+PROFILE = """\
+description: the cluster of a test
+partition: {partition}
+cpu_stages: slurm
+signal_lead_s: {lead_s}
+"""
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong once the trainer has logged ``step``."""
+
+    step: int
+    name: str
+    do: Callable[[Scene], str]
+
+
+@dataclass
+class Telling:
+    """What one scenario came to."""
+
+    name: str
+    seconds: float
+    hashes: dict[str, str]
+    trace: list[tuple[int, dict[str, Any]]]
+    outcomes: list[dict[str, Any]]
+    rounds: list[dict[str, Any]]
+    happened: list[str]
+    log: str
+
+    @property
+    def hit_mid_save(self) -> int:
+        """Attempts that ended with errno 122 while they were saving."""
+        return sum(
+            (o or {}).get("errno") == 122 and "saving" in str((o or {}).get("message"))
+            for o in self.outcomes
+        )
+
+
+@dataclass
+class Scene:
+    """A run under way."""
+
+    cluster: Cluster
+    workspace: Path
+    arguments: tuple[str, ...]
+    process: subprocess.Popen[str] | None = None
+    happened: list[str] = field(default_factory=list)
+    orchestrators: int = 0
+    output: list[str] = field(default_factory=list)
+
+    @property
+    def grpo(self) -> Stage:
+        """The stage that suffers."""
+        return Stage(self.workspace, "grpo")
+
+    def begin(self) -> None:
+        """Start `refiner run`, as a user would, or would again."""
+        self.orchestrators += 1
+        self.process = start("run", "tiny", *self.arguments, "--no-server")
+
+    def say(self, text: str) -> None:
+        """Note what happens."""
+        self.happened.append(text)
+        print(f"      {text}", flush=True)
+
+    def job(self) -> str:
+        """The Slurm job of the newest attempt."""
+        try:
+            note = json.loads((self.grpo.attempts[-1] / "job.json").read_text())
+        except (IndexError, FileNotFoundError):
+            return ""
+        return str(note["job_id"])
+
+    def node(self) -> str:
+        """Where that job runs; empty if it does not."""
+        job = self.job()
+        return self.cluster.run("squeue", "-h", "-j", job, "-o", "%N").strip() if job else ""
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def kill_trainer(scene: Scene) -> str:
+    """``kill -9`` of the worker."""
+    worker = scene.grpo.worker
+    if worker is None or not worker.alive:
+        return "kill -9 of the trainer: it was not there just now"
+    worker.kill_group()
+    return "kill -9 of the trainer"
+
+
+def kill_orchestrator(scene: Scene) -> str:
+    """``kill -9`` of `refiner run`; after a moment the same command again."""
+    assert scene.process is not None
+    scene.process.send_signal(signal.SIGKILL)
+    scene.process.wait(30)
+    time.sleep(1.0)
+    scene.begin()
+    return "kill -9 of the orchestrator; the same command again"
+
+
+def preempt(scene: Scene) -> str:
+    """Somebody with a higher priority takes every node for a moment."""
+    nodes = scene.cluster.spec.nodes
+    scene.cluster.run(
+        *("sbatch", "-p", "high", "-N", str(nodes), "--exclusive", "-t", "5"),
+        *("-o", "/dev/null", "--wrap", "sleep 3"),
+    )
+    return "preempted by a job on all nodes"
+
+
+def node_down(scene: Scene) -> str:
+    """The node under the trainer dies; it comes back later."""
+    node = scene.node()
+    if not node:
+        return "node down: the trainer was on none just now"
+    scene.cluster.kill_node(node)
+    time.sleep(1.0)
+    scene.cluster.start_node(node)
+    scene.cluster.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    return f"node {node} died"
+
+
+def time_limit(scene: Scene) -> str:
+    """The job's time limit is cut to a minute."""
+    job = scene.job()
+    done = scene.cluster.run("scontrol", "update", f"jobid={job}", "timelimit=1", check=False)
+    return f"time limit of job {job} cut to one minute {done.strip()}"
+
+
+# ---------------------------------------------------------------- telling it
+
+
+@contextlib.contextmanager
+def filler(scene: Scene, mount: Path, *options: str) -> Iterator[list[dict[str, Any]]]:
+    """Another process that fills the quota; yields its rounds, complete after the block."""
+    rounds: list[dict[str, Any]] = []
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.support.filler", str(mount)),
+            *("--watch", str(scene.workspace), *options),
+        ],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield rounds
+    finally:
+        process.terminate()
+        assert process.stdout is not None
+        rounds += [json.loads(line) for line in process.stdout]
+        process.wait(30)
+
+
+def tell(
+    name: str,
+    cluster: Cluster,
+    mount: Path,
+    overrides: Sequence[str],
+    *,
+    partition: str = "main",
+    lead_s: int = 10,
+    faults: Sequence[Fault] = (),
+    fill: Sequence[str] | None = None,
+) -> Telling:
+    """Run one scenario to its end.
+
+    Raises
+    ------
+    RuntimeError
+        The run did not end well, or not in time.
+    """
+    profile = mount.with_name(f"{mount.name}-{partition}.yaml")
+    profile.write_text(PROFILE.format(partition=partition, lead_s=lead_s))
+    workspace = mount / name
+    scene = Scene(
+        cluster,
+        workspace,
+        (
+            *(f"workspace={workspace}", *overrides),
+            *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
+            *(
+                "dispatch.scheduler_poll_s=1",
+                "disk.watch_s=2",
+                "disk.hold_s=2",
+                "dispatch.backoff_s=2",
+            ),
+        ),
+    )
+    began = time.monotonic()
+    with cluster.joined():
+        scene.begin()
+        try:
+            with contextlib.ExitStack() as stack:
+                rounds = [] if fill is None else stack.enter_context(filler(scene, mount, *fill))
+                for fault in sorted(faults, key=lambda f: f.step):
+                    _until(scene, fault.step)
+                    at = time.monotonic() - began
+                    scene.say(f"{at:6.1f} s, step {_step(scene)}: {fault.do(scene)}")
+                _until_over(scene, began)
+        finally:
+            if scene.process is not None and scene.process.poll() is None:
+                scene.process.kill()
+    return _telling(name, scene, time.monotonic() - began, rounds)
+
+
+def _telling(name: str, scene: Scene, seconds: float, rounds: list[dict[str, Any]]) -> Telling:
+    attempts = scene.grpo.attempts
+    outcomes = [_outcome(path) for path in attempts]
+    log = "\n".join((p / "log.txt").read_text() for p in attempts if (p / "log.txt").exists())
+    return Telling(
+        name=name,
+        seconds=seconds,
+        hashes=scene.grpo.hashes(),
+        trace=scene.grpo.trace(),
+        outcomes=outcomes,
+        rounds=rounds,
+        happened=scene.happened,
+        log=log,
+    )
+
+
+def _outcome(attempt: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads((attempt / "outcome.json").read_text())["outcome"]
+    except FileNotFoundError:
+        return {}
+    return value
+
+
+def _step(scene: Scene) -> int:
+    return max(scene.grpo.steps(), default=0)
+
+
+def _until(scene: Scene, step: int) -> None:
+    """Wait until the trainer has logged a step, or the run has ended."""
+    deadline = time.monotonic() + LIMIT_S
+    while _step(scene) < step:
+        assert scene.process is not None
+        if scene.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"step {step} never came: {_end_of(scene)}")
+        time.sleep(0.05)
+
+
+def _until_over(scene: Scene, began: float) -> None:
+    assert scene.process is not None
+    try:
+        scene.process.wait(LIMIT_S - (time.monotonic() - began))
+    except subprocess.TimeoutExpired as error:
+        status = refiner("status", f"workspace={scene.workspace}")
+        raise RuntimeError(f"it did not end in time:\n{status.stdout}\n{status.stderr}") from error
+    if scene.process.returncode != 0:
+        raise RuntimeError(_end_of(scene))
+
+
+def _end_of(scene: Scene) -> str:
+    assert scene.process is not None
+    scene.process.kill()
+    out, err = scene.process.communicate()
+    return f"exit code {scene.process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
