@@ -235,14 +235,23 @@ def traceback_signature(error: BaseException) -> str:
 def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
     """How many of the newest attempts ended in ``failure`` since one got further.
 
-    An attempt got further when a later one went on from a later checkpoint than it had itself.
+    An attempt got further when a later one went on from a later checkpoint than it had itself. One
+    whose worker never began says nothing of that.
     """
-    count, floor = 0, (attempts[-1].resumed_from_step or 0) if attempts else 0
+    count, floor = 0, 0
     for attempt in reversed(attempts):
-        if (attempt.resumed_from_step or 0) < floor:
-            break
+        if _began(attempt):
+            if (attempt.resumed_from_step or 0) < floor:
+                break
+            floor = max(floor, attempt.resumed_from_step or 0)
         count += attempt.outcome is not None and attempt.outcome.failure == failure
     return count
+
+
+def _began(attempt: Attempt) -> bool:
+    outcome = attempt.outcome
+    told = outcome is not None and outcome.step is not None
+    return told or attempt.started_at is not None or attempt.resumed_from_step is not None
 
 
 def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
