@@ -18,6 +18,7 @@ from infra.failures import (
     detailed,
     traceback_signature,
 )
+from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     EXIT_CODES,
     ConfigurationError,
@@ -37,6 +38,19 @@ from refiner_core.contract.records import FailureClass
 def test_every_class_has_a_rule_and_every_rule_a_documented_exit_code() -> None:
     assert set(CLASSES) == set(get_args(FailureClass))
     assert {rule.exit_code for rule in CLASSES.values()} <= set(EXIT_CODES)
+
+
+def test_the_documented_table_is_the_table() -> None:
+    text = (Path(__file__).resolve().parents[2] / "infra" / "README.md").read_text()
+    retries = RetryConfig()
+    for name, rule in CLASSES.items():
+        if name == "none":
+            continue
+        budget = getattr(retries, name, retries.killed)
+        shown = "no limit" if budget < 0 else str(budget)
+        shown = shown if rule.decision == "resume" else "–"
+        row = f"| `{name}` | {rule.seen_as} | {rule.remedy} | {shown} | {rule.exit_code} |"
+        assert row in text, row
 
 
 class OutOfMemoryError(RuntimeError):
