@@ -184,7 +184,7 @@ class Actor:
     def _ask_to_stop(self, attempt: OpenAttempt, wish: StopWish) -> None:
         try:
             self.workspace.ask_stop(
-                attempt.ref.stage_id, attempt.ref.number, wish.reason, wish.failure
+                attempt.ref.stage_id, attempt.ref.number, wish.failure, wish.reason
             )
         except OSError as error:  # it only tells the worker why; the signal comes all the same
             log.warning("why %s is to stop could not be noted: %s", attempt.ref, error)
