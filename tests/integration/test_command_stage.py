@@ -7,7 +7,9 @@ nothing happened.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -29,7 +31,7 @@ from infra.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Attempt, Outcome
-from tests.support.command import environment, wait_until
+from tests.support.command import Stage, environment, refiner, start, wait_until
 from tests.support.plans import SOURCES, claim, small_config
 from tests.support.require import require
 
@@ -312,12 +314,11 @@ def test_edquot_in_the_middle_of_a_save_and_it_still_ends_with_the_same_bytes(
     control = Story(tmp_path / "control", " --kib 2048")
     assert control.attempt().failure == "none"
     disk = quota_disk(mib=24)
-    story = Story(disk / "ws", " --kib 2048 --step_s 0.05 --write_s 0.05")
+    story = Story(disk / "ws", " --kib 2048 --step_s 0.3 --write_s 0.05")
     filler = disk / "filler"
     worker = story.begin()
-    half = story.work / "ckpt_8" / "model.safetensors"
-    until(lambda: half.exists() and half.stat().st_size > 500_000, "the second save")
-    fill(filler)
+    until((story.work / "ckpt_4" / "trainer.json").exists, "the first save")
+    fill(filler, leave=1 << 20)
     worker.wait(60)
     outcome = story.outcome
     assert outcome.failure == "disk_full", outcome
@@ -346,13 +347,106 @@ def test_older_checkpoints_make_room_while_it_runs(quota_disk: Callable[..., Pat
     assert "to make room" in story.log
 
 
-def fill(path: Path) -> None:
-    """Write until nothing more goes in."""
+def fill(path: Path, leave: int) -> None:
+    """Write until nothing more goes in, then give ``leave`` bytes back: by deleting, because at the
+    limit nothing else works."""
+    spare = path.with_name("spare")
+    spare.write_bytes(os.urandom(leave))
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 16, 1 << 12):
-            while True:
-                try:
+            with contextlib.suppress(OSError):
+                while True:
                     file.write(os.urandom(size))
                     os.fsync(file.fileno())
-                except OSError:
-                    break
+    spare.unlink()
+    os.sync()
+
+
+# ---------------------------------------------------------------- through the command
+
+
+LIKE = Path(__file__).parents[2] / "refiner_core" / "models" / "tiny" / "model.safetensors"
+RECIPE = f"""
+include: [own-trainer]
+tracking: {{wandb: disabled}}
+dispatch: {{poll_s: 0.1}}
+disk: {{watch_s: 0.5}}
+command:
+  run: >-
+    {sys.executable} {TRAINER} --out {{output}} --steps 12 --like {LIKE} --step_s 0.3
+    --write_s 0.02 {{resume}}
+  resume_arguments: --resume_from {{checkpoint}}
+  checkpoints: ckpt_*
+  complete: file:trainer.json
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def published_sha256(report: dict[str, Any]) -> str:
+    target = next(s["target"] for s in report["stages"] if s["name"] == "publish")
+    return hashlib.sha256((Path(target) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_killed_worker_is_followed_by_another_and_the_model_is_published(
+    recipe: str, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "ws"
+    process = start("run", recipe, f"workspace={workspace}", "--no-server", "--json")
+    stage = Stage(workspace, "command")
+    until(lambda: stage.worker is not None, "a worker")
+    until(lambda: (stage.folder or workspace).glob("work/ckpt_4/trainer.json"), "a checkpoint")
+    assert stage.folder is not None
+    until((stage.folder / "work" / "ckpt_4" / "trainer.json").exists, "a checkpoint")
+    stage.kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    report = json.loads(out)
+    assert {s["name"]: s["state"] for s in report["stages"]} == {
+        "command": "done",
+        "publish": "done",
+    }
+    assert len(stage.attempts) == 2
+    assert published_sha256(report) == hashlib.sha256(LIKE.read_bytes()).hexdigest()
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(recipe: str, tmp_path: Path) -> None:
+    words = ("run", recipe, f"workspace={tmp_path / 'ws'}", "--no-server", "--json")
+    process = start(*words)
+    stage = Stage(tmp_path / "ws", "command")
+    until(lambda: stage.folder and list(stage.folder.glob("work/ckpt_4")), "a save")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 6, err
+    done = refiner(*words)
+    assert done.code == 0, done.stderr
+    assert len(stage.attempts) == 2
+    resumed = json.loads((stage.attempts[-1] / "resumed.json").read_text())
+    assert resumed["step"] >= 4
+
+
+@pytest.mark.quota
+def test_a_full_quota_is_waited_out_and_the_run_finishes_by_itself(
+    recipe: str, quota_disk: Callable[..., Path]
+) -> None:
+    disk = quota_disk(mib=48)
+    process = start("run", recipe, f"workspace={disk / 'ws'}", "--no-server", "--json")
+    stage = Stage(disk / "ws", "command")
+    first = "work/ckpt_4/trainer.json"
+    until(lambda: stage.folder and list(stage.folder.glob(first)), "the first save")
+    fill(disk / "filler", leave=2 << 20)
+    until(lambda: stage.worker is not None and not stage.worker.alive, "the trainer to give up")
+    time.sleep(2.0)
+    assert process.poll() is None, process.communicate()
+    (disk / "filler").unlink()
+    os.sync()
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    assert published_sha256(json.loads(out)) == hashlib.sha256(LIKE.read_bytes()).hexdigest()
+    outcome = json.loads((stage.attempts[0] / "outcome.json").read_text())["outcome"]
+    assert outcome["failure"] == "disk_full", outcome
