@@ -12,9 +12,10 @@ from flows.cli.options import json_option, print_json, print_table, split_worksp
 
 if TYPE_CHECKING:
     from infra.disk.keeper import DiskKeeper
+    from infra.disk.usage import Kind, Row, Size
     from infra.workspace import Workspace
 
-_SHOWN = 12  # candidates and pins in the table; all are in the JSON
+_SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
 
 @click.command("disk")
@@ -138,13 +139,28 @@ def _show(workspace: Workspace, keeper: DiskKeeper, where: str, as_json: bool) -
     click.echo("")
     rows = [
         (row.run or "(no run)", row.kind, gib(row.size.bytes), f"{row.size.inodes:,}")
-        for row in report.rows
+        for row in _newest_runs(report.rows)
     ]
     print_table(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
     may_go = report.json["reclaimable"]
     total = sum(c["bytes"] for c in may_go)
     click.echo(f"\nA reclaim would free {gib(total)} ({len(may_go)} things).")
     click.echo(f"Next:\n  {_command(where, '--reclaim', '--dry-run')}", err=True)
+
+
+def _newest_runs(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the newest runs one by one, those of older ones summed up by kind."""
+    from infra.disk.usage import Row, Size
+
+    runs = list(dict.fromkeys(r.run for r in rows if r.run))
+    if len(runs) <= _SHOWN:
+        return list(rows)
+    shown, older = {*runs[:_SHOWN], ""}, f"({len(runs) - _SHOWN} older runs)"
+    sums: dict[Kind, Size] = {}
+    for row in rows:
+        if row.run not in shown:
+            sums[row.kind] = row.size.plus(sums.get(row.kind, Size()))
+    return [r for r in rows if r.run in shown] + [Row(older, k, s) for k, s in sums.items()]
 
 
 def _inodes(room: dict[str, Any]) -> str:

@@ -38,6 +38,8 @@ from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 log = logging.getLogger(__name__)
+#: The folder of a stage that trainers write into.
+CHECKPOINTS = "checkpoints"
 
 
 class Rank(enum.IntEnum):
@@ -148,6 +150,9 @@ def _weights_candidate(stage_id: str, weights: Weights) -> Candidate:
 
 
 def _is_leftover(item: Item, facts: StageFacts) -> bool:
+    # Only among checkpoints: elsewhere they are small, and an orchestrator may be writing them now.
+    if item.path.parent.name != CHECKPOINTS:
+        return False
     if item.attempt:
         return (facts.done and item.attempt != facts.kept_attempt) or item.attempt in facts.dead
     return not facts.open

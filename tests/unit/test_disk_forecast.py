@@ -292,6 +292,22 @@ def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
     assert [p.name for p in steps.iterdir()] == ["step-00000002"]
 
 
+def test_older_runs_are_summed_up(workspace: Workspace) -> None:
+    from tests.support.plans import run_record
+
+    for seed in range(15):
+        config = small_config("data")
+        config = replace(config, data=replace(config.data, split_seed=seed))
+        plan = make_plan(config, SOURCES)
+        claim(workspace, plan, "data")
+        run_id = f"20261121-1200{seed:02d}-small-0000"
+        workspace.write_run(replace(run_record(workspace, plan), run=run_id))
+    shown = run(disk_command, f"workspace={workspace.root}").output
+    assert "(3 older runs)" in shown
+    assert shown.index("120014-small") < shown.index("120003-small")
+    assert "120002-small" not in shown
+
+
 @pytest.mark.parametrize(
     "words", [["keep", "x"], ["pin"], ["pin", "no-such-stage"], ["--dry-run"], ["disk.nothing=1"]]
 )

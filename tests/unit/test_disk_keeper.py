@@ -350,7 +350,7 @@ def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
         (workspace.layout.code / code).mkdir()
     for index, code in enumerate(("old", "new")):
         run = replace(run_record(workspace, plan), code=code)
-        workspace.write_run(replace(run, run=f"{run.run}-{index}"))
+        workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
     assert read_stock(workspace).idle_code == set()
     finish(workspace, stage.id)
     assert read_stock(workspace).idle_code == {"old"}

@@ -24,7 +24,8 @@ DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), we
 
 
 def item(kind: Kind, stage_id: str, name: str, attempt: int = 0, step: int | None = None) -> Item:
-    path = Path("/ws") / stage_id / name
+    folder = "checkpoints" if kind in ("checkpoints", "temporary") else "attempts"
+    path = Path("/ws") / stage_id / folder / name
     return Item(path, kind, Size(MIB, 2, MIB), stage_id, attempt, step)
 
 
@@ -157,6 +158,11 @@ def test_what_an_attempt_at_work_has_half_written_stays() -> None:
     assert plan_reclaim(stock(half, unnamed, grpo_1=RUNNING), None) == []
 
 
+def test_small_files_that_an_orchestrator_may_be_writing_stay() -> None:
+    control = item("temporary", "sft-1", "x")._replace(path=Path("/ws/sft-1/.tmp-spec.json-1-ab"))
+    assert plan_reclaim(stock(control, sft_1=replace(DONE, weights=None)), None) == []
+
+
 def test_another_trainer_s_folder_goes_only_with_its_result() -> None:
     work = item("checkpoints", "command-1", "work")
     running, done = StageFacts("command", open=True), StageFacts("command", done=True)
@@ -219,7 +225,7 @@ def test_whatever_lies_there_the_protected_stays(
         own = [c for c in chosen if c.stage_id == stage_id]
         steps = [i.step or 0 for i in checkpoints if i.stage_id == stage_id and i.path in complete]
         if steps and not about.done:
-            assert Path("/ws", stage_id, f"step-{max(steps):08d}") not in gone
+            assert Path("/ws", stage_id, "checkpoints", f"step-{max(steps):08d}") not in gone
         if about.pinned:
             assert own == []
         weights = [c for c in own if c.weights is not None]
