@@ -207,11 +207,17 @@ class AttemptRun:
         if isinstance(error, AttemptClosed):
             log.warning("attempt %d ends: %s", self.number, outcome.message)
             return outcome  # the outcome file is somebody else's by now
+        comes_back = False
         if self.stop_asked or outcome.failure == "interrupted":
-            outcome = self._stopped(outcome)
+            outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
         number = _number_text(outcome.errno)
         log.error("attempt %d ends: %s%s", self.number, outcome.message, number, exc_info=error)
+        if comes_back:
+            # It stays open: the job keeps its place in the queue, and its next start closes it. An
+            # outcome now would have an orchestrator submit a second job beside it.
+            self.heartbeat.stop()
+            return outcome
         try:
             if outcome.failure == "disk_full" and not self.stage_paths.result.exists():
                 # Half an output is of no use to anybody, and the outcome needs a little room.
@@ -278,13 +284,13 @@ class AttemptRun:
         """Where no signal gets through (another host, a wrapper that swallows it)."""
         self._stop_noted = self._stop_noted or self.paths.stop.exists()
 
-    def _stopped(self, outcome: Outcome) -> Outcome:
-        """Who asked for the end, and with what class it counts."""
+    def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:
+        """With what class a request to stop counts, and whether the job goes on by itself."""
         asked = self.workspace.stop_asked(self.stage_id, self.number)
-        failure, message = why_stopped(self.job, self._flag.signal, asked)
-        if failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
-            return outcome  # a person's word counts for more than what the save ran into
-        return outcome_of(failure, f"{message}: {outcome.message}")
+        why = why_stopped(self.job, self._flag.signal, asked)
+        if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
+            return outcome, False  # only a person's word counts for more than what came in between
+        return outcome_of(why.failure, f"{why.message}: {outcome.message}"), why.comes_back
 
     def _reserve(self) -> AbstractContextManager[object]:
         """Room for the next save, kept free of other jobs."""

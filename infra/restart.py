@@ -113,10 +113,10 @@ def _holder_lives(started: Mapping[str, Any], job: SlurmJob) -> bool:
 
 
 def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask: Ask) -> None:
-    failure, message = why_restarted(job, ask)
+    why = why_restarted(job, ask)
     beat = workspace.read_heartbeat(stage_id, number) or {}
     step = (beat.get("progress") or {}).get("done")
-    outcome = replace(outcome_of(failure, message), step=step)
+    outcome = replace(outcome_of(why.failure, why.message), step=step)
     workspace.close_attempt(stage_id, number, outcome, beat.get("seconds"))
 
 

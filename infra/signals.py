@@ -32,10 +32,14 @@ _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
 class Why(NamedTuple):
-    """Why a job was asked to stop, or ended."""
+    """Why a job was asked to stop, or ended.
+
+    ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
+    """
 
     failure: FailureClass
     message: str
+    comes_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,10 +157,11 @@ def why_stopped(
     facts = job_facts(ask(("scontrol", "show", "job", "-o", job.id)), job.id)
     if int(facts.get("Restarts") or 0) > job.restart:
         # Slurm forgets PreemptTime when it requeues, before the signal arrives.
-        failure, what = _end_of_start(job, job.restart, ask) or _ENDS["REQUEUED"]
+        why = _end_of_start(job, job.restart, ask) or _ENDS["REQUEUED"]
+        why = why._replace(comes_back=True)
     else:
-        failure, what = _why(number, facts)
-    return Why(failure, f"{what} (job {job.array_id or job.id}, {name})")
+        why = _why(number, facts)
+    return why._replace(message=f"{why.message} (job {job.array_id or job.id}, {name})")
 
 
 def job_facts(text: str, job_id: str) -> dict[str, str]:
@@ -223,9 +228,8 @@ def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
 
     Where accounting is off nobody knows any more; then it counts as a preemption.
     """
-    found = _end_of_start(job, job.restart - 1, ask)
-    failure, what = found or Why("preempted", "the job ended without a word")
-    return Why(failure, f"{what}; Slurm has started it again (restart {job.restart})")
+    why = _end_of_start(job, job.restart - 1, ask) or Why("preempted", "the job ended")
+    return Why(why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})")
 
 
 def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:

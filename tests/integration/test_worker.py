@@ -143,10 +143,27 @@ def test_a_copy_that_dies_slowly_spoils_nothing_of_its_restart(
     assert_whole_story(workspace, 2)
 
 
+def test_a_job_that_slurm_puts_back_saves_and_keeps_its_place_in_the_queue(
+    workspace: Workspace, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Its attempt stays open, so that no orchestrator submits a second job beside it."""
+    worker = start(scontrol="JobId=7 JobState=COMPLETING Restarts=1")
+    wait_for_step(workspace, 1, 2)
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 6
+    assert record(workspace).state == "claimed"
+    assert start(restart=1, sacct="PREEMPTED\nRUNNING").wait(60) == 0
+    one, two = attempts(workspace)
+    assert one.outcome is not None
+    assert one.outcome.failure == "preempted"
+    assert two.resumed_from_step == one.outcome.step, "the step that was under way was saved"
+    assert_whole_story(workspace, 2)
+
+
 @pytest.mark.parametrize(
     ("says", "number", "failure", "goes_on"),
     [
-        ("JobState=COMPLETING Restarts=1", signal.SIGTERM, "preempted", True),
+        ("PreemptTime=2026-11-21T12:30:36 JobState=RUNNING", signal.SIGTERM, "preempted", True),
         (
             "JobState=RUNNING TimeLimit=01:00:00 RunTime=00:50:00",
             signal.SIGUSR1,
@@ -173,8 +190,7 @@ def test_a_signal_ends_in_a_checkpoint_and_a_class(
     assert outcome.failure == failure
     saved = workspace.layout.stage(STAGE.id).checkpoints / f"step-{outcome.step:08d}"
     assert (saved / "COMPLETE.json").exists(), "the step that was under way is saved"
-    again = start(restart=1)
-    assert again.wait(60) == 0
+    assert start(restart=1).wait(60) == 0
     assert len(attempts(workspace)) == (2 if goes_on else 1)
     if goes_on:
         assert attempts(workspace)[1].resumed_from_step == outcome.step

@@ -328,6 +328,7 @@ GRACE = (
 def test_slurm_is_asked_whose_signal_it_was(facts: str, number: int, failure: FailureClass) -> None:
     found = why_stopped(job(0), number, None, lambda _: f"JobId=7 JobName=x {facts}\n")
     assert found.failure == failure
+    assert found.comes_back == (facts == REQUEUED)
     assert "job 7" in found.message
 
 
