@@ -16,6 +16,7 @@ from pathlib import Path
 from flows.sources import resolve_sources
 from flows.status import find_run, unfinished_runs
 from infra.dispatch import make_router
+from infra.history import run_incidents
 from infra.orchestrators import take_up
 from infra.workspace import Workspace
 from refiner_core.contract.checks import check_config
@@ -183,6 +184,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     if showing.resumed:
         workspace.withdraw_cancel(run.run)
     console = Console(command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet)
+    known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)
     views = run_pictured(
         Campaign(plan, workspace, router, run=run, keeper=keeper),
@@ -190,7 +192,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
         run.run,
         use_server=showing.use_server,
         console=console,
-        story=Story(str(workspace.layout.run(run.run).events), showing.resumed),
+        story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
     )
     return RunOutcome(run.run, plan, views)
 

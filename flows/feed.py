@@ -48,12 +48,13 @@ class Story:
     """Where the run tells what happens: its event log, ``…/WORKSPACE/runs/RUN/events.jsonl``.
 
     ``resumed``: the run was begun by an earlier process. What stood in the log before ``since``
-    (bytes) is not news.
+    (bytes) is not news, nor are the incidents ``known`` (``STAGE/ATTEMPT``).
     """
 
     events: str
     resumed: bool = False
     since: int = 0
+    known: tuple[str, ...] = ()
 
     @property
     def workspace(self) -> Path:

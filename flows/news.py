@@ -39,11 +39,9 @@ class News:
         self._drawing, self._log = drawing, Path(story.events)
         self._position = story.since
         self._workspace = Workspace.read_only(story.workspace)
-        self._known: set[tuple[str, int, str]] = set()
+        self._known = set(story.known)
         self._shown: list[Incident] = []
         self._warned = False
-        if story.resumed:  # what went wrong before is in the timeline, but no news
-            self._known = {_key(i) for i in self._incidents()}
 
     def tell(self) -> None:
         """Send what is new."""
@@ -80,8 +78,8 @@ class News:
     def _tell_incidents(self) -> None:
         found = self._incidents()
         for incident in found:
-            if _key(incident) not in self._known:
-                self._known.add(_key(incident))
+            if incident.key not in self._known:
+                self._known.add(incident.key)
                 self._emit("incident", {**to_json(incident), "line": incident.line})
         if found and found != self._shown:
             self._shown = found
@@ -99,7 +97,3 @@ class News:
             "refiner.stage": stage,
         }
         emit_event(f"refiner.{name}", resource, payload=dict(payload))
-
-
-def _key(incident: Incident) -> tuple[str, int, str]:
-    return incident.stage, incident.attempt, incident.failure

@@ -103,6 +103,11 @@ class Incident:
     resolved: bool = False
 
     @property
+    def key(self) -> str:
+        """Tells it from the others of its run: ``grpo/2``."""
+        return f"{self.stage}/{self.attempt}"
+
+    @property
     def line(self) -> str:
         """``2026-11-21 03:12 grpo: text``."""
         return f"{clock_text(self.at)} {self.stage}: {self.text}"

@@ -1,0 +1,126 @@
+"""A run in the background: left, looked at, ended, killed and gone on with from other shells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.command import SMALL, Stage, refiner, wait_until
+from tests.support.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+TRAINING = (
+    *(o for o in SMALL if not o.startswith("sft.max_train")),
+    "sft.max_train_steps=30",
+    "stages=[data,sft]",
+)
+
+
+def status(workspace: Path, *words: str) -> dict[str, Any]:
+    done = refiner("status", *words, f"workspace={workspace}", "--json")
+    assert done.code == 0, done.stderr
+    value: dict[str, Any] = done.json
+    return value
+
+
+def standing(workspace: Path) -> str:
+    return str(status(workspace)["orchestrator"]["standing"])
+
+
+def test_left_ended_killed_and_resumed_it_comes_to_its_end(tmp_path: Path) -> None:
+    where, sft = f"workspace={tmp_path / 'runs'}", Stage(tmp_path / "runs", "sft")
+    left = refiner(
+        *("run", "tiny", "workspace=runs", *TRAINING, "--no-server", "--detach", "--json"),
+        cwd=tmp_path,
+    )
+    assert left.code == 0, left.stderr
+    run, pid = left.json["run"], left.json["pid"]
+    assert os.getsid(pid) == pid, "a session of its own: a terminal that closes does not reach it"
+    assert Path(f"/proc/{pid}/fd/0").resolve() == Path("/dev/null")
+    busy = refiner("resume", run, where)
+    assert busy.code == 2
+    assert f"process {pid}" in busy.stderr
+
+    # ended from another shell: the orchestrator does it, and says why
+    wait_until(lambda: len(sft.steps()) >= 2, "SFT's second step")
+    ended = refiner("cancel", where, "--json")
+    assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "orchestrator", True)
+    assert sft.worker is not None
+    wait_until(lambda: sft.worker and not sft.worker.alive, "the end of the worker", 20)
+    assert standing(tmp_path / "runs") == "ended"
+    assert refiner("cancel", where, "--json").json["by"] == "nobody"
+
+    # gone on with, and the orchestrator killed: its job lives on, until it is ended from here
+    assert refiner("resume", where, "--no-server", "--detach").code == 0
+    wait_until(lambda: len(sft.attempts) == 2 and sft.worker, "the second attempt")
+    process = psutil.Process(status(tmp_path / "runs")["orchestrator"]["pid"])
+    process.kill()
+    wait_until(lambda: standing(tmp_path / "runs") == "gone", "the end of the orchestrator")
+    assert sft.worker.alive
+    ended = refiner("cancel", run, "sft", where, "--json")
+    assert (ended.code, ended.json["by"], ended.json["ended"]) == (0, "here", True)
+    wait_until(lambda: sft.worker and not sft.worker.alive, "the end of the worker", 20)
+
+    done = refiner("resume", run, where, "--no-server", "--json", cwd=Path("/"))
+    assert done.code == 0, done.stderr
+    assert done.json["run"] == run
+    shown = status(tmp_path / "runs", run)
+    assert shown["finished"]
+    assert [i["failure"] for i in shown["incidents"]] == ["cancelled", "cancelled"]
+    assert all(i["resolved"] for i in shown["incidents"])
+    assert len(sft.attempts) == 3
+    nothing = refiner("resume", where)
+    assert nothing.code == 2
+    assert "all of its 1 runs are finished" in nothing.stderr
+
+
+def test_what_is_refused_is_refused_before_it_is_left(tmp_path: Path) -> None:
+    left = refiner("run", "tiny", f"workspace={tmp_path}/runs", "seed=x", "--detach")
+    assert left.code == 2
+    assert "seed" in left.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_record_counts_not_the_recipe_or_rows_of_today(tmp_path: Path) -> None:
+    where, rows = f"workspace={tmp_path / 'runs'}", tmp_path / "rows.jsonl"
+    line = (
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a"}]}'
+    )
+    rows.write_text(f"{line}\n" * 40)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("include: [tiny]\nstages: [data]\ndata: {sft_path: rows.jsonl}\n")
+    begun = refiner("run", "mine.yaml", where, "--no-server", "--json", cwd=tmp_path)
+    run = begun.json.get("run") or status(tmp_path / "runs")["run"]
+    recipe.write_text(f"{recipe.read_text()}seed: 7\n")
+    again = refiner("resume", run, where, "--no-server", cwd=Path("/"))
+    assert again.code == begun.code
+    assert "mine.yaml has changed since (seed); the run goes on as recorded" in again.stderr
+    rows.write_text(f"{line}\n" * 41)
+    for options in ((), ("--detach",)):
+        refused = refiner("resume", run, where, "--no-server", *options)
+        assert refused.code == 2, refused.stderr
+        assert "has changed since (data" in refused.stderr
+    assert standing(tmp_path / "runs") in ("ended", "gone")
+
+
+@pytest.mark.slurm
+def test_as_a_job_it_comes_back_when_slurm_starts_it_again(slurm: Cluster, tmp_path: Path) -> None:
+    workspace = tmp_path / "runs"
+    left = refiner(
+        *("run", "tiny", f"workspace={workspace}", *TRAINING, "--no-server"),
+        *("--detach=job", "--json"),
+    )
+    assert left.code == 0, left.stderr
+    job, sft = left.json["job"], Stage(workspace, "sft")
+    wait_until(lambda: len(sft.steps()) >= 1, "SFT's first step", 60)
+    who = status(workspace)["orchestrator"]
+    assert who["job"] == job
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    wait_until(lambda: status(workspace)["orchestrator"]["turn"] == 2, "the second turn", 90)
+    wait_until(lambda: status(workspace)["finished"], "the end of the run", 90)
+    assert status(workspace)["orchestrator"]["job"] == job
