@@ -97,7 +97,9 @@ class SlurmDispatcher:
         self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
         self._adopt = adopt
         self._ended_by_us: set[str] = set()
-        self._batches: dict[AttemptRef, _Batch] = {}  # never change once they are written
+        # What has been read; it never changes once a job has an id.
+        self._batches: dict[AttemptRef, _Batch] = {}
+        self._submitted_as: dict[AttemptRef, _Batch | None] = {}
 
     # ------------------------------------------------------------ submitting
 
@@ -286,10 +288,11 @@ class SlurmDispatcher:
     def _batch_of_job(self, ref: AttemptRef) -> _Batch | None:
         """That of the attempt which submitted the job: Slurm may have started it again since, for
         attempts that were never submitted themselves."""
-        for number in range(ref.number, 0, -1):
-            if (found := self._batch(AttemptRef(ref.stage_id, number))) is not None:
-                return found
-        return None
+        if ref not in self._submitted_as:
+            earlier = (AttemptRef(ref.stage_id, n) for n in range(ref.number, 0, -1))
+            found = next((b for b in map(self._batch, earlier) if b is not None), None)
+            self._submitted_as[ref] = found
+        return self._submitted_as[ref]
 
     def _batch(self, ref: AttemptRef) -> _Batch | None:
         known = self._batches.get(ref)
