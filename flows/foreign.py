@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import infra
 from infra.attempt import AttemptClosed
-from infra.disk.probe import Prober
+from infra.disk.keeper import DiskKeeper
 from infra.foreign.calling import Call, fill
 from infra.foreign.exports import find_export, make_model
 from infra.foreign.layout import work_folder
 from infra.foreign.runner import TrainerJob, run_trainer
+from infra.jobs import AttemptRef
 from infra.stage_io import AttemptIO
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import uses
@@ -85,12 +86,14 @@ def _job(work: StageWork) -> TrainerJob:
                 fix="nothing; the newer attempt goes on",
             )
 
-    prober = Prober(call.output, config.disk)
+    keeper = DiskKeeper(work.workspace, config.disk, stop_asked=io.should_stop)
+    ref = AttemptRef(work.stage_id, number)
     return TrainerJob(
         command=config.command,
         call=call,
         check_fence=check_fence,
-        free_bytes=lambda: prober.look().free_bytes,
+        shortage=lambda need: keeper.shortage(need, ref),
+        make_room=lambda need: keeper.make_room(need, ref),
         grace_s=config.dispatch.grace_s,
         watch_s=config.disk.watch_s,
         ours=Path(next(iter(infra.__path__))).parent,

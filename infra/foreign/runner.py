@@ -56,15 +56,17 @@ _ROOM_FOR = 1.1
 class TrainerJob:
     """What to run, and what the runner may ask.
 
-    ``grace_s`` is how long the trainer may take to save after a stop. ``watch_s`` seconds lie
-    between looks at ``free_bytes()`` (None: nobody knows). ``check_fence`` raises if the attempt is
-    no longer the newest; ``ours`` is the folder that the worker's own code is imported from.
+    ``grace_s`` is how long the trainer may take to save after a stop. Every ``watch_s`` seconds
+    ``shortage(need)`` is asked how many of ``need`` bytes do not fit, and ``make_room(need)`` to
+    delete what else may go. ``check_fence`` raises if the attempt is no longer the newest; ``ours``
+    is the folder that the worker's own code is imported from.
     """
 
     command: CommandConfig
     call: Call
     check_fence: Callable[[], None] = lambda: None
-    free_bytes: Callable[[], int | None] = lambda: None
+    shortage: Callable[[int], int] = lambda _: 0
+    make_room: Callable[[int], object] = lambda _: None
     grace_s: float = 60.0
     watch_s: float = 30.0
     ours: Path | None = None
@@ -240,13 +242,13 @@ class _AtWork:
                 self._log.write(line.text)
 
     def _make_room(self) -> None:
-        free = self.job.free_bytes()
-        if free is None:
-            return
+        """For the next save. Its own older checkpoints go first, then what the policy allows."""
         found = find_checkpoints(self.job.call.output, self.job.rule)
         largest = max((size_of(c.path) for c in found if not c.damage), default=0)
-        if free < _ROOM_FOR * largest:
+        need = int(_ROOM_FOR * largest)
+        if need and self.job.shortage(need):
             remove_older(found, self.job.command.keep)
+            self.job.make_room(need)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = time.monotonic()
