@@ -41,6 +41,13 @@ from pathlib import Path
 import psutil
 
 from infra.processes import ProcessId
+from tests.support.slurm_conf import (
+    ACCOUNTING_CONF,
+    CGROUP_CONF,
+    FIRST_SQL,
+    SLURM_CONF,
+    SLURMDBD_CONF,
+)
 
 #: Debian and Ubuntu; the second line is for accounting only.
 PACKAGES = (
@@ -189,7 +196,7 @@ class Cluster:
         self._start_munge()
         (self.folder / "slurm.conf").write_text(self._slurm_conf())
         (self.folder / "gres.conf").write_text(self._gres_conf())
-        (self.folder / "cgroup.conf").write_text(_CGROUP_CONF if self.spec.memory else "")
+        (self.folder / "cgroup.conf").write_text(CGROUP_CONF if self.spec.memory else "")
         if self.spec.accounting:
             self._start_accounting()
         self.start_controller()
@@ -250,7 +257,7 @@ class Cluster:
                 capture_output=True,
             )
         first = self.folder / "first.sql"
-        first.write_text(_FIRST_SQL)
+        first.write_text(FIRST_SQL)
         first.chmod(0o644)
         self._start(
             "mariadbd",
@@ -264,7 +271,7 @@ class Cluster:
         self._wait(60, "mariadbd", lambda: self._listens(self.port + 2))
         conf = self.folder / "slurmdbd.conf"
         ports = {"dbd": self.port + 1, "sql": self.port + 2}
-        conf.write_text(_SLURMDBD_CONF.format(s=self.folder, host=_host(), **ports))
+        conf.write_text(SLURMDBD_CONF.format(s=self.folder, host=_host(), **ports))
         conf.chmod(0o600)
         self._start("slurmdbd", "slurmdbd", "-D")
         self._wait(30, "slurmdbd", lambda: self._listens(self.port + 1))
@@ -277,9 +284,9 @@ class Cluster:
             processes = "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/cgroup"
         accounting = "AccountingStorageType=accounting_storage/none"
         if spec.accounting:
-            accounting = _ACCOUNTING_CONF.format(s=self.folder, dbd=self.port + 1)
+            accounting = ACCOUNTING_CONF.format(s=self.folder, dbd=self.port + 1)
         first = self.port + 10
-        return _SLURM_CONF.format(
+        return SLURM_CONF.format(
             s=self.folder,
             host=_host(),
             ctld=self.port,
@@ -452,90 +459,6 @@ def _remove_empty_cgroups(nodes: int) -> None:
 
 #: slurmdbd wants an address that does not begin with 127; this one is for documentation only.
 _HOLD_NETWORK = "ip link set lo up && ip addr add 192.0.2.1/32 dev lo && exec sleep infinity"
-_CGROUP_CONF = """\
-CgroupPlugin=cgroup/v1
-CgroupMountpoint=/sys/fs/cgroup
-ConstrainRAMSpace=yes
-ConstrainCores=no
-ConstrainDevices=no
-AllowedRAMSpace=100
-"""
-_FIRST_SQL = """\
-CREATE DATABASE IF NOT EXISTS slurm_acct;
-CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY 'slurm';
-GRANT ALL ON slurm_acct.* TO slurm@'127.0.0.1';
-"""
-_SLURMDBD_CONF = """\
-AuthType=auth/munge
-AuthInfo=socket={s}/munge/sock
-DbdHost={host}
-DbdAddr=127.0.0.1
-DbdPort={dbd}
-SlurmUser=root
-PidFile={s}/run/slurmdbd.pid
-LogFile={s}/log/slurmdbd.log
-StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={sql}
-StorageUser=slurm
-StoragePass=slurm
-StorageLoc=slurm_acct
-"""
-_ACCOUNTING_CONF = """\
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={dbd}
-AccountingStoragePass={s}/munge/sock
-JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=5"""
-_SLURM_CONF = """\
-ClusterName=lab
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ctld}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-# cred_expire is also how long a requeued job waits before it may start again (default 120 s)
-AuthInfo=socket={s}/munge/sock,cred_expire={cred_s}
-CredType=cred/munge
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
-MailProg=/bin/true
-StateSaveLocation={s}/ctld
-SlurmdSpoolDir={s}/spool/%n
-SlurmctldPidFile={s}/run/slurmctld.pid
-SlurmdPidFile={s}/run/slurmd.%n.pid
-SlurmctldLogFile={s}/log/slurmctld.log
-SlurmdLogFile={s}/log/slurmd.%n.log
-{processes}
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=100
-MpiDefault=none
-ReturnToService=2
-SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
-MinJobAge=300
-KillWait={kill_wait_s}
-OverTimeLimit=0
-SlurmctldTimeout=10
-MessageTimeout=5
-SlurmdTimeout=15
-InactiveLimit=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-JobRequeue=1
-MaxArraySize=1001
-GresTypes=gpu
-{accounting}
-{extra}
-NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{slurmd}] CPUs={cpus} \
-RealMemory=64000 {gres} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES PriorityTier=10 MaxTime=INFINITE State=UP
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s} State=UP
-PartitionName=rough Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP
-PartitionName=high Nodes=ALL PriorityTier=20 PreemptMode=OFF State=UP
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
