@@ -51,7 +51,7 @@ def _one(seed: int, verbose: bool) -> int:
 def _many(seeds: int, processes: int) -> int:
     began, failures, done = time.monotonic(), 0, list[Summary]()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for result in pool.imap_unordered(_try, range(1, seeds + 1), chunksize=20):
+        for result in pool.imap_unordered(try_seed, range(1, seeds + 1), chunksize=20):
             if isinstance(result, str):
                 failures += 1
                 print(result, flush=True)
@@ -70,7 +70,8 @@ def _many(seeds: int, processes: int) -> int:
     return failures
 
 
-def _try(seed: int) -> Summary | str:
+def try_seed(seed: int) -> Summary | str:
+    """What a schedule was like, or which rule it broke."""
     try:
         return run_schedule(seed)
     except Violation as error:

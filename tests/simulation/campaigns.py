@@ -19,7 +19,7 @@ from infra.disk.keeper import DiskKeeper
 from infra.dispatch import Router
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, SftConfig
-from refiner_core.contract.errors import NoSpaceError, RefinerError
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from tests.simulation.disk import GIB, SimDisk
 from tests.simulation.files import simulated_machine
@@ -171,6 +171,7 @@ class Schedule:
         process.at_end.append(lambda: self._call_ended(process))
 
     def _call_ended(self, process: Process) -> None:
+        self.killed += not process.finished
         del self._running[process.pid]
         if not self._over() and not self._running:
             again_s = 60.0 if self.weather.clear else self.world.random.choice([5.0, 300.0, 2000.0])
@@ -207,8 +208,10 @@ class Schedule:
                     campaign.request_stop("Ctrl-C")
                     stop_at = None
         except NoSpaceError as error:
+            process.finished = True
             world.tell(f"refuses to begin: {error}")
             return
+        process.finished = True
         states = ", ".join(f"{n} {v.state}" for n, v in campaign.views().items())
         world.tell(f"ends: {states}")
 

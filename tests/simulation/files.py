@@ -1,9 +1,9 @@
 """The real code on real files, with every operation that changes something seen by the world.
 
-In: a :class:`~tests.simulation.world.World`, a disk, a watcher. Out: a context in which each rename,
-link, write and removal is a point at which its process may stall or die, fails where the disk is
-full, and is told to the watcher afterwards. Processes, host names and signals are the simulated
-ones; fsync costs nothing; heartbeats beat in virtual time.
+In: a :class:`~tests.simulation.world.World`, a disk, a watcher. Out: a context in which each
+rename, link, write and removal is a point at which its process may stall or die, fails where the
+disk is full, and is told to the watcher afterwards. Processes, host names and signals are the
+simulated ones; fsync costs nothing; heartbeats beat in virtual time.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from tests.simulation.disk import read_state
 from tests.simulation.worker import Shape, chain_after
 from tests.simulation.world import Process, Violation, World
 
+#: Points between a look at the fence and what it lets through.
+_GLANCE = 8
 _ATTEMPT = re.compile(r"(\d{4})")
 
 
@@ -44,6 +46,7 @@ class _Stage:
     newest: int = 0
     tokens: dict[int, Process | None] = field(default_factory=dict)  # None: void
     ends: dict[int, _End] = field(default_factory=dict)
+    stale: dict[int, int] = field(default_factory=dict)  # points of its process when it became so
     claims: dict[int, int | None] = field(default_factory=dict)  # attempt -> pid of who claimed it
     result: str = ""
     saved: int = 0
@@ -114,15 +117,17 @@ class Watch:
         process = self.world.current
         if number <= stage.newest or stage.result:
             if not stage.result:
-                raise Violation(f"attempt {number} of {stage_id} was claimed a second time")
+                self.world.violated(f"attempt {number} of {stage_id} was claimed a second time")
             return
+        for older in range(1, number):
+            self._is_stale(stage, older)
         stage.newest = number
         by = process.pid if process is not None and process.pid in self.calls else None
         stage.claims[number] = by
         self.world.tell(f"claims attempt {number} of {stage_id}")
         allowed = 1 + stage.setbacks.total() + len(self.calls)
         if number > allowed:
-            raise Violation(f"{stage_id} has {number} attempts after {stage.setbacks}")
+            self.world.violated(f"{stage_id} has {number} attempts after {stage.setbacks}")
         if by is not None:
             self._check_call(stage_id, stage, number, by)
 
@@ -131,18 +136,22 @@ class Watch:
         first = self.seen_at_start[pid].get(stage_id, 0) + 1
         before = [n for n in range(first, number) if n in stage.ends]
         if number - 1 >= 1 and number - 1 not in stage.ends:
-            raise Violation(f"attempt {number} of {stage_id} was claimed, {number - 1} still open")
+            self.world.violated(
+                f"attempt {number} of {stage_id} was claimed, {number - 1} still open"
+            )
         if not before or before[-1] != number - 1:
             return
         last = stage.ends[before[-1]]
         if last.decision == "stop":
-            raise Violation(f"{stage_id} was tried again by the same call after {last.failure}")
+            self.world.violated(f"{stage_id} was tried again by the same call after {last.failure}")
         if (stage_id, number - 1) in self.cancelled and stage.claims.get(number - 1) == pid:
-            raise Violation(f"{stage_id} was tried again by the call in which it was cancelled")
+            self.world.violated(f"{stage_id} was tried again by the call in which it was cancelled")
         budget = getattr(self.retries, last.failure, -1)
         count = self._in_vain(stage, before, last.failure)
         if 0 <= budget < count:
-            raise Violation(f"{stage_id}: try {count + 1} after {last.failure}, allowed {budget}")
+            self.world.violated(
+                f"{stage_id}: try {count + 1} after {last.failure}, allowed {budget}"
+            )
 
     def _in_vain(self, stage: _Stage, numbers: list[int], failure: str) -> int:
         """How many of the last attempts ended so, with nothing saved by any attempt since."""
@@ -158,7 +167,7 @@ class Watch:
 
     def _started(self, stage_id: str, stage: _Stage, number: int, path: Path) -> None:
         if number in stage.tokens:
-            raise Violation(f"the token of attempt {number} of {stage_id} was taken twice")
+            self.world.violated(f"the token of attempt {number} of {stage_id} was taken twice")
         is_void = json.loads(path.read_text()).get("void")
         stage.tokens[number] = None if is_void else self.world.current
         if not is_void:
@@ -167,40 +176,64 @@ class Watch:
     def _closed(self, stage: _Stage, number: int, path: Path) -> None:
         value = json.loads(path.read_text())["outcome"]
         self.world.tell(f"closes attempt {number}: {value['failure']}, {value['message'][:70]}")
-        stage.ends[number] = _End(value["failure"], value["decision"], stage.saved, self.world.current)
+        stage.ends[number] = _End(
+            value["failure"], value["decision"], stage.saved, self.world.current
+        )
+        self._is_stale(stage, number)
+
+    def _is_stale(self, stage: _Stage, number: int) -> None:
+        process = stage.tokens.get(number)
+        if process is not None:
+            stage.stale.setdefault(number, process.points)
+
+    def _visible(self, stage_id: str, stage: _Stage, what: str) -> None:
+        """Something of the current process has become visible to others: it had the right to, if
+        not now, then a moment ago, when it looked."""
+        process = self.world.current
+        for number, since in stage.stale.items():
+            if stage.tokens.get(number) is not process or process is None:
+                continue
+            if process.points - since > _GLANCE:
+                self.world.violated(
+                    f"attempt {number} of {stage_id} is stale, and published {what}"
+                )
 
     def _finished(self, stage_id: str, stage: _Stage, path: Path) -> None:
         if stage.result:
-            raise Violation(f"{stage_id} was finished twice")
+            self.world.violated(f"{stage_id} was finished twice")
         stage.result = path.read_text()
+        self._visible(stage_id, stage, "a result")
         self.world.tell(f"{stage_id} is done")
         self._check_result(stage_id, stage, json.loads(stage.result))
 
     def _check_result(self, stage_id: str, stage: _Stage, result: dict[str, Any]) -> None:
         number, shape = int(result["attempt"]), self.shapes[stage_id]
         if stage.tokens.get(number) is None:
-            raise Violation(f"attempt {number} of {stage_id} has a result, and had no token")
+            self.world.violated(f"attempt {number} of {stage_id} has a result, and had no token")
         if result["report"].get("state") != chain_after(stage_id, shape.steps):
-            raise Violation(f"{stage_id} has done steps twice, not at all, or out of order")
+            self.world.violated(f"{stage_id} has done steps twice, not at all, or out of order")
         steps = [m.step for m in read_metrics(self.layout.attempt(stage_id, number).metrics)]
         if steps != list(range(1, shape.steps + 1)):
-            raise Violation(f"the metrics of {stage_id} have steps {steps}")
+            self.world.violated(f"the metrics of {stage_id} have steps {steps}")
 
     def _checkpoints(self, stage_id: str, stage: _Stage, visible: Path | None) -> None:
         found = self._newest_complete(stage_id)
         if found < stage.saved and not stage.result:
-            raise Violation(f"{stage_id}: checkpoint {stage.saved} is gone, {found} is the newest")
+            self.world.violated(
+                f"{stage_id}: checkpoint {stage.saved} is gone, {found} is the newest"
+            )
         stage.saved = max(stage.saved, found)
         if visible is None:
             return
+        self._visible(stage_id, stage, visible.name)
         state = read_state(visible)
         if state != chain_after(stage_id, int(visible.name.removeprefix("step-"))):
-            raise Violation(f"{visible.name} of {stage_id} holds another state")
+            self.world.violated(f"{visible.name} of {stage_id} holds another state")
 
     def _newest_complete(self, stage_id: str) -> int:
         folder = self.layout.stage(stage_id).checkpoints
         try:
-            names = sorted(n for n in os.listdir(folder) if n.startswith("step-"))
+            names = sorted(e.name for e in os.scandir(folder) if e.name.startswith("step-"))
         except FileNotFoundError:
             return 0
         for name in reversed(names):

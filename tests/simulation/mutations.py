@@ -6,13 +6,15 @@ In: a name. Out: a context in which the code has that bug, and the first seed th
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import infra.campaign
 import infra.reconcile
+import tests.simulation.worker
 from infra.attempt import AttemptRun
 from infra.checkpoints import CheckpointStore
 from infra.observe import Observer
@@ -30,13 +32,14 @@ def _forget_the_fence() -> Iterable[Patch]:
     yield Workspace, "is_stale", lambda self, stage_id, number: False
 
 
-def _ignore_a_void_token() -> Iterable[Patch]:
+def _run_the_old_attempt_again() -> Iterable[Patch]:
     def start(self: Workspace, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
         real(self, stage_id, number, value)
         return True
 
     real = Workspace.start_attempt
     yield Workspace, "start_attempt", start
+    yield tests.simulation.worker, "attempt_to_run", lambda _workspace, _stage, number, _job: number
 
 
 def _unknown_is_dead() -> Iterable[Patch]:
@@ -70,8 +73,10 @@ def _retain_before_commit() -> Iterable[Patch]:
 def _submit_again_after_silence() -> Iterable[Patch]:
     def submit(self: SimSlurm, requests: Any) -> Any:
         failed = real(self, requests)
-        again = [r for r in requests if r.ref in failed]
-        return real(self, again) if again else failed
+        layout = self.workspace.layout
+        silent = [r for r in requests if not layout.attempt(*r.ref).job.exists()]
+        again = [r for r in silent if r.ref not in failed]
+        return {**failed, **real(self, again)} if again else failed
 
     real = SimSlurm.submit
     yield SimSlurm, "submit", submit
@@ -101,7 +106,7 @@ def _close_without_voiding() -> Iterable[Patch]:
     yield Workspace, "void_attempt", lambda self, stage_id, number: True
 
 
-def _result_without_exclusion() -> Iterable[Patch]:
+def _numbers_are_skipped() -> Iterable[Patch]:
     def claim(self: Workspace, stage: Any, config: Any, inputs: Any, claim: Any) -> Any:
         return real(self, stage, config, inputs, replace(claim, after=claim.after + 1))
 
@@ -109,20 +114,34 @@ def _result_without_exclusion() -> Iterable[Patch]:
     yield Workspace, "claim_attempt", claim
 
 
-#: Name -> what is changed.
-MUTATIONS: Mapping[str, Callable[[], Iterable[Patch]]] = {
-    "a stale attempt is not fenced": _forget_the_fence,
-    "a token that was given up is ignored": _ignore_a_void_token,
-    "a job that nobody can speak of counts as dead": _unknown_is_dead,
-    "a job that queues for long counts as hung": _pending_is_hung,
-    "the last checkpoint goes before its successor is there": _retain_before_commit,
-    "a submission without an answer is repeated": _submit_again_after_silence,
-    "budgets are not looked at": _no_budget,
-    "what was to stop is tried again": _stop_is_no_stop,
-    "old failures count for the new call": _everything_is_history,
-    "metrics are not taken over": _metrics_not_taken_over,
-    "an attempt is given up without taking its token": _close_without_voiding,
-    "attempt numbers are skipped": _result_without_exclusion,
+class Mutation(NamedTuple):
+    """A deliberate bug: what is changed, and what the rule that notices it says."""
+
+    patches: Callable[[], Iterable[Patch]]
+    noticed: str
+
+
+MUTATIONS: Mapping[str, Mutation] = {
+    "a stale attempt is not fenced": Mutation(_forget_the_fence, "is stale, and published"),
+    "a job that was started again runs its old attempt": Mutation(
+        _run_the_old_attempt_again, "the metrics of"
+    ),
+    "a job that nobody can speak of counts as dead": Mutation(_unknown_is_dead, "at a time"),
+    "a job that queues for long counts as hung": Mutation(_pending_is_hung, "attempts after"),
+    "the last checkpoint goes before its successor is there": Mutation(
+        _retain_before_commit, "is gone, "
+    ),
+    "a submission without an answer is repeated": Mutation(
+        _submit_again_after_silence, "was submitted twice"
+    ),
+    "budgets are not looked at": Mutation(_no_budget, "allowed"),
+    "what was to stop is tried again": Mutation(_stop_is_no_stop, "tried again by the same call"),
+    "old failures count for the new call": Mutation(_everything_is_history, "it took|was lost"),
+    "metrics are not taken over": Mutation(_metrics_not_taken_over, "the metrics of"),
+    "an attempt is given up without taking its token": Mutation(
+        _close_without_voiding, "at a time|attempts after"
+    ),
+    "attempt numbers are skipped": Mutation(_numbers_are_skipped, "still open"),
 }
 
 
@@ -130,7 +149,7 @@ MUTATIONS: Mapping[str, Callable[[], Iterable[Patch]]] = {
 def mutated(name: str) -> Iterator[None]:
     """The code has this bug within the block."""
     with contextlib.ExitStack() as stack:
-        for target, attribute, value in MUTATIONS[name]():
+        for target, attribute, value in MUTATIONS[name].patches():
             stack.enter_context(mock.patch.object(target, attribute, value))
         yield
 
@@ -142,5 +161,7 @@ def first_noticed(name: str, seeds: Iterable[int]) -> str | None:
             try:
                 run_schedule(seed)
             except Violation as error:
-                return str(error).splitlines()[0]
+                said = str(error).splitlines()[0]
+                if re.search(MUTATIONS[name].noticed, said):
+                    return said
     return None

@@ -22,7 +22,7 @@ from infra.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
 from refiner_core.contract.records import FailureClass
 from tests.simulation.weather import Weather
-from tests.simulation.world import Process, Violation, World
+from tests.simulation.world import Process, World
 
 NODES = ("n1", "n2", "n3")
 _CLASSES: Mapping[str, FailureClass] = {
@@ -90,11 +90,11 @@ class Cluster:
         """What `sbatch` does once the controller has it."""
         self._accepted[request.comment] += 1
         if self._accepted[request.comment] > 1:
-            raise Violation(f"{request.comment} was submitted twice")
+            self.world.violated(f"{request.comment} was submitted twice")
         job = SimJob(str(1000 + len(self.jobs)), request)
         self.jobs[request.comment] = job
         self.world.tell(f"sbatch {job.id} for {request.stage_id} attempt {request.attempt}")
-        self._queue(job, self.world.random.choice([1.0, 20.0, 400.0]))
+        self._queue(job, self.world.random.choice([1.0, 20.0, 400.0, 1500.0]))
         return job
 
     def cancel(self, job: SimJob) -> None:

@@ -12,7 +12,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from greenlet import getcurrent, greenlet
 
@@ -31,7 +31,8 @@ class Process:
 
     ``dies_at`` is after how many points it is killed; ``dies_near`` kills it at the so-many-th
     point whose label begins so. A ``frozen`` one stands still and does not know it. ``lost``: on a
-    node that nobody reaches. ``spared``: the order to end it did not get through. ``job`` is the scheduler's job that it is part of.
+    node that nobody reaches. ``spared``: the order to end it did not get through. ``finished``: it
+    came to its end by itself. ``job`` is the scheduler's job that it is part of.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Process:
     frozen: bool = False
     lost: bool = False
     spared: bool = False
+    finished: bool = False
     points: int = 0
     due: float | None = None
     job: Any = None
@@ -104,6 +106,14 @@ class World:
     def chance(self, probability: float) -> bool:
         """Whether something comes to pass."""
         return probability > 0 and self.random.random() < probability
+
+    def violated(self, text: str) -> NoReturn:
+        """What must never happen did: the end, whatever is around it that catches errors."""
+        self.failure = self.failure or Violation(text)
+        if self.current is None:
+            raise self.failure
+        self.current.alive = False
+        raise Killed
 
     def at(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call something later; it may not sleep."""

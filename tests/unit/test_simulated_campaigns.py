@@ -1,0 +1,58 @@
+"""Whatever fails, in whatever order: no trial is lost, none runs twice at a time, all finish.
+
+A thousand campaigns in virtual time (ten thousand in `make prove`), each under faults drawn from
+its seed; and deliberate bugs, each of which must be noticed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from tests.prove.simulation import main, try_seed
+from tests.simulation.campaigns import run_schedule
+from tests.simulation.mutations import MUTATIONS, first_noticed, mutated
+from tests.simulation.world import Violation
+
+SEEDS = 1000
+
+
+def test_a_thousand_campaigns_survive_their_faults() -> None:
+    processes = min(4, os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        results = list(pool.imap_unordered(try_seed, range(1, SEEDS + 1), chunksize=10))
+    broken = [r for r in results if isinstance(r, str)]
+    assert not broken, f"{len(broken)} of {SEEDS} schedules:\n" + "\n".join(sorted(broken)[:5])
+    summaries = [r for r in results if not isinstance(r, str)]
+    # The faults were there: most schedules needed more attempts than stages, and several calls.
+    assert sum(s.setbacks for s in summaries) > 5 * SEEDS
+    assert sum(s.attempts for s in summaries) > 5 * SEEDS
+    assert sum(s.killed for s in summaries) > SEEDS / 10
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_deliberate_bug_is_noticed(name: str) -> None:
+    assert first_noticed(name, range(1, 200)) is not None
+
+
+def test_a_seed_is_the_same_campaign_every_time() -> None:
+    first, second = list[str](), list[str]()
+    run_schedule(12, first.append)
+    run_schedule(12, second.append)
+    assert len(first) > 20
+    # The folder's name is in messages, and differs.
+    assert [line[:60] for line in first] == [line[:60] for line in second]
+
+
+def test_a_broken_rule_names_the_command_that_shows_it_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with mutated("attempt numbers are skipped"):
+        with pytest.raises(Violation, match=r"tests\.prove\.simulation --seed 5 --verbose"):
+            run_schedule(5)
+        assert main(["--seed", "5", "--verbose"]) == 1
+    shown = capsys.readouterr()
+    assert "still open" in shown.err
+    assert "claims attempt 2" in shown.out
