@@ -209,9 +209,10 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
     seen = f"{failures.count} in {failures.seconds / 3600:.1f} h" if failures.mtbf_s else "assumed"
     found = []
     for kind in ("sft", "grpo"):
-        if not any(s.kind == kind for s in plan.stages):
+        planned = [s for s in plan.stages if s.kind == kind]
+        if not planned:
             continue
-        times = times_of(workspace, kind, plan.config.model.name_or_path)
+        times = times_of(workspace, kind, planned[0].sources.get("model"))
         if not times.step_s or not times.save_s:
             continue
         save_freq = suggest_save_freq(times.step_s, times.save_s, mtbf_s)

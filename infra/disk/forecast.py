@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infra.disk.history import History, history_of
-from infra.disk.modelsize import ModelSize
+from infra.disk.modelsize import STATE_BYTES, ModelSize
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, PlannedStage
@@ -30,7 +30,6 @@ _TRAINED = ("sft", "grpo")
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-_STATE_BYTES = {"float32": 12, "bfloat16": 14}
 _MOST_FILES = 10  # of an exported model besides its shards
 
 
@@ -113,12 +112,12 @@ class Knowledge:
 
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
         self.workspace, self._size_of_model = workspace, size_of_model
-        self._histories: dict[tuple[str, str], History] = {}
+        self._histories: dict[tuple[str, str | None], History] = {}
         self._sizes: dict[str, ModelSize] = {}
         self._done: dict[str, bool] = {}
 
-    def history(self, kind: str, model: str) -> History:
-        """What stages of a kind took that started at that model."""
+    def history(self, kind: str, model: str | None) -> History:
+        """What stages of a kind took that started at that model (its digest)."""
         if (kind, model) not in self._histories:
             self._histories[kind, model] = history_of(self.workspace, kind, model)
         return self._histories[kind, model]
@@ -143,7 +142,7 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
     for plan in plans:
         for stage in plan.stages:
             if stage.id not in needs and not known.is_done(stage.id):
-                history = known.history(stage.kind, plan.config.model.name_or_path)
+                history = known.history(stage.kind, stage.sources.get("model"))
                 needs[stage.id] = _need(stage, plan.config, known.size(plan.config), history)
     config = plans[0].config if plans else RecipeConfig()
     local = config.dispatch.executor == "local"
@@ -186,7 +185,7 @@ def _training_need(
 ) -> StageNeed:
     section = config.sft if stage.kind == "sft" else config.grpo
     dtype, parameters = config.model.dtype, model.parameters or 0
-    one = history.checkpoint_bytes or parameters * _STATE_BYTES[dtype]
+    one = history.checkpoint_bytes or parameters * STATE_BYTES[dtype]
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep

@@ -62,7 +62,8 @@ class Failures:
 
 
 def history_of(workspace: Workspace, kind: str, model: str | None = None) -> History:
-    """What stages of a kind have taken; ``model`` restricts it to those that started there."""
+    """What stages of a kind have taken; ``model`` (the digest among a plan's sources) restricts it
+    to those of that model."""
     found = History()
     for stage_id, record in _alike(workspace, kind, model):
         measured = _of_stage(workspace, stage_id, record)
@@ -87,9 +88,7 @@ def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple
         record = _record(workspace, stage_id)
         if record is None:
             continue
-        named = record.spec.identity.get("model.name_or_path")
-        # A local model is known by its files' digest, and its name is not recorded.
-        if model is None or named is None or named == model:
+        if model is None or record.spec.sources.get("model") == model:
             yield stage_id, record
 
 

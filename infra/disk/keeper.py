@@ -21,6 +21,7 @@ from infra.checkpoints import CheckpointStore
 from infra.disk.caches import find_caches
 from infra.disk.figures import Room
 from infra.disk.ledger import Ledger, Need
+from infra.disk.modelsize import STATE_BYTES, model_size
 from infra.disk.mounts import existing, sync_file_system
 from infra.disk.probe import Prober, Used
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
@@ -111,13 +112,18 @@ class DiskKeeper:
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else the
-        largest that another stage of its kind has saved, else a small floor."""
+        largest newest one of a stage of its kind and model, else what the model's size tells, else
+        a small floor."""
         sizes = [size_of(c.path).bytes for c in self._checkpoints(stage_id)]
         if not sizes:
-            kind = stage_id.rpartition("-")[0]
-            alike = [s for s in self.workspace.stage_ids() if s.startswith(f"{kind}-")]
+            kind, model = stage_id.rpartition("-")[0], self._model_of(stage_id)
+            alike = [
+                s
+                for s in self.workspace.stage_ids()
+                if s.startswith(f"{kind}-") and self._model_of(s) == model
+            ]
             sizes = [size_of(c.path).bytes for s in alike for c in self._checkpoints(s)[-1:]]
-        return max([*sizes, FLOOR_BYTES])
+        return max([*sizes, FLOOR_BYTES] if sizes else [self._estimate(stage_id), FLOOR_BYTES])
 
     def status_line(self) -> str:
         """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``."""
@@ -247,6 +253,31 @@ class DiskKeeper:
         if self._missing_inodes(room, ref):
             return max(1, need_bytes)
         return 0 if self._write_goes_through(need_bytes, fresh) else max(1, need_bytes)
+
+    def _model_of(self, stage_id: str) -> str | None:
+        """The digest of the model that a stage started from; None where it names none."""
+        try:
+            spec = self.workspace.read_control(self.workspace.layout.stage(stage_id).spec) or {}
+        except RefinerError as error:
+            log.debug("%s", error)
+            return None
+        model = (spec.get("sources") or {}).get("model")
+        return None if model is None else str(model)
+
+    def _estimate(self, stage_id: str) -> int:
+        """What a checkpoint of a training stage takes that has never saved; 0: nothing says."""
+        paths = self.workspace.layout.stage(stage_id)
+        numbers = paths.attempt_numbers()
+        if stage_id.rpartition("-")[0] not in ("sft", "grpo") or not numbers:
+            return 0
+        try:
+            config = self.workspace.read_control(paths.attempt(numbers[-1]).config) or {}
+            name, dtype = str(config["model"]["name_or_path"]), str(config["model"]["dtype"])
+        except (RefinerError, KeyError, TypeError) as error:
+            log.debug("nothing says how large a checkpoint of %s is: %s", stage_id, error)
+            return 0
+        parameters = model_size(Path(name).expanduser(), name).parameters or 0
+        return parameters * STATE_BYTES.get(dtype, max(STATE_BYTES.values()))
 
     def _missing_inodes(self, room: Room, ref: AttemptRef | None) -> int:
         if room.free_inodes is None:

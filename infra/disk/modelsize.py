@@ -12,6 +12,8 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
+#: What a checkpoint takes per parameter: weights, two float32 moments, float32 masters if need be.
+STATE_BYTES = {"float32": 12, "bfloat16": 14}
 _NAMED = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.IGNORECASE)
 _LONGEST_HEADER = 100 << 20
 
@@ -32,9 +34,9 @@ def model_size(folder: Path | None, name: str) -> ModelSize:
             return ModelSize(computed, f"from {folder.name}/config.json")
     found = _NAMED.findall(name.rpartition("/")[2])
     if found:
-        number, unit = found[-1]
-        factor = 1e9 if unit.lower() == "b" else 1e6
-        return ModelSize(int(float(number) * factor), f"from the name {name}")
+        # `30B-A3B`: all of a mixture's weights are stored, not only those that are active.
+        sizes = (float(n) * (1e9 if unit.lower() == "b" else 1e6) for n, unit in found)
+        return ModelSize(int(max(sizes)), f"from the name {name}")
     return ModelSize(None, f"nothing says how large {name} is")
 
 

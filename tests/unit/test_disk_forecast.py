@@ -20,7 +20,7 @@ from flows.disk import planned_room, propose_fit, size_of_model, suggested_inter
 from infra import atomic
 from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
 from infra.disk.history import failures_of, suggest_save_freq
-from infra.disk.modelsize import ModelSize, model_size
+from infra.disk.modelsize import STATE_BYTES, ModelSize, model_size
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, GrpoConfig, RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
@@ -54,7 +54,6 @@ def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
 def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
     import torch
 
-    from infra.disk.forecast import _STATE_BYTES
     from refiner_core.training.checkpoint import save_state
     from refiner_core.training.optim import Updater
 
@@ -75,7 +74,7 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
         save_state(folder, model, updater, {})
         written = sum(p.stat().st_size for p in folder.iterdir())
         parameters = sum(p.numel() for p in model.parameters())
-        assert written == pytest.approx(parameters * _STATE_BYTES[dtype], rel=0.1)
+        assert written == pytest.approx(parameters * STATE_BYTES[dtype], rel=0.1)
 
 
 def test_a_4b_model_in_bfloat16_takes_56_gb_a_checkpoint(workspace: Workspace) -> None:
@@ -138,6 +137,7 @@ def test_a_model_of_unknown_size_is_said_to_be(workspace: Workspace) -> None:
         ("Qwen/Qwen3.5-0.6b-base", 6 * 10**8),
         ("me/refiner-135m", 135 * 10**6),
         ("me/v3b", 3 * 10**9),
+        ("Qwen/Qwen3-30B-A3B", 30 * 10**9),
         ("me/model-8bit", None),
         ("me/refiner", None),
     ],

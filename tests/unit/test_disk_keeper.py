@@ -27,9 +27,10 @@ from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import Outcome, to_json
 from tests.support.disk import finish, published, save, weights_go
-from tests.support.plans import claim, run_record, small_plan
+from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FULL = Outcome("disk_full", "resume")
@@ -450,7 +451,19 @@ def test_what_a_save_needs_is_what_saves_took(workspace: Workspace) -> None:
     assert keeper.need_of(stage.id) == FLOOR_BYTES
     save(workspace, stage.id, 1, size=6 * MIB)
     assert 6 * MIB <= keeper.need_of(stage.id) <= 7 * MIB
-    assert 6 * MIB <= keeper.need_of("data-000000000000") <= 7 * MIB, "its like is the best guess"
+    config = replace(plan.config, data=replace(plan.config.data, split_seed=9))
+    like = claim(workspace, make_plan(config, SOURCES), "data")
+    assert 6 * MIB <= keeper.need_of(like.id) <= 7 * MIB, "its like is the best guess"
+    other = claim(workspace, make_plan(config, {**SOURCES, "model": "a larger one"}), "data")
+    assert keeper.need_of(other.id) == FLOOR_BYTES, "another model says nothing"
+
+
+def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) -> None:
+    config = small_config("data", "sft")
+    model = replace(config.model, name_or_path="Qwen/Qwen3-4B", dtype="bfloat16")
+    plan = make_plan(replace(config, model=model), SOURCES)
+    stage = claim(workspace, plan, "sft")
+    assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
 
 
 def test_caches_are_found_without_tokens_and_only_where_they_are_marked(
