@@ -102,10 +102,6 @@ def _metrics_not_taken_over() -> Iterable[Patch]:
     yield AttemptIO, "_take_over", lambda self, found: None
 
 
-def _close_without_voiding() -> Iterable[Patch]:
-    yield Workspace, "void_attempt", lambda self, stage_id, number: True
-
-
 def _numbers_are_skipped() -> Iterable[Patch]:
     def claim(self: Workspace, stage: Any, config: Any, inputs: Any, claim: Any) -> Any:
         return real(self, stage, config, inputs, replace(claim, after=claim.after + 1))
@@ -138,9 +134,6 @@ MUTATIONS: Mapping[str, Mutation] = {
     "what was to stop is tried again": Mutation(_stop_is_no_stop, "tried again by the same call"),
     "old failures count for the new call": Mutation(_everything_is_history, "it took|was lost"),
     "metrics are not taken over": Mutation(_metrics_not_taken_over, "the metrics of"),
-    "an attempt is given up without taking its token": Mutation(
-        _close_without_voiding, "at a time|attempts after"
-    ),
     "attempt numbers are skipped": Mutation(_numbers_are_skipped, "still open"),
 }
 
