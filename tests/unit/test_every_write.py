@@ -25,6 +25,7 @@ import pytest
 from infra import provenance
 from infra.atomic import TEMPORARY
 from infra.checkpoints import CheckpointStore
+from infra.disk import keeper
 from infra.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
@@ -45,8 +46,9 @@ class Story(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No look at installed distributions, no log lines; signals as they were."""
+    """No look at installed distributions, small probes, no log lines; signals as they were."""
     monkeypatch.setattr(provenance, "versions", dict)
+    monkeypatch.setattr(keeper, "FLOOR_BYTES", 4096)
     logging.disable(logging.CRITICAL)
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     yield
