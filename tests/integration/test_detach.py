@@ -16,7 +16,7 @@ from tests.support.slurm_cluster import Cluster
 pytestmark = pytest.mark.slow
 TRAINING = (
     *(o for o in SMALL if not o.startswith("sft.max_train")),
-    "sft.max_train_steps=30",
+    "sft.max_train_steps=14",
     "stages=[data,sft]",
 )
 
