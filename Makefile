@@ -40,11 +40,14 @@ format: setup  ## let ruff tidy up
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-prove: setup  ## the long proofs: does it learn, over three seeds (about twelve minutes)
+prove: setup  ## the long proofs: does it learn, does it come back, in any weather (about an hour)
 	$(BIN)/python -m tests.prove.learning
+	$(BIN)/python -m tests.prove.step100
+	$(BIN)/python -m tests.prove.simulation
 
 bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench.dispatch
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

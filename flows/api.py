@@ -21,6 +21,7 @@ from flows.calls import (
     make_recipe_plan,
     plan_of_run,
     run_to_resume,
+    with_room,
     work_on,
 )
 from flows.status import RunStatus, Watcher, find_run
@@ -29,7 +30,7 @@ from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
@@ -126,8 +127,9 @@ def resume_run(
     ConfigurationError
         There is none, another process works on it, or what it was made from has changed.
     """
-    room = Workspace.open(Path(workspace).absolute())
-    run = run_to_resume(room, run_id)
+    root = Path(workspace).absolute()
+    run = run_to_resume(Workspace.read_only(root), run_id)
+    room = with_room(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
     with in_folder_of(run):
         plan = plan_of_run(room, run)
         check_supported(plan.config)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from flows.sources import resolve_sources
 from flows.status import find_run, unfinished_runs
@@ -26,6 +28,8 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
 from refiner_core.contract.views import StageView
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,35 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     """
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
-    workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
-    make_router(plan.config.dispatch, workspace)  # refuses what cannot be dispatched from here
-    run = _record_run(plan, workspace, recipe, overrides)
-    workspace.write_run(run)
-    return plan, workspace, run
+
+    def begin() -> tuple[Plan, Workspace, RunRecord]:
+        workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
+        # Refuses what cannot be dispatched from here.
+        make_router(plan.config.dispatch, workspace).check(plan.stages)
+        run = _record_run(plan, workspace, recipe, overrides)
+        workspace.write_run(run)
+        return plan, workspace, run
+
+    return with_room(plan.config, begin)
+
+
+def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
+    """Do what needs a little room in the workspace; on a full disk, as soon as there is some.
+
+    Raises
+    ------
+    NoSpaceError
+        There was none for ``disk.wait_min``.
+    """
+    from infra.disk.keeper import DiskKeeper
+    from infra.room_keeping import when_there_is_room
+
+    keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
+    return when_there_is_room(action, keeper, config.disk, _say)
+
+
+def _say(text: str) -> None:
+    print(f"refiner: {text}", file=sys.stderr, flush=True)
 
 
 def _record_run(
@@ -178,6 +206,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     from flows.pipeline import run_pictured
     from infra.campaign import Campaign
     from infra.disk.keeper import DiskKeeper
+    from infra.disk.watch import DiskEvent, DiskWatch
 
     router = make_router(plan.config.dispatch, workspace)
     take_up(workspace, run.run, regardless=showing.take_over)
@@ -186,14 +215,20 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     console = Console(command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet)
     known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)
-    views = run_pictured(
-        Campaign(plan, workspace, router, run=run, keeper=keeper),
-        plan,
-        run.run,
-        use_server=showing.use_server,
-        console=console,
-        story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
-    )
+    campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
+
+    def tell(event: DiskEvent) -> None:
+        campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+
+    with DiskWatch(keeper, campaign.next_save_bytes, tell):
+        views = run_pictured(
+            campaign,
+            plan,
+            run.run,
+            use_server=showing.use_server,
+            console=console,
+            story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
+        )
     return RunOutcome(run.run, plan, views)
 
 

@@ -146,14 +146,18 @@ class Actor:
             # Its job may be late rather than lost: take the token away before saying it is gone.
             if not self._give_up(attempt.ref, outcome):
                 return
-        else:
-            try:
-                self.workspace.close_attempt(*attempt.ref, outcome)
-            except OSError as error:
-                self._unwritten(action.stage.id, error)
-                return
+        elif not self._write_end(attempt.ref, outcome):
+            return
         note = {"event": "closed", "stage": action.stage.name, "attempt": action.attempt}
         self.note({**note, "failure": outcome.failure, "message": outcome.message})
+
+    def _write_end(self, ref: AttemptRef, outcome: Outcome) -> bool:
+        try:
+            self.workspace.close_attempt(*ref, outcome)
+        except OSError as error:
+            self._unwritten(ref.stage_id, error)
+            return False
+        return True
 
     def release(self, action: Release, attempt: OpenAttempt, limit: int) -> None:
         """Let a held job start again; after ``limit`` times it is withdrawn instead."""
@@ -175,13 +179,13 @@ class Actor:
             self.left_alone[stage.id] = owner
             return
         if ref not in self._stop_sent:
-            self._ask_to_stop(attempt, wish)
+            self._ask_to_stop(attempt, seen, wish)
         elif self.clock() - self._stop_sent[ref] > wish.grace_s and ref not in self._killed:
             self._killed.add(ref)
             self.note({"event": "kill", "stage": stage.name, "attempt": ref.number})
             self.router.kill(attempt)
 
-    def _ask_to_stop(self, attempt: OpenAttempt, wish: StopWish) -> None:
+    def _ask_to_stop(self, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         try:
             self.workspace.ask_stop(
                 attempt.ref.stage_id, attempt.ref.number, wish.failure, wish.reason
@@ -191,8 +195,14 @@ class Actor:
         if attempt.started is not None and self.router.stop(attempt):
             self._stop_sent[attempt.ref] = self.clock()
             return
+        if attempt.started is not None and seen.running:
+            return  # it cannot be asked just now; the next round tries again
         outcome = outcome_of(wish.failure, f"not begun: {wish.reason}")
-        if self._give_up(attempt.ref, outcome):
+        if attempt.started is not None:
+            # Put back into the queue by the scheduler: `stop.json` keeps a late start from work.
+            self.router.kill(attempt)
+            self._write_end(attempt.ref, outcome)
+        elif self._give_up(attempt.ref, outcome):
             self.router.kill(attempt)  # its worker has not begun, and now never will
 
 

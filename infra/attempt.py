@@ -294,12 +294,19 @@ class AttemptRun:
 
     def _reserve(self) -> AbstractContextManager[object]:
         """Room for the next save, kept free of other jobs."""
+        need = self.keeper.need_of(self.stage_id)
+        return self.keeper.reserve(AttemptRef(self.stage_id, self.number), need)
+
+    @property
+    def keeper(self) -> DiskKeeper:
+        """The room of the workspace, as this attempt asks for it."""
         from infra.disk.keeper import DiskKeeper
 
         if self._keeper is None:
-            self._keeper = DiskKeeper(self.workspace, self.config.disk)
-        need = self._keeper.need_of(self.stage_id)
-        return self._keeper.reserve(AttemptRef(self.stage_id, self.number), need)
+            self._keeper = DiskKeeper(
+                self.workspace, self.config.disk, stop_asked=lambda: self.stop_asked
+            )
+        return self._keeper
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)

@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.acting import Actor, StopWish
 from infra.dispatch import Router
-from infra.failures import CLASSES, without_progress
+from infra.failures import CLASSES, outcome_of, without_progress
 from infra.jobs import AttemptRef
 from infra.observe import Observer, Patience
 from infra.processes import ProcessId, host_name
@@ -31,7 +31,7 @@ from infra.reconcile import (
     Release,
     reconcile,
 )
-from infra.room_keeping import Keeper, ProbingKeeper, Rooms
+from infra.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
 from infra.views import view_of
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan
@@ -176,6 +176,15 @@ class Campaign:
             raise self._error
         return self.views()
 
+    def next_save_bytes(self) -> int:
+        """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
+        open_ = list(self._observer.open)
+        return max((self._keeper.need_of(stage_id) for stage_id in open_), default=0)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in the run's event log, from any thread: something that the user should know."""
+        self._note(event)
+
     # ------------------------------------------------------------ the loop
 
     def _run(self) -> None:
@@ -275,10 +284,21 @@ class Campaign:
         self._actor.launch([a for a in actions if isinstance(a, Launch)], records)
         for action in actions:
             if isinstance(action, CloseAttempt):
-                self._actor.close(action, self._observer.open[action.stage.id])
+                attempt = self._observer.open[action.stage.id]
+                self._actor.close(self._with_the_disk_in_mind(action), attempt)
             elif isinstance(action, Release):
                 limit = self._settings.retries.launch_failure
                 self._actor.release(action, self._observer.open[action.stage.id], limit)
+
+    def _with_the_disk_in_mind(self, action: CloseAttempt) -> CloseAttempt:
+        """A worker on a full disk may not even be able to leave a word: then that is why."""
+        outcome = action.outcome
+        if outcome.failure not in ("killed", "launch_failure"):
+            return action
+        if self._keeper.make_room(SMALL_BYTES) is not None:
+            return action
+        message = f"{outcome.message}; there is no room on the disk, not even for its last word"
+        return replace(action, outcome=outcome_of("disk_full", message))
 
     def _hear_cancel(self) -> None:
         """Whether somebody has cancelled this run, or stages of it, with `refiner cancel`."""

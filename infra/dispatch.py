@@ -9,7 +9,7 @@ right one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from infra.jobs import AttemptRef, Dispatcher, JobRequest, JobSight, OpenAttempt
 from infra.local import LocalDispatcher
@@ -38,6 +38,11 @@ class Router:
     def executor_for(self, stage: PlannedStage) -> str:
         """Where the next attempt at a stage goes."""
         return self._choose(stage)
+
+    def check(self, stages: Iterable[PlannedStage]) -> None:
+        """Refuse stages that can never run where they would go; errors as of the dispatchers."""
+        for stage in stages:
+            self.dispatchers[self.executor_for(stage)].check(stage)
 
     def submit(
         self, executor: str, requests: Sequence[JobRequest]
@@ -73,8 +78,8 @@ class Router:
             found.release(attempt)
 
 
-def make_router(config: DispatchConfig, workspace: Workspace) -> Router:
-    """The dispatchers that a recipe names.
+def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = True) -> Router:
+    """The dispatchers that a recipe names. ``adopt=False``: only to look; nothing is written.
 
     Raises
     ------
@@ -90,7 +95,9 @@ def make_router(config: DispatchConfig, workspace: Workspace) -> Router:
     from infra.slurm.profiles import load_profile
 
     profile = load_profile(config.profile)
-    slurm = SlurmDispatcher(workspace, profile, scheduler_poll_s=config.scheduler_poll_s)
+    slurm = SlurmDispatcher(
+        workspace, profile, scheduler_poll_s=config.scheduler_poll_s, adopt=adopt
+    )
     return Router({"local": local, "slurm": slurm}, profile.executor_for)
 
 
@@ -100,6 +107,6 @@ def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
     from refiner_core.contract.errors import RefinerError
 
     try:
-        return make_router(config, workspace)
+        return make_router(config, workspace, adopt=False)
     except RefinerError:
         return Router({"local": LocalDispatcher(workspace)}, lambda _: config.executor)

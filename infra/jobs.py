@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from refiner_core.contract.config import Resources
+from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import Attempt, Outcome
 
 Sight = Literal[
@@ -109,6 +110,16 @@ class Dispatcher(Protocol):
     """Where jobs run."""
 
     executor: str
+
+    def check(self, stage: PlannedStage) -> None:
+        """Refuse, before anything is submitted, a stage that can never run there.
+
+        Raises
+        ------
+        RefinerError
+            Says what it asks for, and what there is.
+        """
+        ...
 
     def submit(self, requests: Sequence[JobRequest]) -> Mapping[AttemptRef, Exception]:
         """Start jobs, as one array where that saves the scheduler work, and record each one's id

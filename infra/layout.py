@@ -6,6 +6,7 @@
         spec.json                             what the stage is
         result.json                           written last: the stage is done
         checkpoints/step-00000010/            complete ones only; half-written ones start with .tmp-
+        work/                                 another trainer's own folder, shared by all attempts
         attempts/0001/
           intent.json config.json inputs.json by the orchestrator that claimed it, all at once
           batch.json                          its place in an array, before that is submitted
@@ -25,6 +26,7 @@
       code/<digest>/                          code snapshots
       batches/<comment>/                      submitit's files of an array of jobs
       published/                              folder target of publishing
+      adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
 output, tracking, published); they may be different file systems, and are the same folder unless the

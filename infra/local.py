@@ -23,6 +23,7 @@ from infra.processes import ProcessId
 from infra.worker_command import WorkerCommand, job_settings, tail_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.plan import PlannedStage
 
 _LAUNCH_TIMEOUT_S = 120.0
 _TIMEOUT_MIN = 60 * 24 * 365  # a machine without a scheduler has no time limit
@@ -38,6 +39,9 @@ class LocalDispatcher:
         self.worker = worker or WorkerCommand(workspace.root)
 
     # ------------------------------------------------------------ submitting
+
+    def check(self, stage: PlannedStage) -> None:
+        """This machine is asked for what it has when the job runs."""
 
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         """Start each job; what went wrong, by attempt."""

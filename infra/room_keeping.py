@@ -7,20 +7,25 @@ about only every few seconds.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from infra.disk.room import has_room
 from infra.failures import without_progress
 from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import StageRecord
 
 _RECHECK_S = 5.0
 #: What a stage needs that has never saved anything: its control files and a log.
 SMALL_BYTES = 1 << 20
+#: What a call needs to begin: its record, and a copy of the code.
+BEGINNING_BYTES = 4 << 20
+T = TypeVar("T")
 
 
 class Keeper(Protocol):
@@ -132,7 +137,7 @@ class Rooms:
         attempts = records[stage_id].attempts
         in_vain = (attempts[-1].outcome.need_bytes if attempts[-1].outcome else None) or 0
         times = without_progress(attempts, "disk_full")
-        margin = in_vain // 4 * 2 ** max(0, times - 1)
+        margin = in_vain // 4 * (1 << max(0, times - 1))
         return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
@@ -162,3 +167,39 @@ class Rooms:
         if number:
             self._served[stage_id] = number
         return ""
+
+
+def when_there_is_room(
+    action: Callable[[], T],
+    keeper: Keeper,
+    config: DiskConfig,
+    say: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """What ``action`` returns, as soon as the disk takes its small files.
+
+    Room is made as the policy allows, then waited for: an orchestrator that is started on a full
+    disk would otherwise leave jobs alone that are about to pause.
+
+    Raises
+    ------
+    NoSpaceError
+        There was none for ``disk.wait_min``.
+    """
+    deadline, said = clock() + config.wait_min * 60, False
+    while True:
+        try:
+            return action()
+        except NoSpaceError as error:
+            made = keeper.make_room(BEGINNING_BYTES)
+            if made is not None and made.bytes:
+                say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed to begin.")
+                continue
+            if clock() >= deadline:
+                raise
+            if not said:
+                say(f"{error.what}. Waiting for room; Ctrl-C leaves, and nothing is lost.")
+            said = True
+            sleep(_RECHECK_S)

@@ -26,8 +26,11 @@ log = logging.getLogger(__name__)
 #: SIGUSR1 and SIGUSR2 come ahead of a time limit, or where a site warns before a preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ASK_TIMEOUT_S = 5.0
-#: A plain SIGTERM this close to the time limit is taken for it.
+#: Setting of a job: how long before the time limit Slurm was asked to warn it, seconds.
+SIGNAL_LEAD = "REFINER_SIGNAL_LEAD_S"
+#: A plain SIGTERM this close to the time limit is taken for it, or as close as the warning comes.
 _LIMIT_SHARE, _LIMIT_MIN_S, _LIMIT_MAX_S = 0.05, 5.0, 60.0
+_EARLY_S = 60.0
 _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
@@ -195,7 +198,11 @@ def _time_is_up(number: int | None, facts: Mapping[str, str]) -> bool:
         return False
     if number in (signal.SIGUSR1, signal.SIGUSR2):
         return True  # our own warning ahead of the limit (sbatch --signal)
-    return limit - ran <= min(_LIMIT_MAX_S, max(_LIMIT_MIN_S, _LIMIT_SHARE * limit))
+    near_s = min(_LIMIT_MAX_S, max(_LIMIT_MIN_S, _LIMIT_SHARE * limit))
+    told = os.environ.get(SIGNAL_LEAD, "")
+    # Slurm looks at limits only every half minute or so, and may warn that much earlier.
+    lead_s = float(told) + _EARLY_S if told.replace(".", "", 1).isdigit() else 0.0
+    return limit - ran <= max(near_s, lead_s)
 
 
 def _seconds(text: str) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from infra import atomic
 from infra.checkpoints import MARKER
+from infra.disk.marks import reclaimed_text
 from infra.disk.room import no_space_guard
 from infra.layout import AttemptPaths
 from infra.publishing import target_damage
@@ -133,9 +134,13 @@ class StageRecords(RecordFiles):
             try:
                 size = path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
-                return f"{path} is gone"
+                why = reclaimed_text(self.layout.stage(stage_id))
+                return f"{path} is gone" + (f": {why}" if why else "")
             if size != file.bytes:
                 return f"{path} has {size} bytes instead of {file.bytes}"
+        for fetched in result.report.get("fetched", ()) if stage_id.startswith("fetch-") else ():
+            if not Path(fetched["folder"]).is_dir():
+                return f"{fetched['folder']} is gone"
         is_published = stage_id.startswith(("publish-", "card-"))
         return target_damage(result.report) if is_published else None
 

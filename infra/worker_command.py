@@ -53,11 +53,12 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
         "TQDM_DISABLE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    path = os.environ.get("PYTHONPATH", "")
-    if code is not None:
-        settings["PYTHONPATH"] = os.pathsep.join(p for p in (str(code), path) if p)
-    elif not path:
-        settings["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
+    # An empty or relative part would put the working directory in front of everything.
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [p for p in given if p and Path(p).is_absolute()]
+    first = [str(code)] if code is not None else []
+    ours = [str(Path(__file__).resolve().parent.parent)]
+    settings["PYTHONPATH"] = os.pathsep.join([*first, *kept] or ours)
     return settings
 
 

@@ -17,8 +17,8 @@ from infra.disk.room import has_room, is_no_space, no_space_error
 from infra.failures import class_of_text
 from refiner_core.contract.errors import (
     ConfigurationError,
+    KilledError,
     NotFiniteError,
-    RefinerError,
     StageFailed,
 )
 
@@ -34,10 +34,8 @@ _ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|In
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
 
 
-class TrainerKilled(RefinerError, RuntimeError):
+class TrainerKilled(KilledError):
     """The trainer was ended from outside, or crashed: another try may well get further."""
-
-    resumable = True
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from infra import atomic
 from infra.failures import outcome_of
 from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.layout import AttemptPaths
+from infra.signals import SIGNAL_LEAD
 from infra.slurm.commands import RealSlurm, SlurmCommands, SlurmUnavailable
 from infra.slurm.profiles import Profile
 from infra.slurm.query import Answer, Patience, SchedulerView, Wanted
@@ -36,6 +37,7 @@ from infra.slurm.submission import (
 )
 from infra.worker_command import WorkerCommand, tail_of
 from infra.workspace import Workspace
+from refiner_core.contract.plan import PlannedStage
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,16 @@ class SlurmDispatcher:
 
     # ------------------------------------------------------------ submitting
 
+    def check(self, stage: PlannedStage) -> None:
+        """Refuse a stage that this cluster can never run.
+
+        Raises
+        ------
+        ConfigurationError
+            Its time limit, GPUs or network are more than the profile has.
+        """
+        self.profile.check(stage.resources, stage.title, needs_network=stage.needs_network)
+
     def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
         """Start jobs, those of one shape as an array where there are enough; what went wrong, by
         attempt."""
@@ -151,7 +163,9 @@ class SlurmDispatcher:
     def command(self, request: JobRequest) -> list[str]:
         """The job's argument list."""
         words = self.worker.arguments(request, offline=not self.profile.network)
-        settings = [f"{name}={value}" for name, value in self.profile.env.items()]
+        lead_s = self.profile.lead_s(request.resources, request.save_s)
+        values = {**self.profile.env, SIGNAL_LEAD: lead_s}
+        settings = [f"{name}={value}" for name, value in values.items()]
         return [words[0], *settings, *words[1:]]
 
     def _submit(self, work: Submission) -> None:

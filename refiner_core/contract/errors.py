@@ -82,6 +82,13 @@ class LaunchError(RefinerError, RuntimeError):
     resumable = True
 
 
+class KilledError(RefinerError, RuntimeError):
+    """Something that a stage needs was ended from outside; another try may well get further."""
+
+    exit_code = 1
+    resumable = True
+
+
 class NotFiniteError(StageFailed):
     """NaN or infinity where a number was expected; the weights were not touched with it."""
 

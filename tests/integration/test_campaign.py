@@ -20,6 +20,7 @@ import pytest
 
 from infra.attempt import AttemptRun
 from infra.campaign import Campaign
+from infra.disk.keeper import DiskKeeper
 from infra.dispatch import make_router
 from infra.explain import observe_actions
 from infra.jobs import AttemptRef, OpenAttempt
@@ -34,6 +35,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.views import StageView
 from tests.support.plans import claim, fake_router, run_record, small_plan
+from tests.support.quota import small_tmpfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -56,7 +58,8 @@ def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
 
 def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Campaign:
     run = run_record(workspace, plan)
-    return Campaign(plan, workspace, fake_router(workspace), run=run, **more)
+    keeper = DiskKeeper(workspace, plan.config.disk)
+    return Campaign(plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more)
 
 
 def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
@@ -453,26 +456,14 @@ def test_a_worker_without_a_sign_of_life_is_killed_and_resumed(workspace: Worksp
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        if "quota" in os.environ.get("REFINER_REQUIRE", "").split(","):
-            pytest.fail("quota tests are required here, but a tmpfs cannot be mounted")
-        pytest.skip("needs root, to mount a small tmpfs")
-    yield folder
-    deadline = time.monotonic() + 10
-    while subprocess.run(["umount", str(folder)], check=False, capture_output=True).returncode:
-        if time.monotonic() > deadline:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-            break
-        time.sleep(0.1)
+    with small_tmpfs(tmp_path / "disk", mib=24) as folder:
+        yield folder
 
 
 @pytest.mark.quota
 @pytest.mark.parametrize(
     "behaviour",
-    [{"steps": 4, "bytes": 1_500_000}, {"steps": 2, "output_bytes": 9_000_000}],
+    [{"steps": 4, "bytes": 7_000_000}, {"steps": 2, "output_bytes": 30_000_000}],
     ids=["checkpoint", "output"],
 )
 def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_room(
@@ -481,7 +472,7 @@ def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_r
     workspace = Workspace.open(small_disk / "ws")
     plan = small_plan("data", disk=DiskConfig(wait_min=0.0, hold_s=0.0))
     filler = small_disk / "filler"
-    filler.write_bytes(os.urandom(1_200_000))
+    filler.write_bytes(os.urandom(12_000_000))
     tell(workspace, data=behaviour)
     view = run_to_end(workspace, plan)["data"]
     assert (view.state, view.exit_code) == ("interrupted", 5), view
@@ -498,8 +489,8 @@ def test_a_full_disk_ends_resumable_and_the_same_command_goes_on_when_there_is_r
 def test_a_stage_that_meets_a_full_disk_pauses_and_goes_on_by_itself(small_disk: Path) -> None:
     workspace, plan = Workspace.open(small_disk / "ws"), small_plan("data")
     filler = small_disk / "filler"
-    filler.write_bytes(os.urandom(1_200_000))
-    tell(workspace, data={"steps": 4, "bytes": 1_500_000})
+    filler.write_bytes(os.urandom(12_000_000))
+    tell(workspace, data={"steps": 4, "bytes": 7_000_000})
     campaign = campaign_on(workspace, plan)
     campaign.start()
     until(lambda: campaign.views()["data"].state == "paused", "the pause")

@@ -235,7 +235,7 @@ def test_the_default_pattern_reads_the_usual_lines() -> None:
         (1, ["ValueError: loss is nan at step 3"], "not_finite"),
         (1, ["Traceback", "KeyError: 'x'"], "bug"),
         (127, ["/bin/sh: 1: trian: not found"], "bad_configuration"),
-        (128 + signal.SIGSEGV, ["step 3"], "bug"),
+        (128 + signal.SIGSEGV, ["step 3"], "killed"),
     ],
 )
 def test_an_end_is_of_the_class_that_its_last_words_say(
