@@ -43,7 +43,7 @@ format: setup  ## let ruff tidy up
 prove: setup  ## the long proofs: does it learn, does it come back, in any weather (about an hour)
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.step100
-	$(BIN)/python -m tests.prove.simulation
+	$(BIN)/python -m tests.prove.simulation --mutations
 
 bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench

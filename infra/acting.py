@@ -140,8 +140,8 @@ class Actor:
     def close(self, action: CloseAttempt, attempt: OpenAttempt) -> None:
         """Write the outcome of an attempt that ended without one; a hung one is killed first."""
         outcome = action.outcome
-        if outcome.failure == "hung":
-            self.router.kill(attempt)
+        if outcome.failure == "hung" and not self.router.kill(attempt):
+            return  # it may still run: the next round tries again
         if attempt.started is None:
             # Its job may be late rather than lost: take the token away before saying it is gone.
             if not self._give_up(attempt.ref, outcome):

@@ -67,10 +67,10 @@ class Router:
         found = self.dispatchers.get(attempt.attempt.executor)
         return found is not None and found.stop(attempt)
 
-    def kill(self, attempt: OpenAttempt) -> None:
-        """End the job and all it has started."""
-        if found := self.dispatchers.get(attempt.attempt.executor):
-            found.kill(attempt)
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """End the job and all it has started; False if the order did not get through."""
+        found = self.dispatchers.get(attempt.attempt.executor)
+        return found is None or found.kill(attempt)
 
     def release(self, attempt: OpenAttempt) -> None:
         """Let a held job start again."""

@@ -136,8 +136,9 @@ class Dispatcher(Protocol):
         """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
         ...
 
-    def kill(self, attempt: OpenAttempt) -> None:
-        """End the job and all it has started, now; one that queues is withdrawn."""
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """End the job and all it has started, now; one that queues is withdrawn. False: the order
+        did not get through, and the job may go on."""
         ...
 
     def release(self, attempt: OpenAttempt) -> None:

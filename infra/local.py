@@ -118,11 +118,13 @@ class LocalDispatcher:
         worker = self._process(attempt.ref, "started")
         return worker is not None and worker.terminate()
 
-    def kill(self, attempt: OpenAttempt) -> None:
-        """SIGKILL to the job's process group."""
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """SIGKILL to the job's process group. True also for one of another host, which nobody here
+        can reach: its fence must do."""
         for process in self._processes(attempt):
             if process.here:
                 process.kill_group()
+        return True
 
     def release(self, attempt: OpenAttempt) -> None:
         """Nothing holds a local job back."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from infra.disk.room import no_space_guard
 from infra.failures import outcome_of
 from infra.processes import ProcessId
 from infra.signals import Ask, SlurmJob, ask_scheduler, why_restarted
@@ -117,7 +118,8 @@ def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask:
     beat = workspace.read_heartbeat(stage_id, number) or {}
     step = (beat.get("progress") or {}).get("done")
     outcome = replace(outcome_of(why.failure, why.message), step=step)
-    workspace.close_attempt(stage_id, number, outcome, beat.get("seconds"))
+    with no_space_guard(workspace.root, "closing the attempt of the last start"):
+        workspace.close_attempt(stage_id, number, outcome, beat.get("seconds"))
 
 
 def _nothing_to_do(stage_id: str, number: int, why: str) -> AttemptClosed:

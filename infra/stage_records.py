@@ -19,7 +19,7 @@ from infra import atomic
 from infra.checkpoints import MARKER
 from infra.disk.marks import reclaimed_text
 from infra.disk.room import no_space_guard
-from infra.layout import AttemptPaths
+from infra.layout import AttemptPaths, Layout
 from infra.publishing import target_damage
 from infra.record_files import RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -55,6 +55,11 @@ class Claim:
 class StageRecords(RecordFiles):
     """The part of a workspace that knows stages and attempts."""
 
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        # Ended attempts that a later one has followed: they never change again.
+        self._over: dict[tuple[str, int], Attempt] = {}
+
     # ------------------------------------------------------------ reading
 
     def read_record(self, stage_id: str) -> StageRecord | None:
@@ -87,6 +92,15 @@ class StageRecords(RecordFiles):
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         """One attempt, put together from the files of its several writers."""
+        if kept := self._over.get((stage_id, number)):
+            return kept
+        attempt = self._read_attempt(stage_id, number)
+        newer = self.layout.attempt(stage_id, number + 1).control
+        if attempt is not None and attempt.outcome is not None and newer.exists():
+            self._over[stage_id, number] = attempt  # nobody writes there any more
+        return attempt
+
+    def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         paths = self.layout.attempt(stage_id, number)
         attempt = self._load(Attempt, paths.intent)
         if attempt is None:

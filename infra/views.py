@@ -52,7 +52,7 @@ def view_of(
         attempt=shown,
         job_id=job_id,
         progress=_progress(workspace, stage.id, shown),
-        seconds=_seconds(workspace, stage.id, ended_before, shown),
+        seconds=_seconds(workspace, stage.id, record, ended_before),
         message=now.message,
         log=str(workspace.layout.attempt(stage.id, shown).log) if shown else "",
         exit_code=now.exit_code,
@@ -86,10 +86,17 @@ def _progress(workspace: Workspace, stage_id: str, number: int) -> Progress | No
     return None if found is None else from_json(Progress, found)
 
 
-def _seconds(workspace: Workspace, stage_id: str, ended_before: int, newest: int) -> float:
+def _seconds(
+    workspace: Workspace, stage_id: str, record: StageRecord | None, ended_before: int
+) -> float:
     """Of work by the attempts of this call, by each worker's own clock."""
     total = 0.0
-    for number in range(ended_before + 1, newest + 1):
-        beat = workspace.read_heartbeat(stage_id, number) or {}
-        total += float(beat.get("seconds") or 0.0)
+    for attempt in record.attempts if record is not None else ():
+        if attempt.number <= ended_before:
+            continue
+        seconds = attempt.seconds
+        if seconds is None:
+            beat = workspace.read_heartbeat(stage_id, attempt.number) or {}
+            seconds = beat.get("seconds")
+        total += float(seconds or 0.0)
     return total

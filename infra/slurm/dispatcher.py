@@ -258,16 +258,18 @@ class SlurmDispatcher:
             log.warning("job %s could not be asked to end: %s", job_id, error)
             return False
 
-    def kill(self, attempt: OpenAttempt) -> None:
+    def kill(self, attempt: OpenAttempt) -> bool:
         """``scancel``: ends a job that runs, withdraws one that queues."""
         job_id = self._id_of(attempt)
         if job_id is None:
-            return
+            return True
         self._ended_by_us.add(job_id)
         try:
             self._commands.cancel(job_id)
         except SlurmUnavailable as error:
             log.warning("job %s could not be ended: %s", job_id, error)
+            return False
+        return True
 
     def release(self, attempt: OpenAttempt) -> None:
         """``scontrol release``."""

@@ -8,6 +8,7 @@ unknown keys of a newer version are kept out of the way, not an error.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -190,6 +191,11 @@ def from_json(kind: type[T], data: Any) -> T:
     return typing.cast(T, _build(kind, data))
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _build(kind: Any, data: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -197,7 +203,7 @@ def _build(kind: Any, data: Any) -> Any:
             return None
         return _build(next(a for a in args if a is not type(None)), data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         known = {f.name for f in dataclasses.fields(kind)}
         return kind(**{k: _build(hints[k], v) for k, v in data.items() if k in known})
     if origin is tuple:

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from types import SimpleNamespace
@@ -38,7 +37,6 @@ from infra.signals import SlurmJob
 from tests.simulation.world import World
 
 BEAT_S = 100.0
-_HINTS = functools.cache(typing.get_type_hints)
 
 
 class Watcher(Protocol):
@@ -95,7 +93,6 @@ def simulated_machine(
         _jobs(put, world, scheduler)
         _room(put, world, disk)
         put(secrets, "token_hex", token)
-        put(typing, "get_type_hints", _cached_hints)
         put(PurePath, "__truediv__", functools.cache(PurePath.__truediv__))
         put(infra.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
         put(infra.attempt, "job_provenance", lambda _config: {})
@@ -103,11 +100,6 @@ def simulated_machine(
             yield
         finally:
             logging.disable(before)
-
-
-def _cached_hints(kind: Any, *rest: Any, **more: Any) -> dict[str, Any]:
-    """Records are read thousands of times; their types do not change."""
-    return _HINTS(kind) if not rest and not more else _HINTS.__wrapped__(kind, *rest, **more)
 
 
 Put = Callable[[Any, str, Any], None]

@@ -256,7 +256,7 @@ class Watch:
         """Whether a process that has the token of an attempt may still be at work on it: not one
         that has ended the attempt itself, or that the scheduler could not end."""
         end = stage.ends.get(number)
-        gone = not process.alive or process.lost or process.spared
+        gone = not process.alive or process.lost
         return not gone and (end is None or end.by is not process)
 
     # ------------------------------------------------------------ in the end

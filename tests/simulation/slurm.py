@@ -20,6 +20,7 @@ from infra.failures import outcome_of
 from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
+from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import FailureClass
 from tests.simulation.weather import Weather
 from tests.simulation.world import Process, World
@@ -373,16 +374,17 @@ class SimSlurm:
         job.process.tell(signal.SIGTERM)
         return True
 
-    def kill(self, attempt: OpenAttempt) -> None:
-        """The job is over."""
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """The job is over, if the order gets through."""
         self.cluster.world.point("scancel")
         if job := self._job(attempt):
             self._ended_by_us.add(job.id)
             self.cluster.cancel(job)
-            return
-        job = self.cluster.jobs.get(attempt.attempt.comment)
-        if job is not None and job.process is not None:
-            job.process.spared = True
+            return True
+        return self.cluster.jobs.get(attempt.attempt.comment) is None
+
+    def check(self, stage: PlannedStage) -> None:
+        """It takes everything."""
 
     def release(self, attempt: OpenAttempt) -> None:
         """A held job may start."""

@@ -31,7 +31,7 @@ class Process:
 
     ``dies_at`` is after how many points it is killed; ``dies_near`` kills it at the so-many-th
     point whose label begins so. A ``frozen`` one stands still and does not know it. ``lost``: on a
-    node that nobody reaches. ``spared``: the order to end it did not get through. ``finished``: it
+    node that nobody reaches. ``finished``: it
     came to its end by itself. ``job`` is the scheduler's job that it is part of.
     """
 
@@ -44,7 +44,6 @@ class Process:
     alive: bool = True
     frozen: bool = False
     lost: bool = False
-    spared: bool = False
     finished: bool = False
     points: int = 0
     due: float | None = None
