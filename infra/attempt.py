@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore, tree_bytes
-from infra.disk.room import no_space_guard
+from infra.disk.room import is_no_space, no_space_guard
 from infra.failures import classify, detailed, outcome_of
 from infra.heartbeat import Heartbeat
 from infra.jobs import AttemptRef
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+#: How long a worker tries to leave its last word on a full disk, seconds (`disk.hold_s` at most).
+LAST_WORD_S = 15.0
 #: Errors that, right after a request to stop, are taken for its consequence: what else was told to
 #: stop (a judge, data workers, another rank) may have gone first.
 _FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
@@ -224,7 +226,8 @@ class AttemptRun:
                 written = max(tree_bytes(self.output_dir), self.io.checkpoints.lost_bytes)
                 outcome = replace(outcome, need_bytes=written or None)
                 shutil.rmtree(self.output_dir, ignore_errors=True)
-            self._close(outcome)
+            if self._close_patiently(outcome):  # the log was as full when it was told first
+                log.error("attempt %d ended: %s%s", self.number, outcome.message, number)
         except OSError as second:
             log.error("the outcome could not be written: %s", second)
         return outcome
@@ -365,6 +368,24 @@ class AttemptRun:
             self._close(Outcome("none", "finish"))
         except OSError as error:
             log.warning("the stage is done, but the outcome could not be written: %s", error)
+
+    def _close_patiently(self, outcome: Outcome) -> bool:
+        """Close, and on a full disk wait a little for room: what was half-written has just been
+        removed, and a worker without a last word looks as if it had been killed. True if it took
+        more than one try.
+        """
+        deadline = time.monotonic() + min(LAST_WORD_S, self.config.disk.hold_s)
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                self._close(outcome)
+            except OSError as error:
+                if not is_no_space(error, self.paths.control) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            else:
+                return tries > 1
 
     def _close(self, outcome: Outcome) -> None:
         self.heartbeat.stop()

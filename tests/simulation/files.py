@@ -95,6 +95,7 @@ def simulated_machine(
         put(secrets, "token_hex", token)
         put(PurePath, "__truediv__", functools.cache(PurePath.__truediv__))
         put(infra.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
+        put(infra.attempt, "LAST_WORD_S", 0.0)  # real seconds; the world has none
         put(infra.attempt, "job_provenance", lambda _config: {})
         try:
             yield

@@ -28,7 +28,7 @@ partition: {partition}
 cpu_stages: slurm
 signal_lead_s: {lead_s}
 """
-LIMIT_S = 900.0
+LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def tell(
             *(
                 "dispatch.scheduler_poll_s=1",
                 "disk.watch_s=2",
-                "disk.hold_s=2",
+                "disk.hold_s=5",
                 "dispatch.backoff_s=2",
             ),
         ),
