@@ -48,6 +48,7 @@ prove: setup  ## the long proofs: does it learn, does it come back, in any weath
 bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
 	$(BIN)/python -m tests.bench.dispatch
+	$(BIN)/python -m tests.bench.recovery
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

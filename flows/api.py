@@ -165,7 +165,7 @@ def cancel_run(
     """
     from flows.cancelling import cancel
 
-    room = Workspace.open(Path(workspace).absolute())
+    room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
     run = find_run(room, run_id)
     if run is None:
         raise ConfigurationError(

@@ -90,7 +90,24 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         workspace.write_run(run)
         return plan, workspace, run
 
+    _warn_of_room(plan, recipe, overrides)
     return with_room(plan.config, begin)
+
+
+def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
+    """Say beforehand that the run will meet a full disk; it goes through all the same."""
+    from flows.disk import planned_room
+    from infra.disk.keeper import gib
+
+    room = planned_room([plan])
+    if room.fits:
+        return
+    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
+    _say(
+        f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
+        f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
+        f"What would fit: {command}"
+    )
 
 
 def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:

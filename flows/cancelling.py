@@ -19,11 +19,11 @@ from infra.failures import outcome_of
 from infra.jobs import AttemptRef, OpenAttempt
 from infra.observe import Observer, Patience
 from infra.orchestrators import Orchestrator, orchestrator_of
-from infra.processes import host_name
+from infra.processes import ProcessId, host_name
 from infra.reconcile import Seen
 from infra.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, from_json
 
@@ -84,8 +84,13 @@ def cancel(
     if not who.works and not work.open_stages():
         return CancelOutcome(run.run, names, "nobody", True, orchestrator=who)
     by = f"{getpass.getuser()} on {host_name()}"
-    if not workspace.ask_cancel(run.run, by, stages):
-        tell("it has been asked for before")
+    try:
+        if not workspace.ask_cancel(run.run, by, stages):
+            tell("it has been asked for before")
+    except NoSpaceError:
+        if stages or not _signal(who):
+            raise
+        tell(f"the disk takes no note of it, so {who.where} is told by a signal")
     if who.works and not now:
         if work.wait_for(who, patience_s) and not work.open_stages():
             return CancelOutcome(run.run, names, "orchestrator", True, orchestrator=who)
@@ -96,6 +101,13 @@ def cancel(
     work.end_jobs(by, patience_s)
     left = work.open_stages()
     return CancelOutcome(run.run, names, "here", not left, left, who)
+
+
+def _signal(who: Orchestrator) -> bool:
+    """Ask the process that works on the run to stop, as Ctrl-C would; False if it is not here."""
+    if who.standing != "running" or who.host != host_name() or not who.pid:
+        return False
+    return ProcessId.of(who.pid).terminate()
 
 
 def _check_names(run: RunRecord, stages: Sequence[str]) -> None:
