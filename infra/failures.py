@@ -238,22 +238,26 @@ def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
     """How many of the newest attempts ended in ``failure`` since one got further.
 
     An attempt got further when a later one went on from a later checkpoint than it had itself. One
-    whose worker never began says nothing of that.
+    that died before it could go on from any is taken to have got nowhere.
     """
     count, floor = 0, 0
     for attempt in reversed(attempts):
-        if _began(attempt):
-            if (attempt.resumed_from_step or 0) < floor:
+        began_at = _began_at(attempt)
+        if began_at is not None:
+            if began_at < floor:
                 break
-            floor = max(floor, attempt.resumed_from_step or 0)
+            floor = began_at
         count += attempt.outcome is not None and attempt.outcome.failure == failure
     return count
 
 
-def _began(attempt: Attempt) -> bool:
-    outcome = attempt.outcome
-    told = outcome is not None and outcome.step is not None
-    return told or attempt.started_at is not None or attempt.resumed_from_step is not None
+def _began_at(attempt: Attempt) -> int | None:
+    """The step that an attempt went on from; 0 from the start, None if nobody can tell."""
+    if attempt.resumed_from_step is not None:
+        return attempt.resumed_from_step
+    told = attempt.outcome is not None and attempt.outcome.step is not None
+    first = attempt.number == 1 and attempt.started_at is not None
+    return 0 if told or first else None
 
 
 def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:

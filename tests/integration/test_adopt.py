@@ -125,7 +125,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_dead_workspace_goes_on_in_another_and_ends_with_the_same_weights(
     tmp_path: Path,
 ) -> None:
-    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=8", "--no-server")
+    words = ("run", "tiny", *SMALL, "stages=[data,sft]", "sft.max_train_steps=60", "--no-server")
     control, old, new = (tmp_path / name for name in ("control", "old", "new"))
     assert refiner(*words, f"workspace={control}").code == 0
     process = start(*words, f"workspace={old}")

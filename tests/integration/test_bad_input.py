@@ -55,7 +55,11 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
         (["run", "refiner-gpt54", "data.rl_revision=abc123"], 8, ["grpo.deepspeed_stage"]),
         (["run", "tiny", "publish.target=hub"], 8, ["publish.target=folder"]),
-        (["run", "tiny", "dispatch.executor=slurm"], 8, ["dispatch.executor=local"]),
+        (
+            ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
+            2,
+            ["nowhere.yaml", "preemptible"],
+        ),
         (["run", "tiny", "workspace=/proc/refiner"], 4, ["workspace=DIR"]),
         (["logs", "grpo"], 2, ["no run is recorded"]),
     ],
@@ -162,7 +166,10 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
     full_disk: Path,
 ) -> None:
-    arguments = ("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")
+    arguments = (
+        *("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server"),
+        *("disk.wait_min=0", "disk.hold_s=0"),
+    )
     # Weights of 4 MB do not fit.
     done = refiner(*arguments, "stages=[data,sft]")
     assert done.code == 5, done.stderr
@@ -176,5 +183,6 @@ def test_a_full_disk_is_a_state_that_the_same_command_leaves_once_there_is_room(
 def test_no_room_at_all_is_said_before_anything_starts(full_disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (full_disk / "filler").write_bytes(b"x" * 4 * 2**20)
-    done = refiner("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")
+    words = ("run", "tiny", f"workspace={full_disk}/runs", *SMALL, "--no-server")
+    done = refiner(*words, "disk.wait_min=0")
     check_refusal(done, 5)
