@@ -24,12 +24,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class AttemptNote(NamedTuple):
-    """How one attempt at a stage ended; ``failure`` is a failure class, ``none`` for success."""
+    """How one attempt at a stage ended; ``failure`` is a failure class, ``none`` for success.
+    ``step`` is the last one that it had finished, ``ended_at`` an ISO 8601 time (UTC)."""
 
     stage: str
     number: int
     failure: str = "none"
     resumed_from_step: int | None = None
+    step: int | None = None
+    ended_at: str | None = None
 
 
 def attempt_notes(stage: str, attempts: Iterable[Attempt]) -> tuple[AttemptNote, ...]:
@@ -40,6 +43,8 @@ def attempt_notes(stage: str, attempts: Iterable[Attempt]) -> tuple[AttemptNote,
             attempt.number,
             "none" if attempt.outcome is None else attempt.outcome.failure,
             attempt.resumed_from_step,
+            None if attempt.outcome is None else attempt.outcome.step,
+            attempt.ended_at,
         )
         for attempt in attempts
     )

@@ -6,7 +6,7 @@ left out on purpose: they name paths and hosts.
 
 from __future__ import annotations
 
-from refiner_core.cards.facts import CardFacts
+from refiner_core.cards.facts import AttemptNote, CardFacts
 from refiner_core.cards.results import without_value
 from refiner_core.cards.settings import flag_of, rubric_source, shown
 from refiner_core.contract.config import RecipeConfig
@@ -52,7 +52,8 @@ def _interruptions(facts: CardFacts) -> list[str]:
             continue
         why = _FAILURES.get(attempt.failure, attempt.failure.replace("_", " "))
         later = [a for a in facts.attempts[position + 1 :] if a.stage == attempt.stage]
-        text = f"Attempt {attempt.number} of the {attempt.stage} stage ended because {why}; "
+        text = f"Attempt {attempt.number} of the {attempt.stage} stage ended{_when(attempt)} "
+        text += f"because {why}; "
         if not later:
             text += (
                 f"the stage was not taken up again. This checkpoint is step {facts.step}."
@@ -66,8 +67,22 @@ def _interruptions(facts: CardFacts) -> list[str]:
                 f"attempt {later[0].number} went on from the checkpoint of step "
                 f"{later[0].resumed_from_step}, and repeats what would have come without it."
             )
+            text += _done_again(attempt, later[0].resumed_from_step)
         notes.append(text)
     return notes
+
+
+def _when(attempt: AttemptNote) -> str:
+    """`` on 2026-11-21 03:12 UTC after step 100``, as far as it is known."""
+    day = f" on {attempt.ended_at[:16].replace('T', ' ')} UTC" if attempt.ended_at else ""
+    return day + (f" after step {attempt.step}" if attempt.step else "")
+
+
+def _done_again(attempt: AttemptNote, resumed_from_step: int | None) -> str:
+    if attempt.step is None or resumed_from_step is None or attempt.step <= resumed_from_step:
+        return ""
+    lost = attempt.step - resumed_from_step
+    return f" {lost} {'step was' if lost == 1 else 'steps were'} done again."
 
 
 def _dropped_rows(facts: CardFacts) -> list[str]:

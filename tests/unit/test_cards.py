@@ -283,6 +283,20 @@ def test_two_claims_to_the_same_number_are_refused_unless_they_agree():
 # ---------------------------------------------------------------- notes from records
 
 
+def test_a_note_of_an_interruption_says_when_and_what_was_done_again():
+    """The run behind seed 000 ended at step 100 on a quota; its card had to be told by hand."""
+    full = Outcome("disk_full", "resume", "Disk quota exceeded", step=100, errno=122)
+    first = Attempt(1, "c", "slurm", "o", "t", ended_at="2026-11-21T03:12:41.123+00:00")
+    second = Attempt(
+        2, "c", "slurm", "o", "t", resumed_from_step=50, outcome=Outcome("none", "finish")
+    )
+    attempts = attempt_notes("grpo", [replace(first, outcome=full), second])
+    notes = section(build_card(facts(attempts=attempts)), "Known notes")
+    assert "ended on 2026-11-21 03:12 UTC after step 100 because the disk or its quota" in notes
+    assert "went on from the checkpoint of step 50" in notes
+    assert "50 steps were done again" in notes
+
+
 def test_interruptions_are_told_with_how_they_ended_and_without_their_messages():
     def attempt(number: int, failure: Any, resumed: int | None = None) -> Attempt:
         outcome = Outcome(failure, "resume", "/home/me/run: Disk quota exceeded on node17")
