@@ -280,6 +280,8 @@ class SlurmDispatcher:
             self._commands.release(job_id)
         except SlurmUnavailable as error:
             log.warning("job %s could not be released: %s", job_id, error)
+            return
+        self._view.released(job_id)
 
     def _id_of(self, attempt: OpenAttempt) -> str | None:
         """The id as it was noted, or of the job that bears the name."""

@@ -107,6 +107,11 @@ class SchedulerView:
         """A job that was submitted a moment ago: it is live until an answer says otherwise."""
         self._new[job_id] = JobFacts(job_id, "PENDING", name=name, source="sbatch")
 
+    def released(self, job_id: str) -> None:
+        """A job that was let go a moment ago: it is not held until an answer says so again."""
+        if job_id in self._live:
+            self._live[job_id] = replace(self._live[job_id], reason="released")
+
     def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
         """What is known of each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:

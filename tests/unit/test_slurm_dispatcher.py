@@ -300,3 +300,17 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"no `sbatch`.*executor=local"):
         RealSlurm()
+
+
+def test_a_released_job_is_not_taken_for_held_until_slurm_has_been_asked_again(
+    fake: FakeSlurm, campaign: Campaign
+) -> None:
+    """Or every round until then would count as another failed start."""
+    (request,) = campaign.submit(campaign.claim())
+    held = {**fake.jobs["101"], "reason": "launch failed requeued held"}
+    fake.set_jobs({"101": held})
+    slow = campaign.another_dispatcher(poll_s=60.0)
+    open_ = campaign.open(request)
+    assert slow.look([open_])[request.ref].held
+    slow.release(open_)
+    assert not slow.look([open_])[request.ref].held
