@@ -39,7 +39,7 @@ from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.views import StageView
 
 log = logging.getLogger(__name__)
-#: A look may cost this share of a core, or the next one comes later.
+#: Looking and showing may cost this share of a core, or the next round comes later.
 _LOOK_SHARE = 0.04
 _LONGEST_PAUSE_S = 900.0
 
@@ -195,6 +195,8 @@ class Campaign:
         except BaseException as error:  # it surfaces in wait() and join()
             log.debug("the campaign ends with an error", exc_info=error)
             self._error = error
+            # Its process may live on; nobody works on the run any more.
+            self._write_orchestrator("ended", getattr(error, "exit_code", 70))
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -207,11 +209,13 @@ class Campaign:
         self._note_beginning(records, observed)
         observed = replace(observed, short=self._rooms.short(records))
         actions = reconcile(self.plan, records, observed, self._policy(records))
-        self._look_s = time.thread_time() - began
+        look_s = time.thread_time() - began
         if act:
             self._act(actions, records)
         self._stop_jobs(observed)
+        began = time.thread_time()
         over = self._show(actions, records)
+        self._look_s = look_s + time.thread_time() - began
         if over:
             code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
             self._write_orchestrator("ended", code)

@@ -20,7 +20,7 @@ Standing = Literal[
     "none",  # nobody has ever taken the run up
     "running",
     "elsewhere",  # it runs on another host, or was cut off there: it cannot be looked at from here
-    "ended",  # by itself; every stage was in a final state
+    "ended",  # by itself: every stage was in a final state, or an error came
     "gone",  # killed, or its host was restarted
 ]
 

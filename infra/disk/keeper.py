@@ -50,6 +50,11 @@ class _Cached(NamedTuple):
     at: float
 
 
+class _Size(NamedTuple):
+    bytes: int
+    at: float
+
+
 class DiskKeeper:
     """Room of one workspace. Threads may share it.
 
@@ -87,6 +92,9 @@ class DiskKeeper:
             None  # when a probe write went through, and its size
         )
         self._random = random.Random()
+        self._good_for_s = min(config.watch_s / 4, _LONGEST_CACHE_S)
+        self._models: dict[str, str | None] = {}  # what a stage is never changes
+        self._alike: dict[tuple[str, str | None], _Size] = {}
 
     # ------------------------------------------------------------ looking
 
@@ -94,9 +102,8 @@ class DiskKeeper:
         """The room that is left; looked at again after a quarter of ``watch_s`` (10 s at most), or
         with ``fresh``."""
         with self._lock:
-            age_s = min(self.config.watch_s / 4, _LONGEST_CACHE_S)
             now = self._clock()
-            if fresh or self._cached is None or now - self._cached.at >= age_s:
+            if fresh or self._cached is None or now - self._cached.at >= self._good_for_s:
                 self._cached = _Cached(self._prober.look(), now)
             return self._cached.room
 
@@ -115,15 +122,8 @@ class DiskKeeper:
         largest newest one of a stage of its kind and model, else what the model's size tells, else
         a small floor."""
         sizes = [size_of(c.path).bytes for c in self._checkpoints(stage_id)]
-        if not sizes:
-            kind, model = stage_id.rpartition("-")[0], self._model_of(stage_id)
-            alike = [
-                s
-                for s in self.workspace.stage_ids()
-                if s.startswith(f"{kind}-") and self._model_of(s) == model
-            ]
-            sizes = [size_of(c.path).bytes for s in alike for c in self._checkpoints(s)[-1:]]
-        return max([*sizes, FLOOR_BYTES] if sizes else [self._estimate(stage_id), FLOOR_BYTES])
+        known = max(sizes, default=0) or self._newest_alike(stage_id)
+        return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def status_line(self) -> str:
         """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``."""
@@ -254,8 +254,31 @@ class DiskKeeper:
             return max(1, need_bytes)
         return 0 if self._write_goes_through(need_bytes, fresh) else max(1, need_bytes)
 
+    def _newest_alike(self, stage_id: str) -> int:
+        """Bytes of the largest newest checkpoint of a stage of the same kind and model; 0: none.
+
+        Many stages that have saved nothing yet ask at once, so an answer is good for a while.
+        """
+        kind, model = stage_id.rpartition("-")[0], self._model_of(stage_id)
+        now, kept = self._clock(), self._alike.get((kind, model))
+        if kept is not None and now - kept.at < self._good_for_s:
+            return kept.bytes
+        alike = (
+            s
+            for s in self.workspace.stage_ids()
+            if s.startswith(f"{kind}-") and self._model_of(s) == model
+        )
+        sizes = (size_of(c.path).bytes for s in alike for c in self._checkpoints(s)[-1:])
+        self._alike[kind, model] = found = _Size(max(sizes, default=0), now)
+        return found.bytes
+
     def _model_of(self, stage_id: str) -> str | None:
         """The digest of the model that a stage started from; None where it names none."""
+        if stage_id not in self._models:
+            self._models[stage_id] = self._read_model(stage_id)
+        return self._models[stage_id]
+
+    def _read_model(self, stage_id: str) -> str | None:
         try:
             spec = self.workspace.read_control(self.workspace.layout.stage(stage_id).spec) or {}
         except RefinerError as error:

@@ -445,17 +445,37 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
 
 
 def test_what_a_save_needs_is_what_saves_took(workspace: Workspace) -> None:
-    plan = small_plan("data")
+    plan, now = small_plan("data"), [0.0]
     stage = claim(workspace, plan, "data")
-    keeper = DiskKeeper(workspace, DiskConfig())
+    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: now[0])
     assert keeper.need_of(stage.id) == FLOOR_BYTES
     save(workspace, stage.id, 1, size=6 * MIB)
     assert 6 * MIB <= keeper.need_of(stage.id) <= 7 * MIB
     config = replace(plan.config, data=replace(plan.config.data, split_seed=9))
     like = claim(workspace, make_plan(config, SOURCES), "data")
+    now[0] += 60.0
     assert 6 * MIB <= keeper.need_of(like.id) <= 7 * MIB, "its like is the best guess"
     other = claim(workspace, make_plan(config, {**SOURCES, "model": "a larger one"}), "data")
     assert keeper.need_of(other.id) == FLOOR_BYTES, "another model says nothing"
+
+
+def test_what_many_stages_need_is_asked_without_reading_all_of_them_for_each(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, ids = small_config("data"), []
+    for seed in range(40):
+        seeded = replace(config, data=replace(config.data, split_seed=seed))
+        ids.append(claim(workspace, make_plan(seeded, SOURCES), "data").id)
+    read, real = list[Path](), workspace.read_control
+
+    def counted(path: Path) -> dict[str, object] | None:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(workspace, "read_control", counted)
+    keeper = DiskKeeper(workspace, config.disk)
+    assert {keeper.need_of(stage_id) for stage_id in ids} == {FLOOR_BYTES}
+    assert len(read) <= 2 * len(ids)
 
 
 def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) -> None:
