@@ -147,17 +147,16 @@ class Actor:
             if not self._give_up(attempt.ref, outcome):
                 return
         elif not self._write_end(attempt.ref, outcome):
-            return
+            return  # it did not fit, or its worker has had the last word after all
         note = {"event": "closed", "stage": action.stage.name, "attempt": action.attempt}
         self.note({**note, "failure": outcome.failure, "message": outcome.message})
 
     def _write_end(self, ref: AttemptRef, outcome: Outcome) -> bool:
         try:
-            self.workspace.close_attempt(*ref, outcome)
+            return self.workspace.close_attempt(*ref, outcome)
         except OSError as error:
             self._unwritten(ref.stage_id, error)
             return False
-        return True
 
     def release(self, action: Release, attempt: OpenAttempt, limit: int) -> None:
         """Let a held job start again; after ``limit`` times it is withdrawn instead."""

@@ -56,11 +56,16 @@ class Router:
         groups: dict[str, list[OpenAttempt]] = defaultdict(list)
         for attempt in attempts:
             groups[attempt.attempt.executor].append(attempt)
-        seen = {a.ref: JobSight("unknown") for a in attempts}
+        seen = {a.ref: self._out_of_sight(a) for a in attempts}
         for executor, members in groups.items():
             if executor in self.dispatchers:
                 seen.update(self.dispatchers[executor].look(members))
         return seen
+
+    def _out_of_sight(self, attempt: OpenAttempt) -> JobSight:
+        executor = attempt.attempt.executor
+        reason = f"how its job is, only a call with dispatch.executor={executor} can see"
+        return JobSight("unknown", reason=reason)
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """Ask the worker to save and end; False if nobody could be asked."""

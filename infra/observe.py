@@ -93,7 +93,9 @@ class Observer:
 
     def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
         number, started = attempt.ref.number, attempt.started
-        note = " ".join(filter(None, (job.state, f"({job.reason})" if job.reason else "")))
+        note = (
+            f"{job.state} ({job.reason})" if job.state and job.reason else job.state or job.reason
+        )
         if started is not None and started.get("void"):
             return Seen(number, "dead", job.local, job.end, note)
         sight = self._sight(attempt, job)
@@ -107,10 +109,10 @@ class Observer:
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
             mine = attempt.attempt.owner == str(ProcessId.of())  # and I do not submit while I look
-            if owner.alive and (job.sight == "unknown" or (job.sight == "dead" and not mine)):
+            if owner.alive and not mine and job.sight in ("unknown", "dead"):
                 return "live"  # it is being submitted
             if job.sight == "unknown" and attempt.attempt.executor == "local":
-                return "dead"  # claimed, and its orchestrator died before it submitted
+                return "dead"  # claimed, and whoever did died, or failed, before it was submitted
         if job.sight == "dead":
             return "dead"
         if job.sight == "unknown" and attempt.attempt.executor != "local":

@@ -99,12 +99,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot."""
+    """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
+
+    ``unseen``: nobody can say just now how the attempt is.
+    """
 
     stage: PlannedStage
     reason: str
     attempt: int = 0
     queued: bool = False
+    unseen: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,8 +218,10 @@ class _Step:
 
     def _open_attempt(self, stage: PlannedStage, last: Attempt) -> Action:
         seen = self.observed.attempts.get(stage.id)
-        if seen is None or seen.number != last.number or seen.sight == "unknown":
+        if seen is None or seen.number != last.number:
             return Wait(stage, "not looked at yet", last.number)
+        if seen.sight == "unknown":
+            return Wait(stage, seen.note or "nobody can say how it is", last.number, unseen=True)
         if seen.sight == "live" and seen.held:
             return Release(stage, last.number, seen.note)
         if seen.sight == "live":

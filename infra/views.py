@@ -77,6 +77,8 @@ def _state_of(action: Action, record: StageRecord | None, owner: str, done_befor
         return _State("waiting", "is being submitted")
     running = record is not None and record.attempts and record.attempts[-1].owner == owner
     message = action.outcome.message if isinstance(action, CloseAttempt) else ""
+    if isinstance(action, Wait) and action.unseen:
+        message = action.reason
     return _State("running" if running else "reattached", message)
 
 

@@ -1,0 +1,154 @@
+"""Single rounds of a campaign: what one look sees, and what is said and done about it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.campaign import Campaign
+from infra.dispatch import Router
+from infra.failures import outcome_of
+from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.local import LocalDispatcher
+from infra.processes import ProcessId
+from infra.workspace import Claim, Workspace
+from refiner_core.contract.plan import Plan, PlannedStage
+from tests.support.plans import OWNER, claim, run_record, small_plan
+
+
+class Cluster:
+    """Jobs whose sights the test decides."""
+
+    executor = "slurm"
+
+    def __init__(self, **sight: Any) -> None:
+        self.sight = JobSight(**sight)
+
+    def check(self, stage: PlannedStage) -> None:
+        """It takes everything."""
+
+    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        return {}
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        return {a.ref: self.sight for a in attempts}
+
+    def stop(self, attempt: OpenAttempt) -> bool:
+        return True
+
+    def kill(self, attempt: OpenAttempt) -> bool:
+        return True
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "w")
+
+
+def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any) -> Campaign:
+    router = Router({d.executor: d for d in dispatchers}, lambda _: dispatchers[0].executor)
+    return Campaign(plan, workspace, router, run=run_record(workspace, plan))
+
+
+def events(campaign: Campaign, name: str) -> list[dict[str, Any]]:
+    path = campaign.workspace.layout.run(campaign.run.run).events
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [e for e in found if e["event"] == name]
+
+
+def test_a_claim_that_was_never_submitted_is_given_up_by_the_call_that_made_it(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full when it was submitted, and when that was to be noted."""
+    plan, local = small_plan("data"), LocalDispatcher(workspace)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(local, "submit", lambda requests: {r.ref: full for r in requests})
+    real, refused = workspace.void_attempt, [full]
+
+    def void(*ref: Any) -> bool:
+        if refused:
+            raise refused.pop()
+        return real(*ref)
+
+    monkeypatch.setattr(workspace, "void_attempt", void)
+    campaign = campaign_of(workspace, plan, local)
+    campaign.begin()
+    campaign.step()
+    campaign.step()
+    found = workspace.read_attempt(plan.by_name["data"].id, 1)
+    assert found is not None
+    assert found.outcome is not None, campaign.views()["data"]
+
+
+def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_word(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    campaign = campaign_of(workspace, plan, LocalDispatcher(workspace))
+    campaign.begin()
+    campaign.step()
+    view = campaign.views()["data"]
+    assert not view.terminal
+    assert "dispatch.executor=slurm" in view.message
+
+
+def test_a_scheduler_that_says_nothing_is_named_beside_the_stage(workspace: Workspace) -> None:
+    plan, cluster = small_plan("data"), Cluster(sight="unknown", reason="Slurm has not said yet")
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    campaign = campaign_of(workspace, plan, cluster)
+    campaign.begin()
+    campaign.step()
+    assert "Slurm has not said yet" in campaign.views()["data"].message
+
+
+def test_an_end_that_the_worker_has_written_first_is_not_said_to_be_another(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last word arrives between the look and the closing."""
+    plan = small_plan("data")
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
+    campaign = campaign_of(workspace, plan, Cluster(sight="dead", running=False))
+    real = workspace.close_attempt
+
+    def close(*args: Any) -> bool:
+        real(stage.id, 1, outcome_of("judge_outage", "the worker's own word"))
+        return real(*args)
+
+    monkeypatch.setattr(workspace, "close_attempt", close)
+    campaign.begin()
+    campaign.step()
+    assert events(campaign, "closed") == []
+
+
+def test_a_call_that_broke_is_not_said_to_work_on(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may live on, in a notebook or a longer script."""
+    plan = small_plan("data")
+    claim(workspace, plan, "data")
+    campaign = campaign_of(workspace, plan, Cluster(sight="live"))
+    campaign.begin()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(campaign, "_stop_jobs", broken)
+    campaign._thread.start()
+    with pytest.raises(RuntimeError, match="broken"):
+        campaign.join()
+    said = workspace.read_orchestrator(campaign.run.run)
+    assert said is not None
+    assert said["state"] == "ended"
