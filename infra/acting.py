@@ -20,7 +20,7 @@ from infra.processes import ProcessId
 from infra.reconcile import CloseAttempt, Launch, Release, Seen
 from infra.room_keeping import Rooms
 from infra.workspace import Claim, Workspace
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import Attempt, Outcome, StageRecord
 
@@ -110,7 +110,9 @@ class Actor:
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:
         # Recorded as the attempt's outcome, and shown; the job may still be on its way.
-        log.warning("submitting %s failed", stage.title, exc_info=error)
+        # A refusal in plain words needs no traceback beside it, except for --debug.
+        level = logging.DEBUG if isinstance(error, RefinerError) else logging.WARNING
+        log.log(level, "submitting %s failed", stage.title, exc_info=error)
         outcome = classify(error, self.workspace.root)
         if self._give_up(request.ref, outcome) and outcome.decision == "stop":
             self.refused.setdefault(stage.id, outcome)

@@ -17,6 +17,7 @@ from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.local import LocalDispatcher
 from infra.processes import ProcessId
 from infra.workspace import Claim, Workspace
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage
 from tests.support.plans import OWNER, claim, run_record, small_plan
 
@@ -152,3 +153,31 @@ def test_a_call_that_broke_is_not_said_to_work_on(
     said = workspace.read_orchestrator(campaign.run.run)
     assert said is not None
     assert said["state"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("error", "traceback"),
+    [
+        (ConfigurationError("no such partition", expected="one that exists", fix="name it"), False),
+        (RuntimeError("nobody thought of this"), True),
+    ],
+)
+def test_what_a_cluster_refuses_is_said_without_a_traceback(
+    workspace: Workspace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    traceback: bool,
+) -> None:
+    def refuse(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        return {request.ref: error for request in requests}
+
+    cluster = Cluster(sight="dead")
+    monkeypatch.setattr(cluster, "submit", refuse)
+    campaign = campaign_of(workspace, small_plan("data", backoff_s=0.0), cluster)
+    campaign.start()
+    view = campaign.join()["data"]
+    assert view.state == "failed"
+    assert str(error) in view.message
+    shown = [r for r in caplog.records if r.levelname == "WARNING" and r.exc_info]
+    assert bool(shown) == traceback
