@@ -39,7 +39,8 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
 
 def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
     """What the data stage kept and dropped, and why."""
-    report = outcome.views["data"].report
+    data = outcome.views.get("data")
+    report = data.report if data is not None else {}  # another trainer brings its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
         counts = report.get(which) or {}
         if not counts.get("read"):

@@ -415,6 +415,16 @@ def test_a_killed_worker_is_followed_by_another_and_the_model_is_published(
     assert published_sha256(report) == hashlib.sha256(LIKE.read_bytes()).hexdigest()
 
 
+def test_what_is_said_at_the_end_needs_no_data_stage(recipe: str, tmp_path: Path) -> None:
+    workspace = f"workspace={tmp_path / 'ws'}"
+    how = f"{sys.executable} {TRAINER} --out {{output}} --steps 4 --like {LIKE} {{resume}}"
+    done = refiner("run", recipe, workspace, f"command.run={how}", "--no-server")
+    assert done.code == 0, done.stderr
+    assert "published: " in done.stdout
+    broken = refiner("run", recipe, workspace, f"command.run={how} --nosuch", "--no-server")
+    assert broken.code == 1, broken.stderr
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(recipe: str, tmp_path: Path) -> None:
     words = ("run", recipe, f"workspace={tmp_path / 'ws'}", "--no-server", "--json")
     process = start(*words)
