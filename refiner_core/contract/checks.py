@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
@@ -105,6 +106,7 @@ _ABOVE_ZERO = (
     "dispatch.scheduler_poll_s",
     "disk.watch_s",
 )
+_RETRIES = tuple(f"dispatch.retries.{f.name}" for f in fields(RetryConfig))
 _SHARES = (
     "data.validation_fraction",
     "reward.paper_citation_weight",
@@ -387,6 +389,9 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     for path in _NOT_NEGATIVE:
         if get_field(config, path) < 0:
             raise _number(path, get_field(config, path), "zero or more")
+    for path in _RETRIES:
+        if get_field(config, path) < -1:
+            raise _number(path, get_field(config, path), "zero or more, or -1 for no limit")
     for path in _ABOVE_ZERO:
         if get_field(config, path) <= 0:
             raise _number(path, get_field(config, path), "a number above zero")

@@ -144,6 +144,7 @@ def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
         ("evaluate.max_prompts=0", "at least 1"),
         ("data.max_rl_rows=-5", "at least 1"),
         ("sft.max_train_steps=0", "at least 1"),
+        ("dispatch.retries.hung=-3", "-1 for no limit"),
         ("sft.num_train_epochs=0", "above zero"),
         ("grpo.top_p=0", "above zero"),
         ("grpo.warmup_ratio=5", "a share between 0 and 1"),
