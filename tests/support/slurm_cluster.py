@@ -492,7 +492,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException:
         cluster.down()
         raise
+    profile = folder / "profile.yaml"
+    profile.write_text("description: every stage is a job on loopback\ncpu_stages: slurm\n")
     print(f"export SLURM_CONF={cluster.conf}")
+    print(f"refiner run tiny dispatch.executor=slurm dispatch.profile={profile}")
     if holder := cluster._holder():
         print(f"nsenter --net=/proc/{holder}/ns/net   # to reach it", file=sys.stderr)
     return 0
