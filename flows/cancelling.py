@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from flows.status import stage_names
 from infra.dispatch import Router, make_router
 from infra.failures import outcome_of
@@ -107,7 +109,10 @@ def _signal(who: Orchestrator) -> bool:
     """Ask the process that works on the run to stop, as Ctrl-C would; False if it is not here."""
     if who.standing != "running" or who.host != host_name() or not who.pid:
         return False
-    return ProcessId.of(who.pid).terminate()
+    try:
+        return ProcessId.of(who.pid).terminate()
+    except psutil.NoSuchProcess:  # it has ended since
+        return False
 
 
 def _check_names(run: RunRecord, stages: Sequence[str]) -> None:
@@ -196,25 +201,27 @@ class _Cancel:
         if seen.sight == "dead":
             self._close(router, attempt, reason)
         elif ref not in self._asked_at:
-            self._asked_at[ref] = time.monotonic()
             self.workspace.ask_stop(ref.stage_id, ref.number, "cancelled", reason)
             begun = attempt.started is not None and not attempt.started.get("void")
-            if not (begun and router.stop(attempt)):
-                self._close(router, attempt, f"not begun: {reason}")
-        elif ref not in self._killed and self._asked_s(ref) > self.settings.grace_s:
+            if begun and router.stop(attempt):
+                self._asked_at[ref] = time.monotonic()
+            else:
+                self._close(router, attempt, reason if begun else f"not begun: {reason}")
+        elif ref in self._killed or self._asked_s(ref) <= self.settings.grace_s:
+            return
+        elif router.kill(attempt):
             self._killed.add(ref)
             self.tell(f"{ref.stage_id} has not ended in {self.settings.grace_s:g} s: killed")
-            router.kill(attempt)
 
     def _asked_s(self, ref: AttemptRef) -> float:
         return time.monotonic() - self._asked_at[ref]
 
     def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
-        """Close an attempt that has not begun, or is dead."""
+        """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
+        its job does not get through it stays open, for the next round, or the next call."""
         ref = attempt.ref
         begun = attempt.started is not None and not attempt.started.get("void")
-        if begun or self.workspace.void_attempt(*ref):
-            router.kill(attempt)
+        if (begun or self.workspace.void_attempt(*ref)) and router.kill(attempt):
             self.workspace.close_attempt(*ref, outcome_of("cancelled", reason))
 
 
