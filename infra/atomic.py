@@ -15,6 +15,8 @@ import logging
 import math
 import os
 import secrets
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 #: Every half-written file or folder of ours starts with this.
 TEMPORARY = ".tmp-"
 _LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_STALE_TRIES = 3
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
@@ -71,8 +74,9 @@ def create_bytes(path: Path, data: bytes) -> bool:
             os.link(temporary, path)
             won = True
         except FileExistsError:
-            # A repeated NFS request reports "exists" for a link that its first try has made.
-            won = temporary.stat().st_nlink == 2
+            # A repeated NFS request reports "exists" for a link that its first try has made. Which
+            # file it is tells that for sure; a count of links may be one that the client remembers.
+            won = temporary.samefile(path)
         except OSError as error:
             if error.errno not in _LINKS_UNSUPPORTED:
                 raise
@@ -97,11 +101,16 @@ def read_json(path: Path) -> Any | None:
     ValueError
         The file is not JSON.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return json.loads(text)
+    for left in reversed(range(_STALE_TRIES)):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            # On NFS: replaced by another node between opening and reading. The new one is there.
+            if error.errno != errno.ESTALE or not left:
+                raise
+    return None
 
 
 def finite(value: Any) -> Any:
@@ -154,6 +163,22 @@ def remove_quietly(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         log.warning("could not remove %s: %s", path, error)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file or link; what resists is only logged."""
+    if not path.is_dir() or path.is_symlink():
+        remove_quietly(path)
+        return
+
+    def complain(_function: Any, name: str, error: BaseException) -> None:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("could not remove %s: %s", name, error)
+
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=complain)
+    else:
+        shutil.rmtree(path, onerror=lambda function, name, e: complain(function, name, e[1]))
 
 
 def _json_bytes(value: Any) -> bytes:

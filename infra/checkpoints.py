@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -138,7 +137,7 @@ class CheckpointStore:
         finally:
             if temporary.exists():
                 self.lost_bytes = tree_bytes(temporary)
-                _remove_tree(temporary)
+                atomic.remove_tree(temporary)
         self._retain(self.keep, spare=target)
 
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
@@ -158,7 +157,7 @@ class CheckpointStore:
                 # The same step of the same stage is the same state: the one that is there stays,
                 # so that at no moment there is none.
                 return
-            _remove_tree(target)
+            atomic.remove_tree(target)
         temporary.rename(target)
         atomic.sync_folder(self.folder)
 
@@ -171,17 +170,17 @@ class CheckpointStore:
         for old in complete[: max(0, len(complete) - max(0, count))]:
             # Marker first: a deletion that is cut short leaves no complete-looking remains.
             atomic.remove_quietly(old.path / MARKER)
-            _remove_tree(old.path)
+            atomic.remove_tree(old.path)
 
     def _sweep(self, step: int) -> None:
         """Remove what older attempts, or this one, left half-written or half-deleted."""
         for path in self.folder.iterdir():
             match = _TEMPORARY.fullmatch(path.name)
             if match and int(match.group(1)) <= self.attempt:
-                _remove_tree(path)
+                atomic.remove_tree(path)
         for path in self._folders():
             if int(path.name.removeprefix("step-")) < step and not (path / MARKER).exists():
-                _remove_tree(path)
+                atomic.remove_tree(path)
 
 
 def read_checkpoint(
@@ -213,11 +212,3 @@ def tree_bytes(folder: Path) -> int:
 def saved(checkpoint: Complete) -> SavedCheckpoint:
     """As the science sees it."""
     return SavedCheckpoint(checkpoint.step, checkpoint.path)
-
-
-def _remove_tree(path: Path) -> None:
-    def complain(_function: Any, name: str, error: Any) -> None:
-        if not isinstance(error[1], FileNotFoundError):
-            log.warning("could not remove %s: %s", name, error[1])
-
-    shutil.rmtree(path, onerror=complain)

@@ -23,11 +23,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra import atomic
 from infra.checkpoints import MARKER, CheckpointStore
@@ -237,13 +236,13 @@ def _delete(workspace: Workspace, candidate: Candidate) -> None:
     elif candidate.rank in (Rank.FINISHED, Rank.OLDER):
         # Marker first: a deletion that is cut short leaves no complete-looking remains.
         atomic.remove_quietly(path / MARKER)
-        _remove(path)
+        atomic.remove_tree(path)
     elif candidate.rank is Rank.CODE:
         hidden = atomic.temporary_name(path)
         path.rename(hidden)
-        _remove(hidden)
+        atomic.remove_tree(hidden)
     else:
-        _remove(path)
+        atomic.remove_tree(path)
 
 
 def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights) -> None:
@@ -270,14 +269,3 @@ def _is_gone(candidate: Candidate) -> bool:
     if candidate.weights is not None:
         return not any((candidate.path / f.path).exists() for f in candidate.weights.files)
     return not candidate.path.exists()
-
-
-def _remove(path: Path) -> None:
-    def complain(_function: Any, name: str, error: Any) -> None:
-        if not isinstance(error[1], FileNotFoundError):
-            log.warning("could not remove %s: %s", name, error[1])
-
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, onerror=complain)
-    else:
-        path.unlink(missing_ok=True)

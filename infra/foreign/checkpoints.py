@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -85,7 +84,7 @@ def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
     gone = [c for c in found if c.damage and (c.certain or c is newest)]
     for checkpoint in gone:
         log.warning("deleting unfinished checkpoint %s: %s", checkpoint.path, checkpoint.damage)
-        remove(checkpoint.path)
+        atomic.remove_tree(checkpoint.path)
     if gone:  # some file systems give room back with the next commit only
         sync_file_system(gone[0].path.parent)
     return len(gone)
@@ -97,7 +96,7 @@ def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
     gone = complete[: max(0, len(complete) - max(1, keep))]
     for checkpoint in gone:
         log.warning("deleting checkpoint %s to make room", checkpoint.path)
-        remove(checkpoint.path)
+        atomic.remove_tree(checkpoint.path)
     if gone:
         sync_file_system(gone[0].path.parent)
     return len(gone)
@@ -120,14 +119,6 @@ def signature(folder: Path) -> tuple[int, int, int]:
         count, total = count + 1, total + found.st_size
         newest = max(newest, found.st_mtime_ns)
     return count, total, newest
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; what resists is named in the log."""
-    if not path.is_dir() or path.is_symlink():
-        atomic.remove_quietly(path)
-        return
-    shutil.rmtree(path, onerror=lambda _f, name, e: log.warning("cannot delete %s: %s", name, e[1]))
 
 
 def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:

@@ -10,6 +10,7 @@ import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -414,6 +415,38 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_remains(
         atomic.write_json(path, {"v": 2})
     assert json.loads(path.read_text()) == {"v": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_file_that_another_node_replaces_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What NFS says of one whose old content is gone from the server."""
+    path = tmp_path / "a.json"
+    atomic.write_json(path, {"v": 1})
+    real, stale = Path.read_text, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read(self: Path, *args: Any, **more: Any) -> str:
+        if stale:
+            raise stale.pop()
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert atomic.read_json(path) == {"v": 1}
+
+
+def test_a_link_that_was_made_by_a_repeated_request_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS reports the second try; a backup may hold a link of its own besides."""
+    real = os.link
+
+    def linked_twice(source: Path, target: Path) -> None:
+        real(source, target)
+        real(source, tmp_path / "backup")
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
+
+    monkeypatch.setattr(os, "link", linked_twice)
+    assert atomic.create_json(tmp_path / "a.json", {"v": 1})
 
 
 def test_an_exclusive_write_works_without_hard_links(
