@@ -21,6 +21,8 @@ MAY_IMPORT = {
 }
 #: The science knows nothing of orchestration.
 NOT_IN_CORE = {"prefect", "submitit", "wandb", "huggingface_hub"}
+#: What takes long to import, and who only looks has no use for.
+HEAVY = ["torch", "transformers", "prefect", "submitit", "wandb", "pandas", "pyarrow", "datasets"]
 TOP_LEVEL = {
     ".ci",
     ".git",
@@ -106,6 +108,10 @@ def test_every_file_that_is_no_code_is_packaged() -> None:
         (["run", "refiner-gpt54", "--dry-run", "workspace={tmp}/none"], ["torch", "prefect"]),
         (["explain", "grpo", "tiny", "workspace={tmp}/none"], ["torch", "prefect"]),
         (["status", "--workspace", "{tmp}/none"], ["torch", "prefect"]),
+        (["disk", "workspace={tmp}/none"], HEAVY),
+        (["profiles"], HEAVY),
+        (["logs", "data", "workspace={tmp}/none"], HEAVY),
+        (["cancel", "nothing", "workspace={tmp}/none"], HEAVY),
     ],
 )
 def test_commands_that_only_look_import_nothing_heavy(
