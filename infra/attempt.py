@@ -138,6 +138,7 @@ class AttemptRun:
             on_progress=self.heartbeat.tell,
             stop_asked=lambda: self.stop_asked,
             sinks=(self.tracker,),
+            wait_for_room=self._wait_for_room,
         )
 
     @property
@@ -299,6 +300,18 @@ class AttemptRun:
         """Room for the next save, kept free of other jobs."""
         need = self.keeper.need_of(self.stage_id)
         return self.keeper.reserve(AttemptRef(self.stage_id, self.number), need)
+
+    def _wait_for_room(self) -> bool:
+        """Make room, or wait for it as long as a running job may (`disk.hold_s`)."""
+        ref, deadline = (
+            AttemptRef(self.stage_id, self.number),
+            time.monotonic() + self.config.disk.hold_s,
+        )
+        while time.monotonic() < deadline and not self.stop_asked:
+            if self.keeper.make_room(self.keeper.need_of(self.stage_id), ref) is not None:
+                return True
+            time.sleep(min(1.0, self.config.disk.watch_s / 4))
+        return False
 
     @property
     def keeper(self) -> DiskKeeper:

@@ -16,15 +16,18 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore, Complete, saved, step_name
 from infra.disk.room import no_space_guard
 from infra.layout import StagePaths
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,8 @@ class AttemptIO:
         Where progress goes, and whether someone asked to stop.
     sinks
         Second places for metrics, such as a tracker.
+    wait_for_room
+        Waits a while on a full disk; True if there is room.
     """
 
     def __init__(
@@ -78,11 +83,13 @@ class AttemptIO:
         on_progress: Callable[[Progress], None] = lambda _: None,
         stop_asked: Callable[[], bool] = lambda: False,
         sinks: Sequence[Sink] = (),
+        wait_for_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
         self._on_progress, self._stop_asked, self._sinks = on_progress, stop_asked, sinks
-        self._metrics: IO[str] | None = None
+        self._wait_for_room = wait_for_room
+        self._metrics: FileIO | None = None
         self._last_step: int | None = None
         self._asked_for_checkpoint = False
         #: Step of the checkpoint that the attempt went on from.
@@ -97,12 +104,7 @@ class AttemptIO:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         self._last_step = step
         line = json.dumps({"step": step, "metrics": {k: _number(v) for k, v in metrics.items()}})
-        with no_space_guard(self.paths.data, "writing metrics"):
-            if self._metrics is None:
-                self.paths.data.mkdir(parents=True, exist_ok=True)
-                self._metrics = self.paths.metrics.open("a", encoding="utf-8")
-            self._metrics.write(line + "\n")
-            self._metrics.flush()
+        self._held(lambda: self._append(line.encode() + b"\n"))
         log.info("step %d: %s", step, _shown(metrics))
         for sink in self._sinks:
             sink.log(step, metrics)
@@ -110,15 +112,55 @@ class AttemptIO:
     def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a step's rollouts in a file of its own."""
         path = self.paths.rollouts / f"{step_name(step)}.parquet"
-        with no_space_guard(self.paths.data, "writing rollouts"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_bytes(path, encode_rollouts(rows), sync=False)
+        data = encode_rollouts(rows)
+
+        def write() -> None:
+            with no_space_guard(self.paths.data, "writing rollouts"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.write_bytes(path, data, sync=False)
+
+        self._held(write)
         self._unsynced.append(path)
+
+    def _append(self, line: bytes) -> None:
+        """A line of metrics, whole or not at all."""
+        with no_space_guard(self.paths.data, "writing metrics"):
+            if self._metrics is None:
+                self.paths.data.mkdir(parents=True, exist_ok=True)
+                self._metrics = self.paths.metrics.open("ab", buffering=0)
+            size = os.fstat(self._metrics.fileno()).st_size
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self._metrics.write(rest) :]
+            except OSError:
+                os.ftruncate(self._metrics.fileno(), size)
+                raise
+
+    def _held(self, write: Callable[[], None]) -> None:
+        """Write; on a full disk wait for room and write again, rather than lose the steps that are
+        in memory only."""
+        while True:
+            try:
+                return write()
+            except NoSpaceError as error:
+                if not self.room_again(error):
+                    raise
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        """Wait a while for room after a write that did not fit. True: try it again."""
+        number = "" if error.errno is None else f" [errno {error.errno}]"
+        log.warning("%s%s; waiting for room", error.what, number)
+        began = time.monotonic()
+        found = self._wait_for_room()
+        if found:  # said again: the log may lie on the disk that was full
+            waited_s = time.monotonic() - began
+            log.warning("%s%s; going on after %.1f s without room", error.what, number, waited_s)
+        return found
 
     def flush(self) -> None:
         """Make durable what was logged so far."""
         if self._metrics is not None:
-            self._metrics.flush()
             os.fsync(self._metrics.fileno())
         for path in self._unsynced:
             atomic.sync_file(path)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from refiner_core.contract.errors import NoSpaceError
+
 # ---------------------------------------------------------------- judging
 
 
@@ -157,6 +159,10 @@ class StageIO(Protocol):
         NoSpaceError
             It did not fit; nothing half-written is left visible.
         """
+        ...
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        """Wait a while for room after a write that did not fit. True: try it again."""
         ...
 
     def progress(self, progress: Progress) -> None:

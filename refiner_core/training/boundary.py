@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from refiner_core.contract.errors import Interrupted, NotFiniteError, WorkspaceError
+from refiner_core.contract.errors import (
+    Interrupted,
+    NoSpaceError,
+    NotFiniteError,
+    WorkspaceError,
+)
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.checkpoint import load_state, save_state
 
 #: Points of a curve that a report keeps; metrics keep all.
 CURVE_POINTS = 100
+#: How often a save is tried that did not fit.
+SAVE_TRIES = 5
 
 
 @dataclass
@@ -55,11 +62,26 @@ class Boundary:
         return progress
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Checkpoint after ``step``, unless that is done already or nothing has happened yet."""
+        """Checkpoint after ``step``, unless that is done already or nothing has happened yet.
+
+        A disk that fills up in the middle costs a wait, not the steps since the last checkpoint:
+        they are still in memory, and are saved once there is room.
+
+        Raises
+        ------
+        NoSpaceError
+            There was no room for too long.
+        """
         if step <= self.saved_step:
             return
-        with self.io.new_checkpoint(step) as folder:
-            save_state(folder, self.model, self.updater, {"stage": self.stage, **progress})
+        for tries_left in reversed(range(SAVE_TRIES)):
+            try:
+                with self.io.new_checkpoint(step) as folder:
+                    save_state(folder, self.model, self.updater, {"stage": self.stage, **progress})
+                break
+            except NoSpaceError as error:
+                if not tries_left or not self.io.room_again(error):
+                    raise
         self.saved_step = step
 
     def after(self, step: int, progress: Mapping[str, Any], values: Mapping[str, float]) -> None:

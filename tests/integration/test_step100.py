@@ -57,4 +57,4 @@ def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_wei
     assert "errno 122" in disturbed.log
     assert "preempted" in ends
     assert ends[-1] == "none"
-    assert "errno 122" in json.dumps(shown["incidents"]), "the timeline tells it"
+    assert "preempted" in json.dumps(shown["incidents"]), "the timeline tells it"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 
@@ -58,6 +59,9 @@ class FolderStageIO:
             part.rename(self._checkpoint(step))
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        return False
 
     def progress(self, progress: Progress) -> None:
         self.progressed.append(progress)

@@ -1,0 +1,116 @@
+"""A disk that fills up between two checkpoints costs a wait, not the steps that are in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.checkpoints import CheckpointStore
+from infra.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.workspace import Workspace
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.training import boundary
+from refiner_core.training.boundary import SAVE_TRIES, Boundary
+from tests.support.plans import claim, small_plan
+from tests.support.quota import fill, small_tmpfs
+from tests.support.stage_io import FolderStageIO
+
+
+@pytest.mark.quota
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_metrics_and_rollouts_wait_for_room_and_are_whole(tmp_path: Path, comes_back: bool) -> None:
+    with small_tmpfs(tmp_path / "disk", mib=4) as disk:
+        workspace = Workspace.open(disk / "ws")
+        stage = claim(workspace, small_plan(), "data")
+        filler, waited = disk / "filler", []
+
+        def wait() -> bool:
+            waited.append(1)
+            filler.unlink(missing_ok=True)
+            return comes_back
+
+        paths = workspace.layout.stage(stage.id)
+        io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=wait)
+        io.log_metrics(1, {"loss": 1.0})
+        fill(filler)
+        long = {f"metric/{n}": 0.5 for n in range(4000)}  # not even the half of it fits
+        if comes_back:
+            io.log_metrics(2, long)
+            fill(filler)
+            io.save_rollouts(2, [{"text": os.urandom(50_000).hex()}])
+            assert len(waited) == 2
+            assert len(read_rollouts(paths.attempt(1).rollouts / "step-00000002.parquet")) == 1
+        else:
+            with pytest.raises(NoSpaceError):
+                io.log_metrics(2, long)
+        io.log_metrics(3, {"loss": 0.3})
+        steps = [line.step for line in read_metrics(paths.attempt(1).metrics)]
+        assert steps == ([1, 2, 3] if comes_back else [1, 3])
+        io.close()
+
+
+class SometimesFull(FolderStageIO):
+    """The first ``full`` saves do not fit."""
+
+    def __init__(self, root: Path, full: int, comes_back: bool = True) -> None:
+        super().__init__(root)
+        self.full, self.comes_back, self.asked = full, comes_back, 0
+
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
+        if self.full:
+            self.full -= 1
+            raise NoSpaceError("full")
+        with super().new_checkpoint(step) as folder:
+            yield folder
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        self.asked += 1
+        return self.comes_back
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    steps: list[Any] = []
+    monkeypatch.setattr(boundary, "save_state", lambda f, m, u, progress: steps.append(progress))
+    return steps
+
+
+def test_a_save_that_did_not_fit_is_tried_again_at_the_same_step(
+    tmp_path: Path, saved: list[Any]
+) -> None:
+    io = SometimesFull(tmp_path, full=2)
+    edge = Boundary(io, None, None, "grpo", total_steps=100, save_freq=50)
+    edge.save(50, {"step": 50})
+    assert io.checkpoint_steps() == [50]
+    assert (io.asked, len(saved), edge.saved_step) == (2, 1, 50)
+
+
+@pytest.mark.parametrize(("full", "comes_back"), [(1, False), (SAVE_TRIES, True)])
+def test_a_save_gives_up_in_the_end_and_says_why(
+    tmp_path: Path, saved: list[Any], full: int, comes_back: bool
+) -> None:
+    io = SometimesFull(tmp_path, full, comes_back)
+    edge = Boundary(io, None, None, "grpo", total_steps=100, save_freq=50)
+    with pytest.raises(NoSpaceError, match="full"):
+        edge.save(50, {"step": 50})
+    assert (edge.saved_step, saved) == (0, [])
+
+
+def test_what_the_system_said_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workspace = Workspace.open(tmp_path / "ws")
+    stage = claim(workspace, small_plan(), "data")
+    paths = workspace.layout.stage(stage.id)
+    io = AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1), wait_for_room=lambda: True)
+    error = NoSpaceError("No room left while saving the checkpoint of step 100")
+    error.errno = errno.EDQUOT
+    assert io.room_again(error)
+    assert "step 100 [errno 122]; waiting for room" in caplog.text
