@@ -240,6 +240,8 @@ def test_a_command_reads_what_its_texts_name() -> None:
         ({"run": "x", "checkpoints": "/abs/*"}, "below"),
         ({"run": "x", "exports": "../final"}, "below"),
         ({"run": "x", "env": ("A",)}, "sets nothing"),
+        ({"run": "x", "env": ("HF_TOKEN=abc",)}, "looks like a secret"),
+        ({"run": "x", "env": ("MAX_TOKEN_LENGTH=9", "OPENAI_API_KEY=abc")}, "OPENAI_API_KEY"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused_by_its_field(
