@@ -30,10 +30,15 @@ class Router:
         By executor name.
     choose
         The executor of a stage that is about to be launched.
+    missing
+        Why a dispatcher is not there that the configuration names; empty if it names none.
     """
 
-    def __init__(self, dispatchers: Mapping[str, Dispatcher], choose: Choice) -> None:
+    def __init__(
+        self, dispatchers: Mapping[str, Dispatcher], choose: Choice, *, missing: str = ""
+    ) -> None:
         self.dispatchers, self._choose = dict(dispatchers), choose
+        self._missing = missing
 
     def executor_for(self, stage: PlannedStage) -> str:
         """Where the next attempt at a stage goes."""
@@ -65,6 +70,8 @@ class Router:
     def _out_of_sight(self, attempt: OpenAttempt) -> JobSight:
         executor = attempt.attempt.executor
         reason = f"how its job is, only a call with dispatch.executor={executor} can see"
+        if self._missing:
+            reason = f"how its job is cannot be seen from here: {self._missing}"
         return JobSight("unknown", reason=reason)
 
     def stop(self, attempt: OpenAttempt) -> bool:
@@ -113,5 +120,6 @@ def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
 
     try:
         return make_router(config, workspace, adopt=False)
-    except RefinerError:
-        return Router({"local": LocalDispatcher(workspace)}, lambda _: config.executor)
+    except RefinerError as error:
+        local = LocalDispatcher(workspace)
+        return Router({"local": local}, lambda _: config.executor, missing=str(error))

@@ -138,7 +138,10 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9
-        yield f"disk: {free:,.1f} of {total:,.1f} GB are free below {disk.folder}"
+        yield (
+            f"disk: {free:,.1f} of {total:,.1f} GB are free on the file system of {disk.folder} "
+            "(what quotas leave: refiner disk)"
+        )
     if status.incidents:
         newest = status.incidents[-1]
         yield f"{_count(status)} The last one: {newest.line}"

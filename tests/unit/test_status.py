@@ -17,11 +17,12 @@ import pytest
 from flows.cli.main import main
 from flows.cli.status import cells
 from flows.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
-from infra.dispatch import Router
+from infra.dispatch import Router, router_to_look
 from infra.jobs import AttemptRef, JobSight, OpenAttempt
 from infra.orchestrators import orchestrator_of, take_up
 from infra.processes import ProcessId
 from infra.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, Outcome, RunRecord, to_json
 from tests.support.plans import OWNER, claim, run_record, small_plan
@@ -229,3 +230,15 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
 def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profiles", "--json"]) == 0
     assert "default" in json.loads(capsys.readouterr().out)["profiles"]
+
+
+def test_why_a_cluster_cannot_be_asked_is_said(workspace: Workspace, tmp_path: Path) -> None:
+    gone = tmp_path / "gone.yaml"
+    router = router_to_look(DispatchConfig(executor="slurm", profile=str(gone)), workspace)
+    ref, attempt = (
+        AttemptRef("data-0123456789ab", 1),
+        Attempt(1, "c", "slurm", OWNER, "2026-11-21T01:00:00+00:00"),
+    )
+    reason = router.look([OpenAttempt(ref, attempt)])[ref].reason
+    assert "cannot be seen from here" in reason
+    assert str(gone) in reason
