@@ -58,7 +58,7 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "quota": Scenario("main", rounds=12),
+    "quota": Scenario("main", rounds=24),
     "preempted": Scenario("low", ((0.3, preempt), (0.7, preempt))),
     "preempted-without-goodbye": Scenario("rough", ((0.6, preempt),)),
     "time-limit": Scenario("main", ((0.1, time_limit),)),
@@ -72,7 +72,7 @@ SCENARIOS: dict[str, Scenario] = {
             *((0.1, kill_trainer), (0.25, preempt), (0.4, kill_orchestrator)),
             *((0.6, node_down), (0.75, time_limit), (0.9, kill_trainer)),
         ),
-        rounds=10,
+        rounds=16,
     ),
 }
 
@@ -137,7 +137,7 @@ def _tell(
     fill = None
     if scenario.rounds:
         fill = ["--rounds", str(scenario.rounds), "--seed", str(told.seed), "--hold-s", "1", "6"]
-        fill += ["--longest-wait-s", "20"]
+        fill += ["--longest-wait-s", "8"]
     telling = tell(
         name, cluster, mount, overrides, partition=scenario.partition, faults=faults, fill=fill
     )

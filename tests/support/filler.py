@@ -4,7 +4,7 @@
 
 In: a folder on the quota, and a workspace there whose checkpoints are watched for. Out: one JSON
 line per round on stdout: when it was begun (seconds from the start, and what was drawn), how many
-bytes went in before EDQUOT, for how long they stayed. Every other round waits until a checkpoint is
+bytes went in before EDQUOT, for how long they stayed. Every fourth round waits until a checkpoint is
 half-written and fills the quota then; the rest come at random offsets. SIGTERM removes everything.
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         for number in range(1, told.rounds + 1):
             wait_s, hold_s = dice.uniform(0, told.longest_wait_s), dice.uniform(*told.hold_s)
-            kind = "mid-save" if number % 2 else "at random"
+            kind = "mid-save" if number % 4 == 1 else "at random"
             if kind == "mid-save":
                 _wait_for_save(told.watch, 60.0)
             else:
