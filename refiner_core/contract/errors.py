@@ -41,7 +41,10 @@ class RefinerError(Exception):
             parts.append(f"Expected {self.expected.rstrip()}")
         if self.fix:
             parts.append(f"To mend it: {self.fix.rstrip()}")
-        return " ".join(p if p.endswith((".", "!", "?", "`")) else p + "." for p in parts)
+        ended = [p if p.endswith((".", "!", "?")) else p + "." for p in parts]
+        if parts[-1].endswith("`"):
+            ended[-1] = parts[-1]  # a command at the very end is copied without a full stop
+        return " ".join(ended)
 
 
 class ConfigurationError(RefinerError, ValueError):

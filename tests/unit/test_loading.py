@@ -206,3 +206,8 @@ def test_a_configuration_survives_its_record() -> None:
     config = load_recipe("refiner-gpt54", ["grpo.stop_strings=['</answer>']"])
     assert parse_config(to_json(config)) == config
     assert isinstance(config, RecipeConfig)
+
+
+def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
+    error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
+    assert str(error) == "There is no `sbatch`. Expected it on PATH. To mend it: run `refiner`"
