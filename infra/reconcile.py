@@ -246,7 +246,7 @@ class _Step:
         if outcome.decision == "stop":
             return Fail(stage, outcome, exhausted)
         if self._stopping(stage):
-            return Fail(stage, outcome, "interrupted")
+            return self._stopped(stage, outcome.message)
         mine = [a for a in record.attempts if a.number > before]
         if not budget_left(mine, self.policy.retries):
             return Fail(stage, outcome, exhausted)
@@ -255,12 +255,21 @@ class _Step:
     def _stopping(self, stage: PlannedStage) -> bool:
         return self.policy.stopping or stage.id in self.policy.cancelled
 
+    def _stopped(self, stage: PlannedStage, message: str) -> Fail:
+        """Asked to end, whatever had happened to it before."""
+        cancelled = stage.id in self.policy.cancelled
+        return Fail(
+            stage, outcome_of("cancelled" if cancelled else "interrupted", message), "interrupted"
+        )
+
     def _pause(self, stage: PlannedStage) -> Action | None:
         """Wait for room, if that is what the stage lacks."""
         reason = self.observed.short.get(stage.id)
         if reason is None:
             return None
-        if stage.id in self.policy.gave_up or self._stopping(stage):
+        if self._stopping(stage):
+            return self._stopped(stage, reason)
+        if stage.id in self.policy.gave_up:
             return Fail(stage, outcome_of("disk_full", reason), "interrupted")
         return Pause(stage, reason)
 

@@ -311,6 +311,19 @@ def test_a_stop_begins_nothing_and_retries_nothing() -> None:
     }
 
 
+def test_a_stop_while_it_waits_for_room_is_a_stop_and_no_failure() -> None:
+    """`refiner cancel` of a paused run ends with the exit code of a cancel."""
+    full, short = [(DATA, record(DATA, attempt(1, "disk_full")))], {DATA.id: "waits for room"}
+    for policy, failure in (
+        (replace(POLICY, stopping=True), "interrupted"),
+        (replace(POLICY, cancelled=frozenset(s.id for s in PLAN.stages)), "cancelled"),
+    ):
+        actions = decide(full, short=short, policy=policy)
+        assert isinstance(actions["data"], Fail)
+        assert (actions["data"].outcome.failure, actions["data"].outcome.exit_code) == (failure, 6)
+        assert actions["sft"] == Block(SFT, "data", "interrupted")
+
+
 def test_a_cancelled_stage_is_not_begun_and_what_needs_it_neither() -> None:
     policy = replace(POLICY, cancelled=frozenset({SFT.id}))
     actions = decide([DATA_DONE], policy=policy)
