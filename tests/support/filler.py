@@ -4,8 +4,8 @@
 
 In: a folder on the quota, and a workspace there whose checkpoints are watched for. Out: one JSON
 line per round on stdout: when it was begun (seconds from the start, and what was drawn), how many
-bytes went in before EDQUOT, for how long they stayed. Every fourth round waits until a checkpoint is
-half-written and fills the quota then; the rest come at random offsets. SIGTERM removes everything.
+bytes went in before EDQUOT, for how long they stayed. Every fourth round waits until a checkpoint
+is half-written and fills the quota then; the rest come at random offsets. SIGTERM removes it all.
 """
 
 from __future__ import annotations
