@@ -123,10 +123,19 @@ def incidents_of(stages: Iterable[StageHistory], events: Sequence[Event] = ()) -
             outcome = attempt.outcome
             if outcome is None or outcome.failure == "none":
                 continue
-            after = attempts[position + 1] if position + 1 < len(attempts) else None
+            later = attempts[position + 1 :]
+            # What died before it could go on from anywhere says nothing of what was lost.
+            worked = (a for a in later if _came_to_work(stage, a))
+            after = next(worked, later[0] if later else None)
             found.append(_incident(stage, attempt, outcome, after, around.get(attempt.number, ())))
         found += _before_any_attempt(stage, around.get(0, ()))
     return sorted(found, key=lambda incident: incident.at)
+
+
+def _came_to_work(stage: StageHistory, attempt: Attempt) -> bool:
+    open_or_done = attempt.outcome is None or attempt.outcome.failure == "none"
+    resumed = attempt.resumed_from_step is not None
+    return resumed or open_or_done or last_step(stage, attempt) is not None
 
 
 def _incident(

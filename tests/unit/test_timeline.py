@@ -144,6 +144,20 @@ def test_what_is_not_resumed_is_not_resolved() -> None:
     assert not stopped.resolved
 
 
+def test_what_an_attempt_that_died_at_once_says_nothing_of_is_told_by_the_next() -> None:
+    """It looked as if all was lost: "started over", though the one after it went on from 99."""
+    at_once = replace(
+        SECOND,
+        resumed_from_step=None,
+        ended_at=SECOND.started_at,
+        outcome=replace(QUOTA, step=None),
+    )
+    third = replace(SECOND, number=3, started_at="2026-11-21T03:20:00.000+00:00")
+    first = timeline(replace(FIRST, outcome=QUOTA), at_once, third)[0]
+    assert "resumed from step 99 after 8 min" in first.text
+    assert first.lost_steps == 1
+
+
 def test_success_is_no_incident() -> None:
     assert timeline(replace(FIRST, outcome=Outcome("none", "finish"))) == []
 
