@@ -28,7 +28,7 @@ POLL_S = 0.5
 def main() -> int:
     """Measure, print, and say whether the goal was met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--times", type=int, default=3)
     told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="refiner-recovery-") as name:
         runs = [_one(Path(name) / str(n)) for n in range(told.times)]
