@@ -15,6 +15,7 @@ from unittest import mock
 import infra.campaign
 import infra.reconcile
 import tests.simulation.worker
+from infra import atomic
 from infra.attempt import AttemptRun
 from infra.checkpoints import CheckpointStore
 from infra.observe import Observer
@@ -65,7 +66,7 @@ def _retain_before_commit() -> Iterable[Patch]:
     def retain(self: CheckpointStore, count: int, *, spare: Any) -> None:
         for old in self.complete():
             if old.path != spare:
-                infra.checkpoints._remove_tree(old.path)
+                atomic.remove_tree(old.path)
 
     yield CheckpointStore, "_retain", retain
 
