@@ -123,6 +123,9 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     assert {v.state for v in views.values()} == {"done"}
     assert views["sft"].report["inputs"] == ["data"]
     assert all(v.attempt == 1 and v.seconds > 0 and Path(v.log).exists() for v in views.values())
+    # A stage is done with its result; its worker says so in the journal a moment later.
+    ends = len(plan.stages)
+    until(lambda: [w[0] for w in journal(workspace)].count("end") == ends, "the last words")
     before = journal(workspace)
     assert {v.state for v in run_to_end(workspace, plan).values()} == {"skipped"}
     assert journal(workspace) == before
