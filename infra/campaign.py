@@ -19,6 +19,7 @@ from typing import Any
 from infra.acting import Actor, StopWish
 from infra.dispatch import Router
 from infra.failures import CLASSES, outcome_of, without_progress
+from infra.holds import Holds
 from infra.jobs import AttemptRef
 from infra.observe import Observer, Patience
 from infra.processes import ProcessId, host_name
@@ -89,6 +90,7 @@ class Campaign:
             clock=clock,
             note=self._note,
         )
+        self._holds = Holds(plan, workspace.layout)
         self._ended_before: dict[str, int] | None = None
         self._done_before: frozenset[str] = frozenset()
         self._stop: StopWish | None = None
@@ -119,7 +121,9 @@ class Campaign:
     def begin(self) -> None:
         """Record the call and look, for who calls :meth:`step` themselves; errors as for
         :meth:`start`."""
-        self.workspace.write_run(self.run)
+        recorded = self.run.run in self.workspace.run_ids()
+        if not recorded or self.workspace.read_run(self.run.run) != self.run:
+            self.workspace.write_run(self.run)  # not again: a full disk must not end a retaken call
         self._write_orchestrator("running", None)
         self._round(act=False)
 
@@ -209,7 +213,11 @@ class Campaign:
         records, observed = self._observer.look(stage.id for stage in self.plan.stages)
         self._record_ends()
         self._note_beginning(records, observed)
-        observed = replace(observed, short=self._rooms.short(records))
+        done = {i for i, r in records.items() if r.result is not None}
+        self._holds.keep(done)
+        observed = replace(
+            observed, short=self._rooms.short(records), checkpoints=self._holds.there(done)
+        )
         actions = reconcile(self.plan, records, observed, self._policy(records))
         look_s = time.thread_time() - began
         if act:

@@ -37,7 +37,7 @@ def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_wei
     overrides = (
         *(o for o in SMALL if not o.startswith("grpo.")),
         *("grpo.num_training_steps=20", "grpo.num_unique_prompts_rollout=2"),
-        *("grpo.num_samples_per_prompt_rollout=4", "grpo.save_freq=6"),
+        *("grpo.num_samples_per_prompt_rollout=4", "grpo.save_freq=2"),
         *("stages=[data,grpo]", f"model.name_or_path={trained}"),
     )
     with quota_folder(tmp_path / "q", 64) as disk:
@@ -47,7 +47,10 @@ def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_wei
             *("disturbed", cluster, disk.folder, overrides),
             partition="low",
             faults=[Fault(4, "kill", kill_orchestrator), Fault(15, "preempt", preempt)],
-            fill=["--rounds", "1", "--seed", "1", "--hold-s", "1", "2"],
+            fill=[
+                *("--rounds", "20", "--seed", "1", "--hold-s", "1", "2"),
+                *("--until-seen", "[errno 122"),
+            ],
         )
         shown = refiner("status", f"workspace={disk.folder / 'disturbed'}", "--json").json
     assert disturbed.hashes == control.hashes, "weights, to the byte"

@@ -5,7 +5,9 @@
 In: a folder on the quota, and a workspace there whose checkpoints are watched for. Out: one JSON
 line per round on stdout: when it was begun (seconds from the start, and what was drawn), how many
 bytes went in before EDQUOT, for how long they stayed. Every fourth round waits until a checkpoint
-is half-written and fills the quota then; the rest come at random offsets. SIGTERM removes it all.
+is half-written and fills the quota then; the rest come at random offsets. A save may be quicker
+than that: with ``--until-seen TEXT`` all rounds come in the middle of saves, and they are over once
+an attempt's log has the text. SIGTERM removes it all.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--longest-wait-s", type=float, default=6.0)
     parser.add_argument("--hold-s", type=float, nargs=2, default=(0.5, 5.0))
-    parser.add_argument("--keep-free-mib", type=float, default=0.0)
+    parser.add_argument("--until-seen", metavar="TEXT")
     told = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     dice, began = random.Random(told.seed), time.monotonic()
@@ -40,7 +42,9 @@ def main() -> None:
     try:
         for number in range(1, told.rounds + 1):
             wait_s, hold_s = dice.uniform(0, told.longest_wait_s), dice.uniform(*told.hold_s)
-            kind = "mid-save" if number % 4 == 1 else "at random"
+            if told.until_seen and _seen(told.watch, told.until_seen):
+                break
+            kind = "mid-save" if number % 4 == 1 or told.until_seen else "at random"
             if kind == "mid-save":
                 _wait_for_save(told.watch, 60.0)
             else:
@@ -53,6 +57,11 @@ def main() -> None:
             _empty(file)
     finally:
         _empty(file)
+
+
+def _seen(workspace: Path, text: str) -> bool:
+    logs = workspace.glob("stages/grpo-*/attempts/*/log.txt")
+    return any(text in log.read_text(errors="replace") for log in logs)
 
 
 def _wait_for_save(workspace: Path, limit_s: float) -> None:
