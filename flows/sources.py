@@ -43,7 +43,20 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
     if config.judge.kind == "openai":
         sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt)
+    if config.publish.card_template is not None:
+        sources["card_template"] = _template_digest(Path(config.publish.card_template))
     return sources
+
+
+def _template_digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.expanduser().read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigurationError(
+            f"publish.card_template {path} cannot be read ({error.strerror}).",
+            expected="a Jinja file such as `refiner card template` prints",
+            fix="correct publish.card_template, or drop it for the shipped one",
+        ) from error
 
 
 def model_digest(name_or_path: str, revision: str) -> str:

@@ -122,6 +122,30 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
     )
 
 
+def run_export(work: StageWork) -> dict[str, Any]:
+    """A checkpoint of a training that may still go on to weights in the layout of the Hub."""
+    from refiner_core.training.export import export_checkpoint
+
+    trained = work.input_stages["policy"]
+    report = export_checkpoint(
+        work.config,
+        checkpoint=work.inputs["policy"],
+        model_ref=_trained_from(work, trained),
+        output_dir=work.output_dir,
+        io=work.io,
+    )
+    return {**report, "stage": trained}
+
+
+def _trained_from(work: StageWork, stage_id: str) -> str:
+    """The model that a training stage started from: a folder, or the recipe's base."""
+    layout = work.workspace.layout
+    newest = layout.stage(stage_id).attempt_numbers()[-1]
+    inputs = work.workspace.read_control(layout.attempt(stage_id, newest).inputs) or {}
+    folder = work.workspace.output_dir(inputs["policy"]) if "policy" in inputs else None
+    return work.config.model.name_or_path if folder is None else str(folder / "model")
+
+
 def run_publish(work: StageWork) -> dict[str, Any]:
     """Final weights and a card to a folder in Hub layout."""
     from flows.publishing import publish
@@ -143,6 +167,7 @@ STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
     "grpo": run_grpo,
     "command": run_command,
     "evaluate": run_evaluate,
+    "export": run_export,
     "publish": run_publish,
     "card": run_card,
 }

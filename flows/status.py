@@ -31,7 +31,10 @@ from refiner_core.contract.records import RunRecord, StageRecord, from_json
 SCHEDULER_WAIT_S = 0.6
 #: Which of a stage's values is its main one, where it has it; else the first.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
-_KINDS = ("fetch", "data", "sft", "rft", "grpo", "command", "publish", "evaluate", "card")
+_KINDS = (
+    *("fetch", "data", "sft", "rft", "grpo", "command"),
+    *("export", "publish", "evaluate", "card"),
+)
 
 
 @dataclass(frozen=True)

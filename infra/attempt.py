@@ -31,10 +31,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from infra import atomic
-from infra.checkpoints import CheckpointStore, tree_bytes
+from infra.checkpoints import CheckpointStore, read_checkpoint, step_name, tree_bytes
 from infra.disk.room import is_no_space, no_space_guard
 from infra.failures import classify, detailed, outcome_of
 from infra.heartbeat import Heartbeat
+from infra.holds import held_steps
 from infra.jobs import AttemptRef
 from infra.processes import ProcessId, host_name
 from infra.provenance import job_provenance
@@ -128,6 +129,7 @@ class AttemptRun:
             keep=getattr(getattr(self.config, self.spec.kind, None), "keep", 2),
             fence=self.check_fence,
             before_commit=lambda: self.io.flush(),
+            held=lambda: held_steps(self.stage_paths),
             reserve=self._reserve,
             watch=self.heartbeat.saving,
         )
@@ -336,6 +338,9 @@ class AttemptRun:
 
     def _read_inputs(self) -> None:
         for role, stage_id in self.input_stages.items():
+            if role in self.spec.at_step:
+                self.inputs[role] = self._checkpoint(stage_id, self.spec.at_step[role])
+                continue
             folder = self.workspace.output_dir(stage_id)
             result = self.workspace.read_result(stage_id)
             if folder is None or result is None:
@@ -345,6 +350,16 @@ class AttemptRun:
                     fix="run the recipe again: it makes what is missing",
                 )
             self.inputs[role], self.input_reports[role] = folder, result.report
+
+    def _checkpoint(self, stage_id: str, step: int) -> Path:
+        found = read_checkpoint(self.workspace.layout.stage(stage_id).checkpoints / step_name(step))
+        if found is None:
+            raise WorkspaceError(
+                f"{stage_id} has no complete checkpoint of step {step}; {self.stage_id} reads it",
+                expected="a checkpoint that is kept until it is exported",
+                fix="take the step out of what is published, or train again",
+            )
+        return found.path
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(

@@ -61,6 +61,8 @@ class CheckpointStore:
         the attempt is stale.
     before_commit
         Called before the marker is written: makes durable what must not be newer than it.
+    held
+        Steps that somebody waits for: they are kept beside ``keep`` others.
     reserve, watch
         Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
         be none), and hears how long it takes.
@@ -79,11 +81,12 @@ class CheckpointStore:
         *,
         fence: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
+        held: Callable[[], frozenset[int]] = frozenset,
         reserve: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
-        self._fence, self._before_commit = fence, before_commit
+        self._fence, self._before_commit, self._held = fence, before_commit, held
         self._reserve, self._watch = reserve, watch
         self.lost_bytes = 0
 
@@ -162,10 +165,11 @@ class CheckpointStore:
         atomic.sync_folder(self.folder)
 
     def _retain(self, count: int, *, spare: Path) -> None:
-        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare``, and
-        nothing after it, which is not ours."""
+        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare`` or what is
+        held, and nothing after it, which is not ours."""
         before = int(spare.name.removeprefix("step-"))
-        complete = [c for c in self.complete() if c.step < before]
+        held = self._held()
+        complete = [c for c in self.complete() if c.step < before and c.step not in held]
         count -= read_checkpoint(spare) is not None
         for old in complete[: max(0, len(complete) - max(0, count))]:
             # Marker first: a deletion that is cut short leaves no complete-looking remains.

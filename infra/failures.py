@@ -22,6 +22,8 @@ from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
+    HubOutage,
+    HubRefused,
     Interrupted,
     JudgeOutage,
     KilledError,
@@ -109,6 +111,15 @@ CLASSES: dict[FailureClass, ClassRule] = {
     "judge_outage": ClassRule(
         "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
     ),
+    "hub_outage": ClassRule(
+        "pause, then resume",
+        7,
+        "interrupted",
+        "HubOutage: no network, 5xx or 429 for longer than `publish.patience_s`",
+    ),
+    "hub_refused": ClassRule(
+        "stop", 9, "interrupted", "HubRefused: 401, 403, a taken name, a full storage"
+    ),
     "not_finite": ClassRule("stop", 1, "failed", "NaN or infinity in loss, norm or reward"),
     "bad_configuration": ClassRule("stop", 2, "failed", "ConfigurationError; exit code 2"),
     "bad_data": ClassRule("stop", 3, "failed", "DataError; exit code 3"),
@@ -124,6 +135,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (NoSpaceError, "disk_full"),
     (Interrupted, "interrupted"),
     (JudgeOutage, "judge_outage"),
+    (HubOutage, "hub_outage"),
+    (HubRefused, "hub_refused"),
     (LaunchError, "launch_failure"),
     (KilledError, "killed"),
     (UnsupportedError, "unsupported"),
@@ -141,6 +154,7 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
     6: "interrupted",
     7: "judge_outage",
     8: "unsupported",
+    9: "hub_refused",
 }
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 #: Errors that another attempt can only repeat, however far this one had come.

@@ -40,7 +40,7 @@ def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHisto
 
 def devices_of(config: Mapping[str, Any], kind: str) -> int:
     """GPUs of all nodes that a recipe gives to a kind of stage; 0 for one on CPUs."""
-    section = config.get("publish" if kind == "card" else kind)
+    section = config.get("publish" if kind in ("card", "export") else kind)
     resources = (section or {}).get("resources") or {}
     return int(resources.get("gpus") or 0) * int(resources.get("nodes") or 1)
 

@@ -163,6 +163,11 @@ class StagePaths:
         """Resume checkpoints, shared by all attempts."""
         return self.data / "checkpoints"
 
+    @property
+    def holds(self) -> Path:
+        """One file per stage that waits for a checkpoint of this one."""
+        return self.control / "holds"
+
     def attempt(self, number: int) -> AttemptPaths:
         """The files of one attempt, counted from 1."""
         name = f"attempts/{number:04d}"

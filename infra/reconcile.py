@@ -39,11 +39,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Observed:
-    """The world now: the newest attempt of each stage (by stage id), and which stages (by id) lack
-    room for what they would write next."""
+    """The world now: the newest attempt of each stage (by stage id), which stages (by id) lack room
+    for what they would write next, and which checkpoints (stage id, step) are complete, as far as a
+    stage waits for one."""
 
     attempts: Mapping[str, Seen] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,16 @@ class _Step:
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
         self.launched: set[str] = set()
-        busy = (
-            stage_id
+        busy = [
+            is_light(stage_id)
             for stage_id, seen in observed.attempts.items()
             if seen.local and seen.sight in ("live", "hung") and not _ended(records.get(stage_id))
-        )
-        self.slots = policy.max_parallel - len(set(busy))
+        ]
+        #: Free local slots: of stages that work, and of those that only move bytes.
+        self.slots = {
+            False: policy.max_parallel - busy.count(False),
+            True: max(1, policy.max_parallel) - busy.count(True),
+        }
 
     def decide(self, stage: PlannedStage) -> None:
         self.actions[stage.name] = self._action(stage)
@@ -275,6 +281,10 @@ class _Step:
 
     def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
         needed = dict.fromkeys((*stage.inputs.values(), *stage.after))
+        for role, step in stage.at_step.items():
+            if missing := self._checkpoint(stage, stage.inputs[role], step):
+                return missing
+            needed.pop(stage.inputs[role], None)
         for name in needed:
             before = self.actions[name]
             if isinstance(before, Fail | Block):
@@ -296,11 +306,37 @@ class _Step:
         if stage.id in self.launched:
             return Wait(stage, "the same stage under another name is about to run")
         if self.policy.runs_local(stage):
-            if self.slots <= 0:
+            if self.slots[is_light(stage.id)] <= 0:
                 return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
-            self.slots -= 1
+            self.slots[is_light(stage.id)] -= 1
         self.launched.add(stage.id)
         return Launch(stage, 0 if last is None else last.number)
+
+    def _checkpoint(self, stage: PlannedStage, name: str, step: int) -> Action | None:
+        """What a stage does that reads the checkpoint of ``step``; None if that is there."""
+        before = self.actions[name]
+        if (before.stage.id, step) in self.observed.checkpoints:
+            return None
+        if isinstance(before, Fail | Block):
+            by = before.by if isinstance(before, Block) else name
+            return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
+        if isinstance(before, Done):
+            why = (
+                f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
+                "training is over, and checkpoints that nothing waits for are not kept. Expected: "
+                "it is asked for by publish.which or publish.steps before training ends. To mend "
+                "it: take the step out of what is published; the last one always can be"
+            )
+            return Fail(stage, outcome_of("bad_configuration", why), "failed")
+        if self._stopping(stage):
+            return self._stopped(stage, "not begun: asked to stop")
+        return Wait(stage, f"waits for step {step} of {name}")
+
+
+def is_light(stage_id: str) -> bool:
+    """Whether a stage only moves bytes: it takes no slot from those that compute, nor waits for
+    one of theirs."""
+    return stage_id.partition("-")[0] in ("fetch", "export", "publish", "card")
 
 
 def _ended(record: StageRecord | None) -> bool:

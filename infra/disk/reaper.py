@@ -9,7 +9,8 @@ order                  what protects it
 leftovers              half-written, by attempts that can make nothing visible any more
 superseded outputs     of attempts that did not make the stage's result
 finished checkpoints   the stage has its result, so nobody resumes from them
-older checkpoints      of unfinished stages: the newest complete one always stays
+older checkpoints      of unfinished stages: the newest complete one always stays; of neither go
+                       those that a publication waits for
 code snapshots         only those that finished runs alone have used
 published weights      only with a verified copy elsewhere, that no unfinished stage will read
 caches                 only when asked for
@@ -33,6 +34,7 @@ from infra.checkpoints import MARKER, CheckpointStore
 from infra.disk.marks import write_reclaimed
 from infra.disk.stock import StageFacts, Stock, Weights
 from infra.disk.usage import Item
+from infra.holds import held_steps
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -185,13 +187,11 @@ def _checkpoints(stock: Stock) -> Iterator[Candidate]:
         if facts is None or facts.pinned:
             continue
         items.sort(key=lambda i: -1 if i.step is None else i.step)
-        if facts.done:
-            why = "the stage is done, nobody resumes from it"
-            yield from (_candidate(Rank.FINISHED, i, why) for i in items)
-            continue
-        complete = [i for i in items if i.path in stock.complete]
-        why = "a newer complete one is there"
-        yield from (_candidate(Rank.OLDER, i, why) for i in complete[:-1])
+        rank, why = Rank.FINISHED, "the stage is done, nobody resumes from it"
+        if not facts.done:
+            rank, why = Rank.OLDER, "a newer complete one is there"
+            items = [i for i in items if i.path in stock.complete][:-1]
+        yield from (_candidate(rank, i, why) for i in items if i.step not in facts.held)
 
 
 # ---------------------------------------------------------------- deleting
@@ -218,6 +218,8 @@ def carry_out(workspace: Workspace, candidates: Iterable[Candidate]) -> Reclaime
 
 def _still_may_go(workspace: Workspace, candidate: Candidate) -> bool:
     stage = workspace.layout.stage(candidate.stage_id)
+    if candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step in held_steps(stage):
+        return False
     if candidate.rank is Rank.FINISHED:
         return stage.result.exists()
     if candidate.rank is Rank.OLDER:

@@ -16,6 +16,7 @@ from infra.checkpoints import MARKER, read_checkpoint
 from infra.disk.marks import pins
 from infra.disk.mounts import existing, project_id
 from infra.disk.usage import Item, size_of, take_stock
+from infra.holds import held_steps
 from infra.publishing import target_damage
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -58,6 +59,8 @@ class StageFacts:
         The attempt whose output the result names; 0 without a result.
     leased
         A running attempt reads its output.
+    held
+        Steps whose checkpoints another stage waits for.
     needed_by
         An unfinished stage of a recorded run that will read its output; empty: none.
     weights
@@ -71,6 +74,7 @@ class StageFacts:
     open: bool = False
     kept_attempt: int = 0
     leased: bool = False
+    held: frozenset[int] = frozenset()
     needed_by: str = ""
     weights: Weights | None = None
 
@@ -107,7 +111,12 @@ def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
     for stage_id, facts in stages.items():
         weights = _weights(workspace, stage_id, records[stage_id], copies.get(stage_id, ()))
         stages[stage_id] = StageFacts(
-            **{**facts.__dict__, "needed_by": needed.get(stage_id, ""), "weights": weights}
+            **{
+                **facts.__dict__,
+                "held": held_steps(workspace.layout.stage(stage_id)),
+                "needed_by": needed.get(stage_id, ""),
+                "weights": weights,
+            }
         )
     items = [_looked_at(item) for item in take_stock(workspace.layout)]
     complete = frozenset(

@@ -83,6 +83,28 @@ class CardFacts:
         Titles in the static rubric set, where one shaped the reward.
     recorded_fields
         Dotted names of all configuration fields that the run knew; None if it knew today's.
+    description
+        The recipe's own words.
+    measured_as
+        The name under which evaluations have this model (``grpo-step50``); none is ``stage``.
+    fingerprint
+        Of the stage that trained the model: ``command`` plans to it, which was checked.
+    recipe_file
+        Text of the ``recipe.yaml`` that lies beside the card and that ``command`` names; None where
+        the recipe is a shipped one.
+    sources
+        Local files that the command reads, by the name that it gives them: SHA-256.
+    cost
+        ``gpu_hours``, ``core_hours`` (of all attempts), ``lost_gpu_hours``, ``lost_core_hours``
+        (of those that another one repeated), ``seconds`` {stage: s}, ``price``, ``currency``; each
+        may be missing.
+    tracking
+        W&B address by stage name, where a run was tracked online.
+    template
+        Text of the user's own card template; None is the shipped one.
+    records
+        Where each fact was read: the front of its dotted path (``reports.data``,
+        ``evaluations.0``) to ``stages/data-0123456789ab/result.json#report``.
     """
 
     repo_id: str
@@ -99,6 +121,15 @@ class CardFacts:
     base_model: str | None = None
     static_rubric_titles: tuple[str, ...] = ()
     recorded_fields: tuple[str, ...] | None = None
+    description: str = ""
+    measured_as: str = ""
+    fingerprint: str = ""
+    recipe_file: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    tracking: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
+    records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seen: dict[tuple[str, ...], Mapping[str, Any]] = {}

@@ -250,16 +250,60 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Where finished checkpoints go."""
+    """Which checkpoints go where, and with what card.
+
+    `which`, `steps` and `evaluate` say which publications there are, not what one of them is, so
+    they invalidate nothing that is published already.
+    """
 
     target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
     path: str | None = identity(None, doc="folder target; none is WORKSPACE/published")
     repo_id: str = identity(
         "refiner/{recipe}-seed{seed}-{fingerprint}",
-        doc="repository; may use {recipe}, {seed}, {step} and {fingerprint} (of the weights)",
+        doc="repository, OWNER/NAME on the Hub; may use {recipe}, {seed}, {step} and {fingerprint} "
+        "(of the weights)",
+    )
+    which: Literal["final", "every-save", "best", "listed"] = identity(
+        "final",
+        doc="checkpoints that are published: the last, every saved one, the best by an evaluation, "
+        "or `steps`; all but the last while training goes on",
+        legacy_value="final",
+    )
+    steps: tuple[int, ...] = identity((), doc="with which=listed: the steps", legacy_value=())
+    evaluate: bool = identity(
+        True, doc="evaluate each published step for its card", legacy_value=True
+    )
+    best_metric: str = identity(
+        "reward", doc="with which=best: the metric that decides", legacy_value="reward"
+    )
+    best_decoding: Literal["greedy", "sampled"] = identity(
+        "greedy", doc="with which=best: the decoding that it is taken from", legacy_value="greedy"
+    )
+    per_step: Literal["tag", "branch", "repository"] = identity(
+        "tag",
+        doc="how steps share a repository: `tag` (main moves on, each step keeps a tag), `branch` "
+        "(each step has one), `repository` (each has its own: {step} in repo_id)",
+        legacy_value="tag",
     )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")
+    files: tuple[str, ...] = identity(
+        (),
+        doc="patterns of the exported files that go along (README.md always does); none: all that "
+        "a model needs",
+        legacy_value=(),
+    )
+    card_template: str | None = identity(
+        None, doc="a Jinja file to make the card from; none is the shipped one", legacy_value=None
+    )
+    request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
+    patience_s: float = execution(
+        300.0, doc="Hub only: how long one attempt bears rate limits and outages before it pauses"
+    )
+    price_per_gpu_hour: float | None = execution(
+        None, doc="what a GPU costs an hour, for the card's cost; none: GPU-hours alone"
+    )
+    currency: str = execution("USD", doc="currency of `price_per_gpu_hour`")
     resources: Resources = section(Resources, doc="resources of the publish job")
 
 
@@ -314,6 +358,7 @@ class RetryConfig:
     gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
     disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
     judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    hub_outage: int = execution(20, doc="the Hub did not answer, or asked to wait for too long")
     bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
 
 

@@ -17,8 +17,9 @@ EXIT_CODES: dict[int, str] = {
     4: "the workspace cannot be used (permissions, format, not a folder)",
     5: "no room left on the disk or quota; free some and run the same command again",
     6: "stopped on request; run the same command again to go on from the last checkpoint",
-    7: "the judge did not answer often enough; resumable once it is back",
+    7: "the judge or the Hub did not answer often enough; resumable once it is back",
     8: "this machine or this version lacks what the recipe asks for",
+    9: "the Hub refuses (token, permission, name, storage); the same command tries again",
     70: "a bug in refiner itself (`--debug` shows the traceback)",
 }
 
@@ -107,6 +108,20 @@ class JudgeOutage(RefinerError, RuntimeError):
     """More judgements failed than the recipe allows; nothing was trained on them."""
 
     exit_code = 7
+    resumable = True
+
+
+class HubOutage(RefinerError, RuntimeError):
+    """The Hub cannot be reached, fails, or asks to wait for longer than an attempt may."""
+
+    exit_code = 7
+    resumable = True
+
+
+class HubRefused(RefinerError, RuntimeError):
+    """The Hub says no: token, permission, name, visibility, storage. A person has to mend that."""
+
+    exit_code = 9
     resumable = True
 
 

@@ -8,6 +8,8 @@ computed. The graph follows from the recipe's stage list:
           │    │        │         │                 ├─> card
           └────┴────────┴─────────┴──> evaluate (one per model: base, sft, grpo, command)
 
+What is published before training ends is in :mod:`refiner_core.contract.publications`.
+
 ``command`` is another trainer; it reads `data` or an earlier model only where its texts name
 ``{data}`` or ``{model}``. What lies on a Hub is fetched first, by ``fetch``, where the network is:
 the stages that read it come *after* that stage without having it as an input, so that where a
@@ -28,8 +30,11 @@ from typing import Any, Literal
 from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
+from refiner_core.contract.publications import add_publications
 
-StageKind = Literal["fetch", "data", "sft", "grpo", "command", "publish", "evaluate", "card"]
+StageKind = Literal[
+    "fetch", "data", "sft", "grpo", "command", "export", "publish", "evaluate", "card"
+]
 
 #: Raise a kind's number when the same configuration would now give another result.
 STAGE_VERSIONS: dict[StageKind, int] = {
@@ -38,6 +43,7 @@ STAGE_VERSIONS: dict[StageKind, int] = {
     "sft": 1,
     "grpo": 1,
     "command": 1,
+    "export": 1,
     "publish": 1,
     "evaluate": 1,
     "card": 1,
@@ -62,6 +68,7 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     "sft": ("seed", "model", "sft"),
     "grpo": ("seed", "model", "grpo", "reward", "judge"),
     "command": ("seed", "command"),
+    "export": (),
     "publish": ("publish",),
     "evaluate": (
         "model",
@@ -71,15 +78,18 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
         "grpo.response_length",
         "grpo.stop_strings",
     ),
-    "card": ("publish.license",),
+    "card": ("publish.license", "publish.card_template"),
 }
-#: ``evaluate.models`` says which evaluations exist, not what one of them is.
-_NOT_IN_EVALUATION = ("evaluate.models",)
+#: These say which evaluations and publications exist, not what one of them is.
+_NOT_IN_A_STAGE = ("evaluate.models", "publish.which", "publish.steps", "publish.evaluate")
+#: Of these only `publish-best` makes use.
+_ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
 #: Where something lies is no part of what it is, once its content is known by a source's digest.
 _NAMED_BY_SOURCE = {
     "data.sft_path": "data.sft",
     "data.rl_path": "data.rl",
     "model.name_or_path": "model",
+    "publish.card_template": "card_template",
 }
 
 _SOURCES: dict[StageKind, tuple[str, ...]] = {
@@ -88,9 +98,10 @@ _SOURCES: dict[StageKind, tuple[str, ...]] = {
     "sft": ("model",),
     "grpo": ("model", "rubrics", "judge_prompt"),
     "command": (),
-    "publish": (),
+    "export": (),
+    "publish": ("card_template",),
     "evaluate": ("model", "rubrics", "judge_prompt"),
-    "card": (),
+    "card": ("card_template",),
 }
 #: Doubled braces, the shell's own ``${…}``, or a placeholder.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
@@ -101,6 +112,7 @@ _READS: dict[StageKind, tuple[str, ...]] = {
     "data": ("model", "tokenizer", "data.sft", "data.rl"),
     "sft": ("model", "tokenizer"),
     "grpo": ("model", "tokenizer"),
+    "export": ("model", "tokenizer"),
     "evaluate": ("model", "tokenizer"),
 }
 
@@ -111,9 +123,10 @@ class PlannedStage:
 
     ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
     the stage that fills it. ``model`` names the model that a training stage makes or that an
-    evaluation measures: ``base``, ``sft``, ``grpo``, ``command``. ``after`` names stages that must
-    be done first though nothing of theirs is read by path (a cache that they fill): no part of what
-    the stage is.
+    evaluation measures: ``base``, ``sft``, ``grpo``, ``command``, ``grpo-step50``. ``after`` names
+    stages that must be done first though nothing of theirs is read by path (a cache that they
+    fill): no part of what the stage is. ``at_step`` maps roles to steps: of that input its
+    checkpoint of the step is read, which is there before the stage ends.
     """
 
     name: str
@@ -127,6 +140,7 @@ class PlannedStage:
     model: str = ""
     needs_network: bool = False
     after: tuple[str, ...] = ()
+    at_step: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -178,7 +192,15 @@ class _Builder:
         self.config, self.sources = config, sources
         self.stages: dict[str, PlannedStage] = {}
 
-    def add(self, name: str, kind: StageKind, inputs: Mapping[str, str], *, model: str = "") -> str:
+    def add(
+        self,
+        name: str,
+        kind: StageKind,
+        inputs: Mapping[str, str],
+        *,
+        model: str = "",
+        at_step: Mapping[str, int] | None = None,
+    ) -> str:
         fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
         if kind == "command" and self.config.command.adopted:
             fields = ("command.adopted",)  # the weights are what they are, whatever made them
@@ -188,11 +210,14 @@ class _Builder:
         values = {
             path: value
             for path, value in values.items()
-            if path not in _NOT_IN_EVALUATION and _NAMED_BY_SOURCE.get(path) not in self.sources
+            if path not in _NOT_IN_A_STAGE
+            and _NAMED_BY_SOURCE.get(path) not in self.sources
+            and (name == "publish-best" or path not in _ONLY_OF_THE_BEST)
         }
+        values |= {f"{role}.step": step for role, step in (at_step or {}).items()}
         wanted = {k: self.sources[k] for k in needed if k in self.sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        section = getattr(self.config, "publish" if kind == "card" else kind)
+        section = getattr(self.config, "publish" if kind in ("card", "export") else kind)
         self.stages[name] = PlannedStage(
             name=name,
             kind=kind,
@@ -204,8 +229,25 @@ class _Builder:
             resources=section.resources,
             model=model,
             needs_network=self._needs_network(kind),
+            at_step=dict(at_step or {}),
         )
         return name
+
+    def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
+        """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
+        return self.add(name, "publish", inputs, model=model)
+
+    def add_card(self, name: str, inputs: dict[str, str], model: str) -> str:
+        return self.add(name, "card", inputs, model=model)
+
+    def add_export(self, name: str, policy: str, model: str, step: int) -> str:
+        return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})
+
+    def add_evaluation(self, name: str, inputs: dict[str, str], model: str) -> str:
+        return self.add(name, "evaluate", inputs, model=model)
+
+    def reads_data(self, name: str) -> bool:
+        return "data" in self.stages[name].inputs
 
     def with_fetch(self) -> tuple[PlannedStage, ...]:
         """The stages, with ``fetch`` before those that read what lies on a Hub."""
@@ -254,11 +296,6 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
         builder.add("data", "data", {})
     models = _add_training(builder)
     final = next(reversed(models))
-    if "publish" in config.stages:
-        inputs = {"weights": models[final]}
-        if "data" in builder.stages[models[final]].inputs:
-            inputs["data"] = "data"
-        builder.add("publish", "publish", inputs, model=final)
     evaluations: dict[str, str] = {}
     if "evaluate" in config.stages:
         for model in (m for m in config.evaluate.models if m in models):
@@ -266,9 +303,9 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
             if models[model]:
                 inputs["weights"] = models[model]
             name = builder.add(f"evaluate-{model}", "evaluate", inputs, model=model)
-            evaluations[f"evaluation-{model}"] = name
-    if "publish" in config.stages and evaluations:
-        builder.add("card", "card", {"publish": "publish", **evaluations}, model=final)
+            evaluations[model] = name
+    if "publish" in config.stages:
+        add_publications(builder, models[final], evaluations)
     return Plan(config.recipe, config, builder.with_fetch())
 
 

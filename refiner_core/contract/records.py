@@ -33,6 +33,8 @@ FailureClass = Literal[
     "disk_full",  # ENOSPC or EDQUOT
     "hung",
     "judge_outage",
+    "hub_outage",  # it cannot be reached, fails, or asks to wait for long
+    "hub_refused",  # token, permission, name, storage
     "not_finite",  # NaN or Inf
     "bad_configuration",
     "bad_data",
@@ -123,6 +125,15 @@ class StageSpec:
     identity: Mapping[str, Any]
     sources: Mapping[str, str]
     input_fingerprints: Mapping[str, str]
+
+    @property
+    def at_step(self) -> dict[str, int]:
+        """Roles of which a checkpoint is read, by its step, and not the output."""
+        return {
+            key.removesuffix(".step"): int(step)
+            for key, step in self.identity.items()
+            if key.removesuffix(".step") in self.input_fingerprints
+        }
 
 
 StageState = Literal["absent", "claimed", "failed", "interrupted", "done"]

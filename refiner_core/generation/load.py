@@ -165,3 +165,34 @@ def load_model(ref: str, config: ModelConfig) -> Any:
             fix="fetch or export it again; it may have been cut short",
         )
     return model.eval()
+
+
+def load_architecture(ref: str, config: ModelConfig) -> Any:
+    """The model of ``ref`` without its weights (they are random numbers), for who has others.
+
+    Raises
+    ------
+    ConfigurationError
+        If its configuration cannot be found or read.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    source = _source(ref, config)
+    try:
+        architecture = AutoConfig.from_pretrained(**source)
+        model = AutoModelForCausalLM.from_config(
+            architecture,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files end in errors of many libraries
+        raise _cannot_load("model", ref, error) from error
+    name = source.pop("pretrained_model_name_or_path")
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name, **source)
+    except OSError:  # not every model has one; transformers derives it from the architecture
+        model.generation_config = GenerationConfig.from_model_config(architecture)
+    return model.eval()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 
@@ -57,8 +58,30 @@ def load_state(folder: Path, model: Any, updater: Any) -> dict[str, Any]:
             expected=f"format {FORMAT_VERSION}",
             fix="remove the checkpoint, or use the version of refiner that wrote it",
         )
+    load_weights(folder, model)
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    updater.load_state_dict(state["updater"])
+    set_rng_state(state["rng"])
+    return progress
+
+
+def load_weights(folder: Path, model: Any) -> None:
+    """Put the saved parameters and buffers into ``model``.
+
+    Raises
+    ------
+    WorkspaceError
+        If they are those of another model, or cannot be read.
+    """
     tensors = _tensors(model)
-    saved = safetensors.torch.load_file(folder / WEIGHTS)
+    try:
+        saved = safetensors.torch.load_file(folder / WEIGHTS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise WorkspaceError(
+            f"{folder / WEIGHTS} cannot be read ({error})",
+            expected="a complete checkpoint of this stage",
+            fix="remove the checkpoint to go on from the one before it",
+        ) from error
     different = tensors.keys() ^ saved.keys()
     different |= {n for n in tensors.keys() & saved.keys() if tensors[n].shape != saved[n].shape}
     if different:
@@ -70,10 +93,6 @@ def load_state(folder: Path, model: Any, updater: Any) -> dict[str, Any]:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(saved[name])
-    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
-    updater.load_state_dict(state["updater"])
-    set_rng_state(state["rng"])
-    return progress
 
 
 def rng_state() -> dict[str, Any]:

@@ -21,7 +21,10 @@ FIELDS = dict(walk(RecipeConfig))
 IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
 EXECUTION = [p for p, info in FIELDS.items() if info.mark == "execution"]
 #: Identity fields that decide *which* stages there are, not what one of them is.
-GRAPH_FIELDS = {"evaluate.models", "stages"}
+GRAPH_FIELDS = {
+    *("evaluate.models", "stages"),
+    *("publish.which", "publish.steps", "publish.evaluate"),
+}
 
 
 #: Fingerprints of the default recipe as they were first recorded (first 12 digits).
@@ -57,8 +60,10 @@ def another(info: FieldInfo, value: Any) -> Any:
 
 
 def config_with(path: str) -> RecipeConfig:
-    """The default recipe; one with another trainer, where the field is that one's."""
+    """The default recipe; one that makes use of the field, where that one does not."""
     config = RecipeConfig()
+    if path.startswith("publish.best_"):
+        return replace_fields(config, {"publish.which": "best"})
     if not path.startswith("command."):
         return config
     command = dataclasses.replace(config.command, run="python train.py --out {output}")

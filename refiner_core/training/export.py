@@ -1,0 +1,60 @@
+"""A checkpoint of a training that goes on becomes a model folder.
+
+In: a complete checkpoint (:mod:`refiner_core.training.checkpoint`), and a folder or Hub id whose
+architecture and tokenizer the model has. Out: ``model/`` as ``from_pretrained`` takes it, the same
+bytes as the training stage would have left had it ended there, and the report that it would have
+given. Only the checkpoint's weights are read, not the optimiser's state; nothing runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
+from refiner_core.training import engine
+from refiner_core.training.boundary import curve
+from refiner_core.training.checkpoint import PROGRESS, load_weights
+
+_COUNTED = ("tokens", "epoch", "counts")
+
+
+def export_checkpoint(
+    config: RecipeConfig, *, checkpoint: Path, model_ref: str, output_dir: Path, io: StageIO
+) -> dict[str, Any]:
+    """Export one checkpoint; returns the report of its training up to there.
+
+    Raises
+    ------
+    WorkspaceError
+        The checkpoint is damaged, or is of another model.
+    """
+    io.progress(Progress(0, 2, "loading"))
+    set_threads(config.model)
+    try:
+        progress = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkspaceError(
+            f"{checkpoint / PROGRESS} cannot be read ({error})",
+            expected="a complete checkpoint of this version",
+            fix="publish another step",
+        ) from error
+    model = load_architecture(model_ref, config.model)
+    load_weights(checkpoint, model)
+    io.progress(Progress(1, 2, "exporting"))
+    engine.export(model, load_tokenizer(model_ref, config.model), output_dir / "model")
+    io.progress(Progress(2, 2, "exported"))
+    return progress_report(progress)
+
+
+def progress_report(progress: dict[str, Any]) -> dict[str, Any]:
+    """What a training has come to, by the progress that its checkpoint holds."""
+    curves = {name: curve(values) for name, values in progress.get("curves", {}).items() if values}
+    report = {"steps": progress["step"], "episodes": progress.get("episode"), "curves": curves}
+    if losses := progress.get("losses"):
+        report["train_loss"] = {"first": losses[0], "final": losses[-1], "curve": curve(losses)}
+    return report | {key: progress[key] for key in _COUNTED if key in progress}
