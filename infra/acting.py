@@ -16,6 +16,7 @@ from typing import Any, Literal
 from infra.dispatch import Router
 from infra.failures import CLASSES, classify, outcome_of
 from infra.jobs import AttemptRef, JobRequest, OpenAttempt
+from infra.niceness import gives_way
 from infra.processes import ProcessId
 from infra.reconcile import CloseAttempt, Launch, Release, Seen
 from infra.room_keeping import Rooms
@@ -106,6 +107,7 @@ class Actor:
             threads=self.plan.config.model.cpu_threads,
             save_s=self.workspace.longest_save_s(stage.id),
             avoid=tuple(dict.fromkeys(node for node in bad if node)),
+            nice=self.plan.config.dispatch.nice if gives_way(self.plan, stage) else 0,
         )
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:

@@ -15,12 +15,15 @@ from pathlib import Path
 import submitit
 
 from infra.atomic import write_json
+from infra.niceness import give_way
 from infra.processes import ProcessId
 
 
 def main() -> None:
     """Submit the job that the argument describes."""
     order = json.loads(sys.argv[1])
+    if nice := order["nice"]:
+        give_way(nice)
     executor = submitit.LocalExecutor(folder=order["folder"])
     executor.update_parameters(**order["parameters"])
     # `verbose=False`: the worker keeps its own log, and submitit would hold all of it in memory.

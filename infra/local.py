@@ -61,6 +61,7 @@ class LocalDispatcher:
             "folder": str(paths.submitit),
             "job_file": str(paths.job),
             "comment": request.comment,
+            "nice": request.nice,
             "parameters": {
                 "timeout_min": _TIMEOUT_MIN,
                 "gpus_per_node": request.resources.gpus,

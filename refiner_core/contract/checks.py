@@ -86,6 +86,7 @@ _NOT_NEGATIVE = (
     "dispatch.poll_s",
     "dispatch.grace_s",
     "dispatch.backoff_s",
+    "dispatch.nice",
     "disk.margin_gb",
     "disk.wait_min",
     "disk.hold_s",

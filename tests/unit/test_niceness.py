@@ -1,0 +1,89 @@
+"""Jobs that only move bytes give way to the trainer, on this machine, for whoever runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.jobs import JobRequest
+from infra.local import LocalDispatcher
+from infra.niceness import gives_way
+from infra.worker_command import WorkerCommand
+from infra.workspace import Workspace
+from refiner_core.contract.config import PublishConfig, Resources
+from refiner_core.contract.plan import make_plan
+from tests.support.plans import SOURCES, claim, small_config, small_plan
+
+#: What a job says of itself.
+TELL = (
+    "import json, os, psutil, sys\n"
+    "group = '/proc/self/autogroup'\n"
+    "print(json.dumps({'nice': os.nice(0), 'disk': psutil.Process().ionice()[1],\n"
+    "    'session': open(group).read().split()[-1] if os.path.exists(group) else None}))\n"
+)
+
+
+def after(script: str) -> tuple[dict[str, Any], str]:
+    """What a process says of itself that has done ``script``, and what it warned of."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from infra.niceness import give_way\n{script}\n{TELL}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        start_new_session=True,
+    )
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_job_that_gives_way_does_so_for_processor_session_and_disk() -> None:
+    before, _ = after("")
+    found, said = after("give_way(5)")
+    assert found["nice"] == before["nice"] + 5
+    assert found["disk"] == 7
+    if before["session"] is not None and os.geteuid() == 0:
+        assert found["session"] == "5", "else it counts inside the job's own session only"
+    assert said == ""
+
+
+def test_a_job_is_never_lost_for_what_its_user_may_not_do() -> None:
+    become = "import os\nos.getuid() or os.setuid(65534)\n"
+    found, _ = after(f"{become}give_way(10)")
+    assert found["nice"] >= 10
+    found, said = after(f"{become}give_way(-20)")
+    assert "gives way less than it should" in said
+    assert found["nice"] >= 0
+
+
+def test_what_moves_bytes_gives_way_and_what_a_run_waits_for_does_not() -> None:
+    config = small_config("data", "sft", "grpo", "evaluate", "publish")
+    publish = PublishConfig(which="every-save")
+    grpo = replace(config.grpo, num_training_steps=2, save_freq=1)
+    plan = make_plan(replace(config, publish=publish, grpo=grpo), SOURCES)
+    found = {stage.name for stage in plan.stages if gives_way(plan, stage)}
+    assert found == {
+        *("export-step1", "publish-step1", "evaluate-grpo-step1", "card-step1"),
+        *("publish", "card"),
+    }
+
+
+@pytest.mark.parametrize("nice", [0, 7])
+def test_a_local_job_runs_as_nicely_as_it_was_asked_to(tmp_path: Path, nice: int) -> None:
+    workspace = Workspace.open(tmp_path / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    script, told = tmp_path / "tell.py", workspace.root / "told"
+    script.write_text(f"{TELL}\nopen({str(told)!r}, 'w').write(str(os.nice(0)))\n")
+    worker = WorkerCommand(workspace.root, (str(script),))
+    request = JobRequest(stage.id, 1, "refiner-nice", Resources(), nice=nice)
+    assert LocalDispatcher(workspace, worker).submit([request]) == {}
+    deadline = time.monotonic() + 60
+    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert int(told.read_text()) == os.nice(0) + nice
