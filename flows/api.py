@@ -30,7 +30,7 @@ from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.records import RunRecord, from_json, to_json
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
@@ -102,6 +102,20 @@ def run_recipe(
     plan, workspace, run = begin_run(recipe, overrides)
     command = ["refiner", "run", recipe, *overrides]
     return work_on(plan, workspace, run, Showing(use_server, quiet, command))
+
+
+def publish_run(
+    plan: Plan,
+    workspace: Workspace,
+    run: RunRecord,
+    *,
+    use_server: bool = True,
+    quiet: bool = False,
+) -> RunOutcome:
+    """Work on a publication that :func:`flows.publish_by_hand.begin_publication` has recorded."""
+    command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
+    with in_folder_of(run):
+        return work_on(plan, workspace, run, Showing(use_server, quiet, command))
 
 
 def resume_run(

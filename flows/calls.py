@@ -86,7 +86,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
         # Refuses what cannot be dispatched from here.
         make_router(plan.config.dispatch, workspace).check(plan.stages)
-        run = _record_run(plan, workspace, recipe, overrides)
+        run = record_run(plan, workspace, recipe, overrides)
         workspace.write_run(run)
         return plan, workspace, run
 
@@ -129,9 +129,11 @@ def _say(text: str) -> None:
     print(f"refiner: {text}", file=sys.stderr, flush=True)
 
 
-def _record_run(
-    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str]
+def record_run(
+    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
 ) -> RunRecord:
+    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
+    provenance. It is not written yet."""
     from infra import atomic
     from infra.provenance import checkout_of, limited_diff, run_provenance, this_command
     from infra.snapshot import snapshot_code
@@ -156,6 +158,7 @@ def _record_run(
             **run_provenance(command, code.id, checkout),
             "folder": str(Path.cwd()),
             "recipe": recipe,
+            **more,
         },
     )
 
@@ -192,7 +195,9 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
     config = from_json(RecipeConfig, run.config)
     root = str(workspace.root)  # where it is now: it may have been moved, or mounted elsewhere
     config = check_config(replace(config, workspace=root))
-    plan = make_plan(config, resolve_sources(config))
+    # A call that is about some stages alone needs nothing of what the others were made from.
+    sources = run.provenance.get("sources") if config.only else None
+    plan = make_plan(config, sources or resolve_sources(config))
     other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
     if other or len(plan.stages) != len(run.stages):
         names = ", ".join(other) or "their number"
@@ -270,16 +275,9 @@ def check_supported(config: RecipeConfig) -> None:
     ConfigurationError
         A Hub data set without a pinned revision.
     """
-    from refiner_core.contract.errors import UnsupportedError
     from refiner_core.data.sources import resolve_source
     from refiner_core.training.support import refuse_unsupported
 
     for which in ("sft", "rl"):
         resolve_source(config.data, which)  # refuses a revision that may move
     refuse_unsupported(config)
-    if config.publish.target == "hub" and "publish" in config.stages:
-        raise UnsupportedError(
-            "publish.target is hub, which this version does not upload to.",
-            expected="publish.target=folder",
-            fix="set publish.target=folder and upload that folder with `hf upload`",
-        )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from refiner_core.contract.plan import Plan
+from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.views import StageView
 
@@ -88,11 +88,14 @@ def drawing_of(plan: Plan, run: str, owner: str, story: Story | None = None) -> 
     if story is not None:
         path = Path(story.events)
         story = replace(story, since=path.stat().st_size if path.exists() else 0)
-    nodes = tuple(
-        Node(s.name, s.kind, s.title, s.fingerprint, tuple(dict.fromkeys(s.inputs.values())))
-        for s in plan.stages
-    )
+    nodes = tuple(Node(s.name, s.kind, s.title, s.fingerprint, _before(s)) for s in plan.stages)
     return Drawing(plan.recipe, run, owner, nodes, story)
+
+
+def _before(stage: PlannedStage) -> tuple[str, ...]:
+    """What is over before a stage begins: not what it only reads a checkpoint of."""
+    names = (name for role, name in stage.inputs.items() if role not in stage.at_step)
+    return tuple(dict.fromkeys(names))
 
 
 def header_line(drawing: Drawing) -> str:

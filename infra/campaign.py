@@ -210,7 +210,8 @@ class Campaign:
         began = time.thread_time()
         self._any_room = None
         self._hear_cancel()
-        records, observed = self._observer.look(stage.id for stage in self.plan.stages)
+        everything = (*self.plan.given, *self.plan.stages)
+        records, observed = self._observer.look(stage.id for stage in everything)
         self._record_ends()
         self._note_beginning(records, observed)
         done = {i for i, r in records.items() if r.result is not None}

@@ -177,7 +177,7 @@ def reconcile(
     policy
         The rules of this call.
     """
-    step = _Step(records, observed, policy)
+    step = _Step(plan, records, observed, policy)
     for stage in plan.stages:
         step.decide(stage)
     return tuple(step.actions.values())
@@ -187,10 +187,15 @@ class _Step:
     """One pass over the plan; knows what was decided for the stages before."""
 
     def __init__(
-        self, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+        self,
+        plan: Plan,
+        records: Mapping[str, StageRecord],
+        observed: Observed,
+        policy: Policy,
     ) -> None:
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
+        self.given = {stage.name: self._given(stage) for stage in plan.given}
         self.launched: set[str] = set()
         busy = [
             is_light(stage_id)
@@ -202,6 +207,18 @@ class _Step:
             False: policy.max_parallel - busy.count(False),
             True: max(1, policy.max_parallel) - busy.count(True),
         }
+
+    def _given(self, stage: PlannedStage) -> Done | Fail:
+        """A stage that this call is not about: it is done, or cannot be had."""
+        record = self.records.get(stage.id)
+        if record is not None and record.result is not None:
+            return Done(stage)
+        why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
+        return Fail(stage, outcome_of("bad_configuration", why), "failed")
+
+    def _before(self, name: str) -> Action:
+        """What was decided about an input."""
+        return self.actions[name] if name in self.actions else self.given[name]
 
     def decide(self, stage: PlannedStage) -> None:
         self.actions[stage.name] = self._action(stage)
@@ -286,7 +303,7 @@ class _Step:
                 return missing
             needed.pop(stage.inputs[role], None)
         for name in needed:
-            before = self.actions[name]
+            before = self._before(name)
             if isinstance(before, Fail | Block):
                 by = before.by if isinstance(before, Block) else name
                 return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
@@ -294,7 +311,7 @@ class _Step:
             return Fail(stage, outcome_of("cancelled", "not begun: cancelled"), "interrupted")
         if self.policy.stopping:
             return Fail(stage, outcome_of("interrupted", "not begun: asked to stop"), "interrupted")
-        waiting = [n for n in needed if not isinstance(self.actions[n], Done)]
+        waiting = [n for n in needed if not isinstance(self._before(n), Done)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
         if paused := self._pause(stage):
@@ -314,7 +331,7 @@ class _Step:
 
     def _checkpoint(self, stage: PlannedStage, name: str, step: int) -> Action | None:
         """What a stage does that reads the checkpoint of ``step``; None if that is there."""
-        before = self.actions[name]
+        before = self._before(name)
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
         if isinstance(before, Fail | Block):

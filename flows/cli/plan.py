@@ -143,6 +143,16 @@ def disk_json(room: PlannedRoom) -> dict[str, Any]:
 
 
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
+    """Print a recipe's plan as a table or as JSON, and what to do next."""
+    show_made_plan(plan, as_json)
+    if as_json:
+        return
+    command = shlex.join(["refiner", "run", recipe, *overrides])
+    explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])
+    click.echo(f"\nNext:\n  {command}\n  {explain}", err=True)
+
+
+def show_made_plan(plan: Plan, as_json: bool) -> None:
     """Print a plan as a table or as JSON."""
     from flows.api import forecast, plan_json
 
@@ -163,9 +173,6 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
         for f in forecasts
     ]
     print_table(rows, ("stage", "fingerprint", "action", "resources", "why"))
-    command = shlex.join(["refiner", "run", recipe, *overrides])
-    explain = shlex.join(["refiner", "explain", forecasts[-1].stage.name, recipe, *overrides])
-    click.echo(f"\nNext:\n  {command}\n  {explain}", err=True)
 
 
 def _resources(gpus: int, nodes: int, cpus: int) -> str:

@@ -380,6 +380,11 @@ class DispatchConfig:
         7200.0, doc="a heartbeat without any progress for this long counts as hung, too"
     )
     max_parallel: int = execution(2, doc="local jobs at a time")
+    nice: int = execution(
+        10,
+        doc="how far local jobs that export, publish, or evaluate a step give way to training "
+        "(0: not at all, 19: most)",
+    )
     backoff_s: float = execution(
         30.0, doc="pause before an attempt after a judge outage or launch failure; doubles"
     )
@@ -503,6 +508,9 @@ class RecipeConfig:
             ("data", "sft", "grpo", "publish", "evaluate"),
             doc="stages of the recipe (execution: what a stage *is* follows from its inputs)",
         )
+    )
+    only: tuple[str, ...] = execution(
+        (), doc="names of the stages that this call is about; the others must be there already"
     )
     seed: int = identity(42, doc="run seed: split, order, sampling")
     model: ModelConfig = section(ModelConfig, doc="the model that training starts from")

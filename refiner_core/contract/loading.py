@@ -83,6 +83,30 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
 # ---------------------------------------------------------------- reading and merging
 
 
+def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
+    """A configuration (one from a record, for one) with ``key=value`` overrides applied.
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown key or value; the message says what would fit.
+    """
+    from omegaconf import OmegaConf
+
+    for text in overrides:
+        values = OmegaConf.to_container(_override(text), resolve=True)
+        config = replace_fields(config, dict(_leaves("", values)))
+    return config
+
+
+def _leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        yield prefix, values
+        return
+    for key, value in values.items():
+        yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
+
+
 def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -155,15 +155,21 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """All stages of a recipe in an order in which inputs come first."""
+    """All stages of a recipe in an order in which inputs come first.
+
+    ``given`` are stages that a call is not about (``only``): it reads what they have made, and
+    never begins one. ``by_name`` has them, too.
+    """
 
     recipe: str
     config: RecipeConfig
     stages: tuple[PlannedStage, ...]
+    given: tuple[PlannedStage, ...] = ()
     by_name: Mapping[str, PlannedStage] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {s.name: s for s in self.stages})
+        by_name = {s.name: s for s in (*self.given, *self.stages)}
+        object.__setattr__(self, "by_name", by_name)
 
     def find(self, name_or_kind: str) -> list[PlannedStage]:
         """Stages of that name, else of that kind.
@@ -306,7 +312,22 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
             evaluations[model] = name
     if "publish" in config.stages:
         add_publications(builder, models[final], evaluations)
-    return Plan(config.recipe, config, builder.with_fetch())
+    return _only(config, builder.with_fetch())
+
+
+def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
+    unknown = [name for name in config.only if name not in {s.name for s in stages}]
+    if unknown:
+        raise ConfigurationError(
+            f"`only` of recipe {config.recipe} names {', '.join(unknown)}.",
+            expected=f"some of: {', '.join(s.name for s in stages)}",
+            fix="correct `only`, or drop it for all of them",
+        )
+    if not config.only:
+        return Plan(config.recipe, config, stages)
+    wanted = tuple(s for s in stages if s.name in config.only)
+    given = tuple(s for s in stages if s.name not in config.only)
+    return Plan(config.recipe, config, wanted, given)
 
 
 def _add_training(builder: _Builder) -> dict[str, str]:

@@ -1,0 +1,197 @@
+"""Publishing checkpoints of a recorded run by hand, while it trains or long after.
+
+In: a recorded call, steps, overrides of the `publish` section. Out: a call of its own that is about
+the publication alone (``only``): it begins no training, and reads what is there. It is recorded, so
+that `refiner status`, `resume` and `cancel` know it, and what it publishes is known to later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flows.calls import check_supported, record_run, with_room
+from flows.sources import resolve_sources
+from flows.status import find_run
+from infra.checkpoints import CheckpointStore
+from infra.dispatch import make_router
+from infra.workspace import Workspace
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import apply_overrides
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.publications import final_model
+from refiner_core.contract.records import RunRecord, from_json
+
+#: What may be different from how the run was begun: where it goes, and how jobs run.
+_SECTIONS = ("publish", "dispatch", "disk", "tracking", "log_level")
+
+
+class Prepared(NamedTuple):
+    """A publication before it is begun: ``run`` is the call whose model it is."""
+
+    plan: Plan
+    run: RunRecord
+    sources: dict[str, str]
+
+
+def plan_publication(
+    workspace: Workspace,
+    run_id: str | None = None,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    *,
+    evaluate: bool = True,
+) -> Prepared:
+    """What publishing ``steps`` (none: the last checkpoint) of a run's final model takes.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or step, or an override is not about publishing.
+    """
+    run = _run_with_model(workspace, run_id)
+    config = _config(workspace, run, steps, overrides, evaluate=evaluate)
+    sources = _recorded_sources(workspace, run)
+    if config.publish.card_template is not None:
+        sources["card_template"] = resolve_sources(config)["card_template"]
+    whole = make_plan(config, sources)
+    made = whole.by_name[final_model(config)]
+    if made.id not in run.stages.values():
+        raise ConfigurationError(
+            f"What run {run.run} was made from is not what this version would make it from "
+            f"({made.name} would be {made.id}).",
+            expected="a run of this version, or of an older one whose stages mean the same",
+            fix="publish it with the version that trained it",
+        )
+    _check_steps(workspace, whole, steps)
+    names = _about_publishing(whole, evaluate=evaluate)
+    plan = make_plan(replace(config, only=names), sources)
+    check_supported(plan.config)
+    return Prepared(plan, run, sources)
+
+
+def begin_publication(
+    workspace: Workspace,
+    run_id: str | None = None,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    *,
+    evaluate: bool = True,
+) -> tuple[Plan, Workspace, RunRecord]:
+    """Record a call that publishes, for somebody to work on; arguments and errors as of
+    :func:`plan_publication`."""
+    prepared = plan_publication(workspace, run_id, steps, overrides, evaluate=evaluate)
+    plan, run = prepared.plan, prepared.run
+
+    def begin() -> tuple[Plan, Workspace, RunRecord]:
+        room = Workspace.open(workspace.root)
+        make_router(plan.config.dispatch, room).check(plan.stages)
+        recipe = str(run.provenance.get("recipe") or run.recipe)
+        words = [*run.overrides, *_words(steps), *overrides]
+        more = {"sources": prepared.sources, "publishes": run.run}
+        record = record_run(plan, room, recipe, words, **more)
+        room.write_run(record)
+        return plan, room, record
+
+    return with_room(plan.config, begin)
+
+
+def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
+    """The run of that id, else the newest that trains something."""
+    if run_id is not None:
+        run = find_run(workspace, run_id)
+        assert run is not None, "an id that is not known is refused"
+        trained = run.provenance.get("publishes")  # itself a publication by hand, of that run
+        return workspace.read_run(str(trained)) if trained else run
+    for known in reversed(workspace.run_ids()):
+        run = workspace.read_run(known)
+        if {"sft", "grpo", "command"} & run.stages.keys():
+            return run
+    raise ConfigurationError(
+        f"No run in {workspace.root} has trained anything.",
+        expected="a run with a model",
+        fix="name its workspace=DIR (`refiner status --all` lists runs), or begin one",
+    )
+
+
+def _config(
+    workspace: Workspace,
+    run: RunRecord,
+    steps: Sequence[int],
+    overrides: Sequence[str],
+    *,
+    evaluate: bool,
+) -> RecipeConfig:
+    """The run's configuration, with other words about publishing."""
+    other = [o for o in overrides if o.partition("=")[0].partition(".")[0] not in _SECTIONS]
+    if other:
+        raise ConfigurationError(
+            f"`refiner publish` was given {' '.join(other)}.",
+            expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded",
+            fix="drop them, or begin another run with `refiner run`",
+        )
+    config = from_json(RecipeConfig, run.config)
+    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
+    publish = replace(
+        config.publish,
+        which="listed" if steps else "final",
+        steps=tuple(sorted(set(steps))),
+        evaluate=evaluate,
+    )
+    config = replace(config, stages=stages, publish=publish, only=(), workspace=str(workspace.root))
+    return check_config(apply_overrides(config, overrides))
+
+
+def _words(steps: Sequence[int]) -> list[str]:
+    if not steps:
+        return []
+    listed = ",".join(map(str, sorted(set(steps))))
+    return ["publish.which=listed", f"publish.steps=[{listed}]"]
+
+
+def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
+    """Digests of what the run was made from, as its stages have recorded them."""
+    found: dict[str, str] = dict(run.provenance.get("sources") or {})
+    for stage_id in run.stages.values():
+        record = workspace.read_record(stage_id)
+        if record is not None:
+            found.update(record.spec.sources)
+    return found
+
+
+def _about_publishing(plan: Plan, *, evaluate: bool) -> tuple[str, ...]:
+    """Names of the stages that publish, and of those that measure what they publish."""
+    wanted = [s.name for s in plan.stages if s.kind in ("export", "publish", "card")]
+    if evaluate:
+        measured = {n for s in plan.stages if s.kind == "card" for n in s.inputs.values()}
+        wanted += [s.name for s in plan.stages if s.kind == "evaluate" and s.name in measured]
+    else:
+        wanted = [n for n in wanted if plan.by_name[n].kind != "card"]
+    return tuple(s.name for s in plan.stages if s.name in wanted)
+
+
+def _check_steps(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> None:
+    """Refuse a step of which there is neither a checkpoint nor an export, before anything runs."""
+    made = plan.by_name[final_model(plan.config)]
+    result = workspace.read_result(made.id)
+    stage = workspace.layout.stage(made.id)
+    kept = {c.step for c in CheckpointStore(stage.checkpoints, 0).complete()}
+    exported = {
+        s.at_step["policy"]
+        for s in plan.stages
+        if s.kind == "export" and workspace.read_result(s.id) is not None
+    }
+    last = None if result is None else int(result.report["steps"])
+    missing = [s for s in steps if s not in kept | exported | {last}]
+    if missing or (not steps and result is None):
+        there = sorted(kept | exported | ({last} if last is not None else set()))
+        what = f"step {missing[0]} of" if missing else "the last checkpoint of"
+        raise ConfigurationError(
+            f"There is no {what} {made.name} ({made.id}) to publish.",
+            expected=f"one of its checkpoints that are kept: {', '.join(map(str, there)) or 'none'}"
+            + ("" if result is not None else " (it has not ended)"),
+            fix="name one with --step; set publish.which before training to keep others",
+        )
