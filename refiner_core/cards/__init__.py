@@ -6,7 +6,26 @@ reads a file of a run, the clock or the network: the same facts give the same by
 """
 
 from refiner_core.cards.build import build_card
-from refiner_core.cards.facts import AttemptNote, CardFacts, attempt_notes
+from refiner_core.cards.evidence import (
+    Evidence,
+    evidence_text,
+    facts_from_json,
+    facts_to_json,
+    load_evidence,
+)
+from refiner_core.cards.facts import AttemptNote, CardFacts, attempt_notes, record_of
 from refiner_core.cards.lint import lint_card
 
-__all__ = ["AttemptNote", "CardFacts", "attempt_notes", "build_card", "lint_card"]
+__all__ = [
+    "AttemptNote",
+    "CardFacts",
+    "Evidence",
+    "attempt_notes",
+    "build_card",
+    "evidence_text",
+    "facts_from_json",
+    "facts_to_json",
+    "lint_card",
+    "load_evidence",
+    "record_of",
+]

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, Template
 
+from refiner_core.cards.evidence import published_facts
 from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id, public_name
 from refiner_core.cards.notes import known_notes
 from refiner_core.cards.results import model_index, result_tables
@@ -43,6 +44,7 @@ _SECTIONS = {
 
 def build_card(facts: CardFacts) -> str:
     """The README.md of a published checkpoint; the same facts give the same bytes."""
+    facts = published_facts(facts)
     grpo = facts.stage == "grpo"
     values: dict[str, Any] = {
         "front_matter": yaml.safe_dump(front_matter(facts), sort_keys=False, allow_unicode=True),

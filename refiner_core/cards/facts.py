@@ -6,6 +6,7 @@ need no card (no protocol, no n) are made here, so that no table is built on the
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from refiner_core.contract.records import Attempt
 _REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
 #: Base of a model whose trainer has not said what it started from.
 UNKNOWN = "unknown"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -69,18 +71,22 @@ class CardFacts:
         Stage reports by stage name (``data``, ``sft``, ``grpo``), as the stages returned them.
     evaluations
         ``{stage, protocol, protocol_name, decoding, metric, value, low, high, n}`` each; ``stage``
-        names the model (``base``, ``random_copier``, ``sft``, ``grpo``), ``protocol`` is a
-        fingerprint.
+        names the model (``base``, ``random_copier``, ``sft``, ``grpo``, ``grpo-step50``),
+        ``protocol`` is a fingerprint. ``numerator``, ``denominator``, ``interval`` and
+        ``samples_file`` stay with a number where they are known.
+    protocols
+        What the fingerprints of ``evaluations`` stand for, as ``results.json`` has it.
     attempts
         Attempts at the stages behind this checkpoint, in order.
     provenance
         ``commit``, ``dirty``, ``packages`` {name: version}, ``host`` (a kind, not a name),
-        ``durations`` {stage: seconds}; each may be missing.
+        ``durations`` {stage: seconds of the successful attempt}; each may be missing.
     base_model
         Hub id of what training started from, where it is not ``model.name_or_path``;
         :data:`UNKNOWN` where nobody has said.
-    static_rubric_titles
-        Titles in the static rubric set, where one shaped the reward.
+    static_rubric_titles, static_rubric_weights
+        Titles in the static rubric set, where one shaped the reward, and their weights (below 0
+        for a negative rubric) in the same order; weights may be missing.
     recorded_fields
         Dotted names of all configuration fields that the run knew; None if it knew today's.
     description
@@ -90,21 +96,24 @@ class CardFacts:
     fingerprint
         Of the stage that trained the model: ``command`` plans to it, which was checked.
     recipe_file
-        Text of the ``recipe.yaml`` that lies beside the card and that ``command`` names; None where
-        the recipe is a shipped one.
+        Text of the ``recipe.yaml`` that lies beside the card and that ``command`` names (facts that
+        come from an evidence file have its SHA-256 here); None where the recipe is a shipped one.
     sources
         Local files that the command reads, by the name that it gives them: SHA-256.
     cost
         ``gpu_hours``, ``core_hours`` (of all attempts), ``lost_gpu_hours``, ``lost_core_hours``
-        (of those that another one repeated), ``seconds`` {stage: s}, ``price``, ``currency``; each
-        may be missing.
+        (of those that another one repeated), ``seconds`` {stage: s of all its attempts}, ``price``
+        (of one GPU-hour), ``currency``; each may be missing.
     tracking
         W&B address by stage name, where a run was tracked online.
+    revision
+        Tag or branch of this step, where steps share the repository; ``main`` else.
     template
         Text of the user's own card template; None is the shipped one.
     records
         Where each fact was read: the front of its dotted path (``reports.data``,
-        ``evaluations.0``) to ``stages/data-0123456789ab/result.json#report``.
+        ``evaluations.0``, by the position in ``evaluations`` as given) to
+        ``stages/data-0123456789ab/result.json#report``, relative to the workspace.
     """
 
     repo_id: str
@@ -120,6 +129,7 @@ class CardFacts:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     base_model: str | None = None
     static_rubric_titles: tuple[str, ...] = ()
+    static_rubric_weights: tuple[float, ...] = ()
     recorded_fields: tuple[str, ...] | None = None
     description: str = ""
     measured_as: str = ""
@@ -128,28 +138,36 @@ class CardFacts:
     sources: Mapping[str, str] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
     tracking: Mapping[str, str] = field(default_factory=dict)
+    revision: str = "main"
+    protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template: str | None = None
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seen: dict[tuple[str, ...], Mapping[str, Any]] = {}
-        for entry in self.evaluations:
-            missing = [key for key in _REQUIRED if entry.get(key) in (None, "")]
-            if missing:
-                raise DataError(
-                    f"An evaluation of {entry.get('stage')}/{entry.get('metric')} has no "
-                    f"{', '.join(missing)}, so its number means nothing",
-                    expected=f"all of {', '.join(_REQUIRED)}",
-                    fix="evaluate the checkpoint again (`refiner evaluate`)",
-                )
-            key = tuple(str(entry[name]) for name in _REQUIRED[:4])
-            first = seen.setdefault(key, entry)  # several models' results repeat the same floor
+        places: dict[tuple[str, ...], int] = {}
+        kept: list[Mapping[str, Any]] = []
+        moved: dict[str, str] = {}
+        for position, entry in enumerate(self.evaluations):
+            key = _identity_of(entry)
+            place = places.setdefault(key, len(kept))
+            if place == len(kept):
+                kept.append(entry)
+            first = kept[place]  # several models' results repeat the same floor
             if (repr(first.get("value")), first["n"]) != (repr(entry.get("value")), entry["n"]):
                 raise DataError(
                     f"Two evaluations claim to be {' / '.join(key)}",
                     expected="one number per model, protocol, decoding and metric",
                 )
-        object.__setattr__(self, "evaluations", tuple(seen.values()))
+            moved.setdefault(f"evaluations.{place}", f"evaluations.{position}")
+        records = {k: v for k, v in self.records.items() if not k.startswith("evaluations.")}
+        records |= {new: self.records[old] for new, old in moved.items() if old in self.records}
+        object.__setattr__(self, "evaluations", tuple(kept))
+        object.__setattr__(self, "records", records)
+
+    @property
+    def own(self) -> str:
+        """The name under which evaluations have this model."""
+        return self.measured_as or self.stage
 
     @property
     def name(self) -> str:
@@ -160,6 +178,34 @@ class CardFacts:
     def base(self) -> str:
         """What training started from, as it may be shown."""
         return public_name(self.base_model or self.config.model.name_or_path)
+
+
+def _identity_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    missing = [key for key in _REQUIRED if entry.get(key) in (None, "")]
+    if missing:
+        raise DataError(
+            f"An evaluation of {entry.get('stage')}/{entry.get('metric')} has no "
+            f"{', '.join(missing)}, so its number means nothing",
+            expected=f"all of {', '.join(_REQUIRED)}",
+            fix="evaluate the checkpoint again (`refiner evaluate`)",
+        )
+    return tuple(str(entry[name]) for name in _REQUIRED[:4])
+
+
+def record_of(facts: CardFacts, path: str) -> str | None:
+    """The record that a fact was read from, by the fact's dotted path (``reports.data.rl.kept``)
+    or any front of it that ``facts.records`` knows; None if nobody has said."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        found = facts.records.get(".".join(parts[:length]))
+        if found is not None:
+            return found
+    return None
+
+
+def file_digest(text: str) -> str:
+    """SHA-256 of a file's text; a text that is one already stays."""
+    return text if _SHA256.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()
 
 
 def finite(value: Any) -> float | None:

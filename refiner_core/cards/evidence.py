@@ -1,0 +1,208 @@
+"""The evidence of a card: ``refiner.json``, which lies beside it.
+
+In: :class:`CardFacts` and the files of a publication. Out: JSON from which anybody makes the same
+card again, byte for byte::
+
+    {"format": 1, "kind": "refiner publication", "step", "final", "fingerprint",
+     "files": [{"path", "bytes", "sha256"}, …], "facts": {…}}
+
+``files`` are those of the publication without README.md and refiner.json themselves. Nothing
+private is in ``facts`` (see :mod:`refiner_core.cards.public`), and cards are made from what is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from refiner_core.cards.facts import AttemptNote, CardFacts, file_digest, public_name
+from refiner_core.cards.public import (
+    is_public,
+    public_address,
+    public_command,
+    public_config,
+    public_reports,
+    public_text,
+    public_tree,
+)
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.marks import ABSENT, walk
+from refiner_core.contract.records import OutputFile, to_json
+
+EVIDENCE_FORMAT = 1
+EVIDENCE_KIND = "refiner publication"
+#: Files of a publication that its evidence does not list.
+_NOT_LISTED = ("README.md", "refiner.json")
+#: What is kept of each evaluation.
+_OF_EVALUATIONS = (
+    *("stage", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n"),
+    *("numerator", "denominator", "interval", "samples_file"),
+)
+_FIX = "take the refiner.json that lies beside the card"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A read ``refiner.json``: what a publication consists of and what its card was made from."""
+
+    facts: CardFacts
+    step: int
+    final: bool
+    fingerprint: str
+    files: tuple[OutputFile, ...]
+
+
+def published_facts(facts: CardFacts) -> CardFacts:
+    """The facts as the evidence has them; a card is made from these and no others."""
+    return facts_from_json(facts_to_json(facts))
+
+
+def facts_to_json(facts: CardFacts) -> dict[str, Any]:
+    """The facts as JSON values, with nothing in them that is not to be published."""
+    tracking = {stage: public_address(address) for stage, address in facts.tracking.items()}
+    special: dict[str, Any] = {
+        "config": public_config(facts.config),
+        "command": public_command(facts.command.strip()),
+        "reports": public_reports(facts.reports),
+        "description": public_text(facts.description.strip()),
+        "recipe_file": None if facts.recipe_file is None else file_digest(facts.recipe_file),
+        "tracking": {stage: address for stage, address in tracking.items() if address},
+        "template": facts.template,
+        "repo_id": facts.repo_id,
+        "base_model": None if facts.base_model is None else public_name(facts.base_model),
+        "attempts": [public_tree(note._asdict()) for note in facts.attempts],
+        "evaluations": [_evaluation(entry) for entry in facts.evaluations],
+        "records": {fact: public_text(record) for fact, record in facts.records.items()},
+    }
+    return {
+        f.name: special[f.name]
+        if f.name in special
+        else public_tree(to_json(getattr(facts, f.name)))
+        for f in dataclasses.fields(facts)
+    }
+
+
+def _evaluation(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: public_tree(entry[key]) for key in _OF_EVALUATIONS if key in entry}
+
+
+def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
+    """The facts that :func:`facts_to_json` has written.
+
+    Settings that are not in them came later: they have the value that older runs had in effect.
+
+    Raises
+    ------
+    DataError
+        These are no facts, or those of a newer version.
+    """
+    fields = {f.name: f for f in dataclasses.fields(CardFacts)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise DataError(
+            f"The evidence has facts that this version does not know: {', '.join(unknown)}",
+            expected=f"format {EVIDENCE_FORMAT} of {EVIDENCE_KIND}",
+            fix="install the version of refiner that the card names",
+        )
+    values: dict[str, Any] = {name: _frozen(name, value) for name, value in data.items()}
+    try:
+        values["config"] = _config(data["config"])
+        values["attempts"] = tuple(AttemptNote(**note) for note in data.get("attempts", ()))
+        return CardFacts(**values)
+    except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+        raise DataError(
+            f"The evidence is incomplete or damaged ({error})", expected="its facts", fix=_FIX
+        ) from error
+
+
+def _frozen(name: str, value: Any) -> Any:
+    tuples = ("static_rubric_titles", "static_rubric_weights", "recorded_fields", "evaluations")
+    return tuple(value) if name in tuples and isinstance(value, list) else value
+
+
+def _config(values: Mapping[str, Any]) -> RecipeConfig:
+    later = {
+        path: info.legacy_value
+        for path, info in walk(RecipeConfig)
+        if is_public(path, info) and path not in values and info.legacy_value is not ABSENT
+    }
+    return replace_fields(RecipeConfig(), {**later, **values})
+
+
+def evidence_json(
+    facts: CardFacts, files: Sequence[OutputFile], *, fingerprint: str | None = None
+) -> dict[str, Any]:
+    """The content of ``refiner.json``.
+
+    Parameters
+    ----------
+    files
+        Files of the publication; README.md and refiner.json are left out here.
+    fingerprint
+        Of the stage that trained the weights, where it is not ``facts.fingerprint``.
+    """
+    listed = sorted((f for f in files if f.path not in _NOT_LISTED), key=lambda f: f.path)
+    return {
+        "format": EVIDENCE_FORMAT,
+        "kind": EVIDENCE_KIND,
+        "step": facts.step,
+        "final": facts.final,
+        "fingerprint": facts.fingerprint if fingerprint is None else fingerprint,
+        "files": to_json(listed),
+        "facts": facts_to_json(facts),
+    }
+
+
+def evidence_text(
+    facts: CardFacts, files: Sequence[OutputFile], *, fingerprint: str | None = None
+) -> str:
+    """``refiner.json`` as text; the same facts and files give the same bytes."""
+    content = evidence_json(facts, files, fingerprint=fingerprint)
+    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def load_evidence(text: str) -> Evidence:
+    """Read ``refiner.json``.
+
+    Raises
+    ------
+    DataError
+        It is no evidence of a card, of a newer format, or damaged.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(
+            f"The evidence is not JSON ({error})", expected="a refiner.json", fix=_FIX
+        ) from error
+    if not isinstance(content, dict) or content.get("kind") != EVIDENCE_KIND:
+        raise DataError(
+            "This file is not the evidence of a card", expected=f"kind {EVIDENCE_KIND!r}", fix=_FIX
+        )
+    if content.get("format") != EVIDENCE_FORMAT:
+        raise DataError(
+            f"The evidence has format {content.get('format')}",
+            expected=f"format {EVIDENCE_FORMAT}",
+            fix="install the version of refiner that wrote it",
+        )
+    try:
+        return Evidence(
+            facts=facts_from_json(content["facts"]),
+            step=int(content["step"]),
+            final=bool(content["final"]),
+            fingerprint=str(content["fingerprint"]),
+            files=tuple(
+                OutputFile(f["path"], f["bytes"], f["sha256"]) for f in content.get("files", ())
+            ),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"The evidence is incomplete or damaged ({error})", expected="all its parts", fix=_FIX
+        ) from error

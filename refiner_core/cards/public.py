@@ -1,0 +1,170 @@
+"""What of a run others may see: names without folders, no hosts, no environment.
+
+In: texts, commands, configurations and reports as they are on somebody's machine. Out: the same as
+they may be published. All of it is done once, before a card is made, so that a card can show
+nothing that its evidence does not hold. Doing it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from refiner_core.cards.facts import finite, is_local, public_name
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.marks import FieldInfo, walk
+
+#: Execution settings that cards tell of; all others are nobody else's business.
+SHOWN_EXECUTION = (
+    "grpo.deepspeed_stage",
+    "grpo.offload_optimizer",
+    "grpo.save_freq",
+    "sft.deepspeed_stage",
+)
+#: What a card reads of each stage's report. Reports say more, and some of it names machines.
+_OF_ROWS = ("read", "kept", "dropped", "digest", "modes")
+SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
+    "data": (*(f"{which}.{key}" for which in ("rl", "sft") for key in _OF_ROWS), "split"),
+    "sft": (
+        *("steps", "epochs", "demonstrations", "tokens", "loss_tokens"),
+        *("train_loss", "validation_loss"),
+    ),
+    "grpo": ("steps", "episodes", "tokens", "prompts", "counts", "curves"),
+    "command": ("steps", "final", "source", "adopted", "base_model"),
+}
+#: Settings of a command that say where it ran, and nothing of what it made.
+_PLACES = ("dispatch.", "disk.", "tracking.")
+_SHOWN_TEXTS = ("recipe", "description", "command.resume_arguments", "command.checkpoints")
+_TEXT_DIGEST = "(text with SHA-256 {}…)"
+#: Texts that look like paths and are none.
+_NO_PATHS = ("grpo.stop_strings",)
+
+#: An absolute path, or one from a home folder; the group is its last part.
+_FOLDERS = re.compile(r"(?<![\w./-])(?:~|/(?!/))[\w.~+-]*(?:/[\w.~+-]+)*/([\w.~+-]+)")
+_WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:\\(?:[^\\\s]+\\)*([^\\\s]+)")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def public_text(text: str) -> str:
+    """A sentence or a shell command without the folders of the machine, nor logins in addresses."""
+    while True:
+        shorter = _CREDENTIALS.sub("", text)
+        shorter = _WINDOWS.sub(lambda m: m.group(1), shorter)
+        shorter = _FOLDERS.sub(lambda m: m.group(1), shorter)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def short_text(text: str) -> str:
+    """Text of several lines by its digest, as cards name it; any other text as it is."""
+    if "\n" not in text:
+        return text
+    return _TEXT_DIGEST.format(hashlib.sha256(text.encode()).hexdigest()[:12])
+
+
+def public_command(command: str) -> str:
+    """A ``refiner`` command that others can give: names of files without folders, and no settings
+    that only say where it ran. What it plans stays the same."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return public_text(command)
+    said = [_public_word(word) for word in words if not is_place(word)]
+    return command if said == words else shlex.join(said)
+
+
+def is_place(override: str) -> bool:
+    """Whether a ``key=value`` says where something ran, and nothing of what was made."""
+    key, equals, _ = override.partition("=")
+    info = dict(walk(RecipeConfig)).get(key)
+    if not equals or info is None or info.mark == "identity":
+        return False
+    if key.startswith(_PLACES) or ".resources." in key or key == "log_level":
+        return True
+    return info.type in (str, str | None) and key not in _SHOWN_TEXTS
+
+
+def _public_word(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if equals and is_local(value):
+        return f"{key}={public_name(value)}"
+    return public_name(word) if is_local(word) else public_text(word)
+
+
+def public_config(config: RecipeConfig) -> dict[str, Any]:
+    """Identity settings and :data:`SHOWN_EXECUTION` by dotted path, as JSON values.
+
+    Texts of several lines are replaced by their digest, paths lose their folders.
+    """
+    return {
+        path: _public_value(path, get_field(config, path))
+        for path, info in walk(RecipeConfig)
+        if is_public(path, info)
+    }
+
+
+def is_public(path: str, info: FieldInfo) -> bool:
+    """Whether a configuration field stands in the evidence."""
+    return info.mark == "identity" or path in SHOWN_EXECUTION
+
+
+def _public_value(path: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_public_value(path, v) for v in value]
+    if not isinstance(value, str) or path in _NO_PATHS:
+        return value
+    if path.startswith("command."):
+        return public_text(value)
+    return public_text(public_name(short_text(value)))
+
+
+def public_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each stage's report what cards read (:data:`SHOWN_OF_REPORTS`)."""
+    found: dict[str, Any] = {}
+    for stage, report in reports.items():
+        kept: dict[str, Any] = {}
+        for path in SHOWN_OF_REPORTS.get(stage, SHOWN_OF_REPORTS["sft"]):
+            head, _, inner = path.partition(".")
+            value = report.get(head)
+            if not inner and head in report:
+                kept[head] = public_tree(value)
+            elif isinstance(value, Mapping) and inner in value:
+                kept.setdefault(head, {})[inner] = public_tree(value[inner])
+        found[stage] = kept
+    return found
+
+
+def public_tree(value: Any) -> Any:
+    """Any value of a record as JSON: names without folders, None for what is no finite number."""
+    if isinstance(value, Mapping):
+        return {public_text(public_name(str(k))): public_tree(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [public_tree(v) for v in value]
+    if isinstance(value, str):
+        return public_text(public_name(short_text(value)))
+    if isinstance(value, float):
+        return finite(value)
+    return value
+
+
+def public_address(address: str) -> str | None:
+    """A web address that others can open, without login and query; None for any other."""
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+    except ValueError:
+        return None
+    if parts.scheme != "https" or "." not in host or host.endswith((".local", ".internal")):
+        return None
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return f"https://{host}{parts.path}"
+    return None

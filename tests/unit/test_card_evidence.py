@@ -1,0 +1,345 @@
+"""The evidence of a card: it makes the same card again, and holds nothing private."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refiner_core.cards import (
+    AttemptNote,
+    CardFacts,
+    build_card,
+    evidence_text,
+    facts_from_json,
+    facts_to_json,
+    load_evidence,
+    record_of,
+)
+from refiner_core.cards.evidence import published_facts
+from refiner_core.cards.public import public_address, public_command, public_text
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.marks import walk
+from refiner_core.contract.records import OutputFile
+
+CONFIG = RecipeConfig()
+EVALUATION = {
+    "stage": "grpo",
+    "protocol": "c3f6a31879aa",
+    "protocol_name": "held-out/greedy/lexical-1@v1-c3f6a318",
+    "decoding": "greedy",
+    "metric": "format_valid",
+    "value": 0.25,
+    "low": 0.1,
+    "high": 0.5,
+    "n": 4,
+}
+
+
+def facts(**changes: Any) -> CardFacts:
+    given: dict[str, Any] = {
+        "repo_id": "somebody/refiner-step50",
+        "config": CONFIG,
+        "stage": "grpo",
+        "step": 50,
+        "final": False,
+        "command": "refiner run tiny seed=1",
+        "evaluations": [EVALUATION],
+    }
+    return CardFacts(**{**given, **changes})
+
+
+# ---------------------------------------------------------------- the same card again
+
+texts = st.text(max_size=12)
+names = st.sampled_from(["base", "random_copier", "sft", "grpo", "grpo-step50", "grpo-step70"])
+numbers = st.one_of(
+    st.none(), st.integers(-5, 10**6), st.floats(allow_nan=True, allow_infinity=True)
+)
+counts = st.integers(0, 10**6)
+curves = st.lists(st.tuples(st.integers(1, 99), st.floats(-9, 9)).map(list), max_size=5)
+reports = st.fixed_dictionaries(
+    {},
+    optional={
+        "data": st.fixed_dictionaries(
+            {},
+            optional={
+                "rl": st.fixed_dictionaries(
+                    {"read": counts, "kept": counts},
+                    optional={"dropped": st.dictionaries(texts, counts, max_size=2)},
+                ),
+                "split": st.just(
+                    {"questions": 9, "held_out_questions": 2, "rl_without_rubrics": 1}
+                ),
+            },
+        ),
+        "grpo": st.fixed_dictionaries(
+            {"steps": counts},
+            optional={
+                "episodes": counts,
+                "tokens": counts,
+                "counts": st.dictionaries(st.sampled_from(["samples/unscored"]), counts),
+                "curves": st.dictionaries(
+                    st.sampled_from(["scores", "objective/kl3_avg", "val/sequence_lengths"]), curves
+                ),
+            },
+        ),
+    },
+)
+entries = st.lists(
+    st.builds(
+        lambda stage, metric, decoding, value, low, n: {
+            **EVALUATION,
+            **{"stage": stage, "metric": metric, "decoding": decoding},
+            **{"value": value, "low": low, "high": value, "n": n},
+        },
+        names,
+        st.sampled_from(["reward", "citation_f1"]),
+        st.sampled_from(["greedy", "sampled"]),
+        numbers,
+        numbers,
+        st.integers(1, 99),
+    ),
+    unique_by=lambda e: (e["stage"], e["metric"], e["decoding"]),
+    max_size=5,
+)
+notes = st.lists(
+    st.builds(
+        AttemptNote,
+        st.sampled_from(["sft", "grpo"]),
+        st.integers(1, 9),
+        st.sampled_from(["none", "preempted", "hub_outage", "something_new"]),
+        st.none() | st.integers(0, 60),
+        st.none() | st.integers(0, 60),
+        st.none() | st.just("2026-11-21T03:12:41.123+00:00"),
+    ),
+    max_size=3,
+)
+any_facts = st.builds(
+    facts,
+    stage=st.sampled_from(["sft", "grpo", "command"]),
+    final=st.booleans(),
+    config=st.sampled_from(
+        [
+            CONFIG,
+            replace_fields(CONFIG, {"grpo.stop_strings": ["</answer>", "/x\n"], "seed": 7}),
+            replace_fields(CONFIG, {"model.chat_template": "a\nb", "judge.kind": "openai"}),
+        ]
+    ),
+    command=texts,
+    description=texts,
+    measured_as=st.sampled_from(["", "grpo-step50"]),
+    reports=reports,
+    evaluations=entries,
+    attempts=notes,
+    cost=st.dictionaries(
+        st.sampled_from(["gpu_hours", "core_hours", "lost_gpu_hours", "price"]), st.floats(0, 1e5)
+    ),
+    sources=st.dictionaries(texts, st.just("ab" * 32), max_size=2),
+    recipe_file=st.none() | texts,
+    records=st.dictionaries(st.sampled_from(["config", "reports.data"]), texts),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_facts)
+def test_whatever_the_facts_their_evidence_makes_the_same_card(given: CardFacts) -> None:
+    evidence = evidence_text(given, [])
+    again = load_evidence(evidence)
+    assert build_card(again.facts) == build_card(given)
+    assert evidence_text(again.facts, []) == evidence, "evidence of evidence is the same evidence"
+
+
+def test_a_card_does_not_depend_on_the_order_in_which_facts_were_collected() -> None:
+    cost = {"gpu_hours": 2.0, "seconds": {"sft": 1.0, "grpo": 7200.0}}
+    turned = {"seconds": {"grpo": 7200.0, "sft": 1.0}, "gpu_hours": 2.0}
+    one, other = facts(cost=cost), facts(cost=turned)
+    assert build_card(one) == build_card(other)
+    assert evidence_text(one, []) == evidence_text(other, [])
+
+
+def test_evidence_lists_the_files_beside_it_and_not_itself() -> None:
+    files = [
+        OutputFile("model.safetensors", 4, "a" * 64),
+        OutputFile("README.md", 1, "b" * 64),
+        OutputFile("config.json", 2, "c" * 64),
+        OutputFile("refiner.json", 1, "d" * 64),
+    ]
+    found = load_evidence(evidence_text(facts(fingerprint="f" * 64), files))
+    assert [f.path for f in found.files] == ["config.json", "model.safetensors"]
+    assert (found.step, found.final, found.fingerprint) == (50, False, "f" * 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no json", "not JSON"),
+        ("[]", "not the evidence of a card"),
+        ('{"kind": "something"}', "not the evidence of a card"),
+        ('{"kind": "refiner publication", "format": 2}', "format 2"),
+        ('{"kind": "refiner publication", "format": 1}', "incomplete or damaged"),
+        ('{"kind": "refiner publication", "format": 1, "facts": {}}', "incomplete or damaged"),
+    ],
+)
+def test_what_is_no_evidence_is_refused_with_what_it_is(text: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        load_evidence(text)
+
+
+def test_evidence_with_facts_of_a_newer_version_is_refused_rather_than_read_in_part() -> None:
+    content = {**facts_to_json(facts()), "carbon": 3}
+    with pytest.raises(DataError, match="carbon"):
+        facts_from_json(content)
+    content = facts_to_json(facts())
+    content["config"]["grpo.new_option"] = 1
+    with pytest.raises(DataError, match="new_option"):
+        facts_from_json(content)
+
+
+def test_evidence_from_before_an_option_existed_has_the_value_that_was_in_effect() -> None:
+    content = facts_to_json(facts())
+    del content["config"]["reward.instance_rubrics_only"]
+    assert facts_from_json(content).config.reward.instance_rubrics_only is False
+
+
+# ---------------------------------------------------------------- nothing private
+
+
+def _canary(path: str, value_type: Any, default: Any) -> Any:
+    if value_type in (str, str | None):
+        return f"/canary/{path}/user/inside"
+    if default == () and "str" in str(value_type):
+        return ["/canary/list/x"]
+    return default
+
+
+def test_nothing_of_an_execution_setting_or_a_folder_is_in_the_evidence() -> None:
+    """Whatever is added to the configuration later: what only says where it ran stays at home."""
+    canaries = {
+        path: _canary(path, info.type, info.default)
+        for path, info in walk(RecipeConfig)
+        if info.mark == "execution" and info.type in (str, str | None)
+    }
+    folders = {
+        "data.sft_path": "/canary/me/demos.jsonl",
+        "model.name_or_path": "~/canary/qwen3-mine",
+        "publish.path": "/canary/published",
+        "publish.card_template": "/canary/template.jinja",
+        "reward.static_rubrics": "../canary/strict.yaml",
+        "judge.model": "/canary/models/judge",
+        "command.run": "torchrun /canary/train.py --data '/canary/my data' --log file:/canary/x",
+        "command.env": ["HF_HOME=/canary/cache"],
+        "model.chat_template": "{{ 'canary' }}\n",
+    }
+    config = replace_fields(CONFIG, {**canaries, **folders})
+    command = (
+        "refiner run /canary/mine.yaml data.sft_path='/canary/my demos.jsonl' workspace=/canary/w "
+        "judge.base_url=http://canary-node:8000/v1 dispatch.profile=canary seed=3"
+    )
+    given = facts(
+        config=config,
+        command=command,
+        description="Made from /canary/me/notes.md with http://me:canary@example.org/x.",
+        recipe_file="workspace: /canary/w\n",
+        reports={
+            "grpo": {"steps": 3, "target": "/canary/w", "model_ref": "/canary/m", "host": "canary"},
+            "command": {"source": "/canary/run/checkpoint-50"},
+        },
+        evaluations=[{**EVALUATION, "model_ref": "/canary/m", "node": "canary-17"}],
+        tracking={"grpo": "http://canary:8080/run", "sft": "https://wandb.ai/a/b?token=canary"},
+        provenance={"host": "/canary/host"},
+        sources={"/canary/rl.jsonl": "a" * 64},
+        records={"config": "/canary/runs/1.json"},
+    )
+    text = evidence_text(given, [])
+    assert "canary" not in text, [line for line in text.splitlines() if "canary" in line]
+    assert "canary" not in build_card(given)
+    for kept in ("demos.jsonl", "qwen3-mine", "strict.yaml", "torchrun train.py", "mine.yaml"):
+        assert kept in text
+    assert published_facts(given).command == (
+        "refiner run mine.yaml 'data.sft_path=my demos.jsonl' seed=3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("refiner run tiny seed=1", "refiner run tiny seed=1"),
+        ("refiner run ./here.yaml", "refiner run here.yaml"),
+        ("refiner run tiny grpo.save_freq=2", "refiner run tiny grpo.save_freq=2"),
+        (
+            "refiner run tiny publish.repo_id='a/{step}'",
+            "refiner run tiny publish.repo_id='a/{step}'",
+        ),
+        ("an 'unfinished quote /home/me/x", "an 'unfinished quote x"),
+    ],
+)
+def test_a_command_loses_its_folders_and_nothing_else(said: str, shown: str) -> None:
+    assert public_command(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("see /home/me/a/b.txt and C:\\Users\\me\\c.txt", "see b.txt and c.txt"),
+        (
+            "https://github.com/owner/repo and a/b or c",
+            "https://github.com/owner/repo and a/b or c",
+        ),
+        ("HF_HOME=~/cache/hf", "HF_HOME=hf"),
+        ("<answer></answer>", "<answer></answer>"),
+    ],
+)
+def test_a_sentence_loses_its_folders_and_nothing_else(said: str, shown: str) -> None:
+    assert public_text(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("https://wandb.ai/me/p/runs/1", "https://wandb.ai/me/p/runs/1"),
+        ("https://me:key@wandb.ai/x?key=1", "https://wandb.ai/x"),
+        ("http://wandb.ai/x", None),
+        ("https://localhost:8080/x", None),
+        ("https://10.0.0.3/x", None),
+        ("https://tracker.internal/x", None),
+        ("https://[broken", None),
+    ],
+)
+def test_only_addresses_that_others_can_open_are_shown(said: str, shown: str | None) -> None:
+    assert public_address(said) == shown
+
+
+# ---------------------------------------------------------------- where facts come from
+
+
+def test_a_fact_knows_the_record_it_was_read_from() -> None:
+    given = facts(records={"reports.data": "stages/data-1/result.json#report", "config": "run"})
+    assert record_of(given, "reports.data.rl.kept") == "stages/data-1/result.json#report"
+    assert record_of(given, "config.grpo.beta") == "run"
+    assert record_of(given, "cost.gpu_hours") is None
+    assert record_of(published_facts(given), "reports.data.rl") is not None
+
+
+def test_an_evaluation_that_came_twice_keeps_the_record_of_the_first() -> None:
+    other = {**EVALUATION, "metric": "reward"}
+    given = facts(
+        evaluations=[EVALUATION, dict(EVALUATION), other],
+        records={"evaluations.0": "one", "evaluations.1": "two", "evaluations.2": "three"},
+    )
+    assert [record_of(given, f"evaluations.{i}.value") for i in (0, 1)] == ["one", "three"]
+    assert replace(given).records == given.records
+
+
+def test_a_number_that_is_none_is_null_in_the_evidence() -> None:
+    text = evidence_text(facts(evaluations=[{**EVALUATION, "value": math.nan}]), [])
+    content: Mapping[str, Any] = json.loads(text)
+    assert content["facts"]["evaluations"][0]["value"] is None
