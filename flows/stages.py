@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra import atomic
+from infra.checkpoints import MARKER
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import StageKind
@@ -134,7 +136,13 @@ def run_export(work: StageWork) -> dict[str, Any]:
         output_dir=work.output_dir,
         io=work.io,
     )
-    return {**report, "stage": trained}
+    return {**report, "stage": trained, **_made_by(work.inputs["policy"])}
+
+
+def _made_by(checkpoint: Path) -> dict[str, Any]:
+    """The attempt that made a checkpoint, and for how long it had run by then."""
+    marker = atomic.read_json(checkpoint / MARKER) or {}
+    return {"attempt": marker.get("attempt"), "elapsed_s": marker.get("elapsed_s")}
 
 
 def _trained_from(work: StageWork, stage_id: str) -> str:

@@ -132,6 +132,7 @@ class AttemptRun:
             held=lambda: held_steps(self.stage_paths),
             reserve=self._reserve,
             watch=self.heartbeat.saving,
+            elapsed=lambda: self.seconds,
         )
         self.io = AttemptIO(
             self.stage_paths,
@@ -274,7 +275,7 @@ class AttemptRun:
 
     def _take_token(self) -> None:
         token: dict[str, Any] = {"process": str(ProcessId.of()), "started_at": now_text()}
-        token["node"] = host_name()
+        token |= {"node": host_name(), "provenance": job_provenance(self.config)}
         if self.job is not None:
             name = self.job.array_id or self.job.id
             token |= {"node": self.job.node, "job_id": name, "restart": self.job.restart}

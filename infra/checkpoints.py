@@ -1,8 +1,8 @@
 """Resume checkpoints: complete or invisible, in order, and never one too few.
 
 In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
-(``COMPLETE.json``: step, attempt, sizes of its files, and what it cost: seconds, bytes). The engine
-writes into a temporary folder; that is fsynced, marked, fenced (an attempt that is no longer the
+(``COMPLETE.json``: step, attempt, sizes of its files, what it cost: seconds, bytes, and for how
+long the attempt had run by then). The engine writes into a temporary folder; that is fsynced, marked, fenced (an attempt that is no longer the
 newest may not make it visible) and renamed. Readers ignore what has no marker or whose files are
 not as long as the marker says.
 
@@ -66,6 +66,8 @@ class CheckpointStore:
     reserve, watch
         Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
         be none), and hears how long it takes.
+    elapsed
+        Seconds that the attempt has run so far, for the marker (``elapsed_s``).
 
     Attributes
     ----------
@@ -84,10 +86,11 @@ class CheckpointStore:
         held: Callable[[], frozenset[int]] = frozenset,
         reserve: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        elapsed: Callable[[], float] | None = None,
     ) -> None:
         self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
         self._fence, self._before_commit, self._held = fence, before_commit, held
-        self._reserve, self._watch = reserve, watch
+        self._reserve, self._watch, self._elapsed = reserve, watch, elapsed
         self.lost_bytes = 0
 
     # ------------------------------------------------------------ reading
@@ -152,6 +155,8 @@ class CheckpointStore:
             if p.is_file()
         }
         cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
+        if self._elapsed is not None:
+            cost["elapsed_s"] = round(self._elapsed(), 3)
         marker = {"step": step, "attempt": self.attempt, "files": files, **cost}
         atomic.write_json(temporary / MARKER, marker)
         self._fence()

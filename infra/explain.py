@@ -65,7 +65,7 @@ def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:
         record = workspace.read_record(stage_id)
         if record is None or record.spec.model != stage.model:
             continue
-        lines = _differences(record.spec, stage)
+        lines = differences(record.spec, stage)
         if nearest is None or len(lines) < len(nearest):
             nearest = lines
     return nearest or []
@@ -83,7 +83,8 @@ def _why_run(stage: PlannedStage, record: StageRecord | None, workspace: Workspa
     return f"changed: {lines[0]}{more}"
 
 
-def _differences(old: StageSpec, new: PlannedStage) -> list[str]:
+def differences(old: StageSpec, new: PlannedStage) -> list[str]:
+    """In what a planned stage differs from a recorded one, one line each."""
     lines = _changed("", old.identity, new.identity)
     lines += _changed("source ", old.sources, new.sources, short=True)
     lines += _changed("input ", old.input_fingerprints, new.input_fingerprints, short=True)
