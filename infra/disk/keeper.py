@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from infra.checkpoints import CheckpointStore
 from infra.disk.caches import find_caches
+from infra.disk.copies import FreshLook
 from infra.disk.figures import Room
 from infra.disk.ledger import Ledger, Need
 from infra.disk.modelsize import STATE_BYTES, model_size
@@ -86,6 +87,7 @@ class DiskKeeper:
         self.ledger = Ledger(workspace, _folder(config.ledger))
         self._clock, self._sleep, self._stop_asked = clock, sleep, stop_asked
         self._prober = Prober(workspace.layout.data, config, measure=self._used)
+        self._look = FreshLook(clock)
         self._lock = threading.RLock()
         self._cached: _Cached | None = None
         self._wrote: tuple[float, int] | None = (
@@ -152,7 +154,7 @@ class DiskKeeper:
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
         """Delete candidates, and have the file system give the room back."""
-        done = carry_out(self.workspace, candidates)
+        done = carry_out(self.workspace, candidates, self._look)
         self._settle()
         return done
 

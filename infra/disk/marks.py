@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infra import atomic
 from infra.layout import Layout, StagePaths
@@ -47,17 +46,17 @@ def pins(layout: Layout) -> frozenset[str]:
     return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
 
 
-def write_reclaimed(
-    stage: StagePaths, files: Sequence[OutputFile], *, copy: Path, why: str
-) -> None:
+class Reason(NamedTuple):
+    """Why output files go, where their copy is, and the command that brings them back."""
+
+    why: str
+    copy: str
+    way_back: str
+
+
+def write_reclaimed(stage: StagePaths, files: Sequence[OutputFile], reason: Reason) -> None:
     """Note that output files are about to be deleted on purpose, and where their copy lies."""
-    value = {
-        "version": 1,
-        "at": _now(),
-        "why": why,
-        "copy": str(copy),
-        "files": to_json(list(files)),
-    }
+    value = {"version": 1, "at": _now(), **reason._asdict(), "files": to_json(list(files))}
     atomic.write_json(stage.control / RECLAIMED, value)
 
 
@@ -79,7 +78,9 @@ def reclaimed_text(stage: StagePaths) -> str | None:
     if value is None:
         return None
     day = str(value["at"])[:10]
-    return f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
+    text = f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
+    way_back = value.get("way_back")  # notes of older versions have none
+    return f"{text}; to bring it back: `{way_back}`" if way_back else text
 
 
 def _now() -> str:

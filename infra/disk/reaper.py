@@ -22,7 +22,6 @@ Nothing of a pinned stage, and no output that a running attempt reads, is ever a
 from __future__ import annotations
 
 import enum
-import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ from typing import NamedTuple
 
 from infra import atomic
 from infra.checkpoints import MARKER, CheckpointStore
-from infra.disk.marks import write_reclaimed
-from infra.disk.stock import StageFacts, Stock, Weights
+from infra.disk.copies import FreshLook
+from infra.disk.marks import Reason, pins, write_reclaimed
+from infra.disk.stock import StageFacts, Stock, Weights, protection_of
 from infra.disk.usage import Item
 from infra.holds import held_steps
 from infra.workspace import Workspace
@@ -144,7 +144,7 @@ def _weights_candidate(stage_id: str, weights: Weights) -> Candidate:
         weights.folder,
         weights.gain,
         len(weights.files),
-        f"published and verified in {weights.copy}",
+        f"published and verified in {weights.copy.text if weights.copy else None}",
         stage_id,
         weights=weights,
     )
@@ -197,15 +197,22 @@ def _checkpoints(stock: Stock) -> Iterator[Candidate]:
 # ---------------------------------------------------------------- deleting
 
 
-def carry_out(workspace: Workspace, candidates: Iterable[Candidate]) -> Reclaimed:
+def carry_out(
+    workspace: Workspace, candidates: Iterable[Candidate], look: FreshLook | None = None
+) -> Reclaimed:
     """Delete candidates, each after another look at what protects it. Never raises: what cannot be
-    deleted is named in the log and not counted."""
+    deleted is named in the log and not counted.
+
+    ``look`` is asked about the copies of published weights; one that lives longer than a call
+    remembers which Hub cannot be reached.
+    """
     total, items = 0, []
+    look = look or FreshLook()
     for candidate in candidates:
         try:
             if not _still_may_go(workspace, candidate):
                 continue
-            _delete(workspace, candidate)
+            _delete(workspace, candidate, look)
         except (OSError, ValueError, RefinerError) as error:
             log.warning("%s was not reclaimed: %s", candidate.path, error)
             continue
@@ -218,6 +225,8 @@ def carry_out(workspace: Workspace, candidates: Iterable[Candidate]) -> Reclaime
 
 def _still_may_go(workspace: Workspace, candidate: Candidate) -> bool:
     stage = workspace.layout.stage(candidate.stage_id)
+    if candidate.stage_id in pins(workspace.layout):
+        return False
     if candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step in held_steps(stage):
         return False
     if candidate.rank is Rank.FINISHED:
@@ -231,14 +240,12 @@ def _still_may_go(workspace: Workspace, candidate: Candidate) -> bool:
     return True
 
 
-def _delete(workspace: Workspace, candidate: Candidate) -> None:
+def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None:
     path = candidate.path
     if candidate.weights is not None:
-        _delete_weights(workspace, candidate.stage_id, candidate.weights)
-    elif candidate.rank in (Rank.FINISHED, Rank.OLDER):
-        # Marker first: a deletion that is cut short leaves no complete-looking remains.
-        atomic.remove_quietly(path / MARKER)
-        atomic.remove_tree(path)
+        _delete_weights(workspace, candidate.stage_id, candidate.weights, look)
+    elif candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step is not None:
+        _delete_checkpoint(workspace, candidate)
     elif candidate.rank is Rank.CODE:
         hidden = atomic.temporary_name(path)
         path.rename(hidden)
@@ -247,24 +254,36 @@ def _delete(workspace: Workspace, candidate: Candidate) -> None:
         atomic.remove_tree(path)
 
 
-def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights) -> None:
+def _delete_checkpoint(workspace: Workspace, candidate: Candidate) -> None:
+    """Out of sight first, then one more look at who holds it: whoever wrote a hold before that look
+    gets it back, and whoever writes one later sees that it is gone."""
+    path, stage = candidate.path, workspace.layout.stage(candidate.stage_id)
+    hidden = atomic.temporary_name(path)
+    try:
+        path.rename(hidden)
+    except FileNotFoundError:
+        return  # the trainer has been faster
+    if candidate.step in held_steps(stage):
+        hidden.rename(path)
+        return
+    # Marker first: a deletion that is cut short leaves no complete-looking remains.
+    atomic.remove_quietly(hidden / MARKER)
+    atomic.remove_tree(hidden)
+
+
+def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look: FreshLook) -> None:
     copy = weights.copy
-    if copy is None or not all(_copy_is_sound(copy, f.sha256) for f in weights.files):
-        raise ValueError(f"the copy in {copy} is not what was published")
+    doubt = "there is no copy" if copy is None else look.doubt(copy, weights.files)
+    doubt = doubt or protection_of(workspace, stage_id)  # last: others may want it by now
+    if copy is None or doubt:
+        raise ValueError(doubt)
     write_reclaimed(
-        workspace.layout.stage(stage_id), weights.files, copy=copy, why="room was short"
+        workspace.layout.stage(stage_id),
+        weights.files,
+        Reason("room was short", copy.text, copy.way_back(weights.files, weights.folder)),
     )
     for file in weights.files:
         (weights.folder / file.path).unlink(missing_ok=True)
-
-
-def _copy_is_sound(copy: Path, sha256: str) -> bool:
-    """Whether some weights in ``copy`` have that hash, by reading them once more."""
-    for path in copy.glob("*.safetensors"):
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
-                return True
-    return False
 
 
 def _is_gone(candidate: Candidate) -> bool:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.checkpoints import MARKER, read_checkpoint
+from infra.disk.copies import WEIGHTS, Copy, copies_of
 from infra.disk.marks import pins
-from infra.disk.mounts import existing, project_id
 from infra.disk.usage import Item, size_of, take_stock
 from infra.holds import held_steps
-from infra.publishing import target_damage
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -25,20 +24,19 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import OutputFile, RunRecord, StageRecord, from_json
 
 log = logging.getLogger(__name__)
-_WEIGHTS = ".safetensors"
 
 
 class Weights(NamedTuple):
     """Exported weights of a finished stage, and the copy that was published of them.
 
-    ``verified``: the target holds files of the same hashes and sizes; ``elsewhere``: it does not
-    lie on the quota or file system that deleting would relieve.
+    ``verified``: what was published has the same hashes; ``elsewhere``: it does not lie on the
+    quota or file system that deleting would relieve.
     """
 
     folder: Path
     files: tuple[OutputFile, ...]  # relative to the folder
     gain: int
-    copy: Path | None = None
+    copy: Copy | None = None
     verified: bool = False
     elsewhere: bool = False
 
@@ -99,10 +97,8 @@ def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
     # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
     records = _records(workspace)
     runs = _runs(workspace)
-    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
-    leased = {s for i, r in records.items() if _is_open(r) for s in inputs[i]}
-    needed = _needed(runs, records, inputs)
-    copies = _copies(workspace, records)
+    leased, needed = _readers(workspace, runs, records)
+    copies = copies_of(workspace, records)
     pinned = pins(workspace.layout)
     stages = {
         stage_id: _facts(record, stage_id in pinned, stage_id in leased)
@@ -124,6 +120,28 @@ def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
     )
     idle = _idle_code(runs, records)
     return Stock(tuple(items), stages, complete, idle, tuple(caches))
+
+
+def protection_of(workspace: Workspace, stage_id: str) -> str:
+    """Why a stage's output has to stay, by another look at everything; empty: it may go."""
+    if stage_id in pins(workspace.layout):
+        return "it is pinned"
+    records = _records(workspace)
+    leased, needed = _readers(workspace, _runs(workspace), records)
+    if stage_id not in records:
+        return "its records cannot be read"
+    if stage_id in leased:
+        return "a running attempt reads it"
+    return f"{needed[stage_id]} needs it" if stage_id in needed else ""
+
+
+def _readers(
+    workspace: Workspace, runs: Iterable[RunRecord | None], records: Mapping[str, StageRecord]
+) -> tuple[set[str], dict[str, str]]:
+    """Stages that a running attempt reads, and stage id -> an unfinished stage that will."""
+    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
+    leased = {s for i, r in records.items() if _is_open(r) for s in inputs[i]}
+    return leased, _needed(runs, records, inputs)
 
 
 def _looked_at(item: Item) -> Item:
@@ -247,72 +265,23 @@ def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord])
 # ---------------------------------------------------------------- published weights
 
 
-class _Copy(NamedTuple):
-    target: Path
-    hashes: Mapping[str, str]  # sha256 -> name
-
-
-def _copies(
-    workspace: Workspace, records: Mapping[str, StageRecord]
-) -> dict[str, tuple[_Copy, ...]]:
-    """Stage id -> folders that its weights were published to and still lie in."""
-    found: dict[str, tuple[_Copy, ...]] = {}
-    for stage_id, record in records.items():
-        result = record.result
-        if record.spec.kind != "publish" or result is None or "target" not in result.report:
-            continue
-        target = Path(str(result.report["target"]))
-        paths = workspace.layout.attempt(stage_id, result.attempt)
-        try:
-            source = (workspace.read_control(paths.inputs) or {}).get("weights")
-            damaged = target_damage(result.report)
-        except (RefinerError, KeyError, TypeError) as error:
-            log.warning("the publication %s is not counted: %s", stage_id, error)
-            continue
-        if source is None or damaged or not target.is_absolute():
-            continue
-        hashes = {f["sha256"]: f["path"] for f in result.report.get("files", ())}
-        found[source] = (*found.get(source, ()), _Copy(target, hashes))
-    return found
-
-
 def _weights(
-    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[_Copy]
+    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[Copy]
 ) -> Weights | None:
     if record.result is None:
         return None
     folder = workspace.layout.stage(stage_id).data / record.result.output_dir
     files = tuple(
-        f for f in record.result.files if f.path.endswith(_WEIGHTS) and (folder / f.path).exists()
+        f for f in record.result.files if f.path.endswith(WEIGHTS) and (folder / f.path).exists()
     )
     if not files:
         return None
     weights = Weights(folder, files, sum(size_of(folder / f.path).gain for f in files))
     for copy in copies:
         candidate = weights._replace(
-            copy=copy.target,
-            verified=all(_lies_in(copy, f) for f in files),
-            elsewhere=_elsewhere(copy.target, folder),
+            copy=copy, verified=copy.has(files), elsewhere=copy.is_elsewhere(folder)
         )
         if candidate.verified and candidate.elsewhere:
             return candidate
         weights = candidate
     return weights
-
-
-def _lies_in(copy: _Copy, file: OutputFile) -> bool:
-    name = copy.hashes.get(file.sha256)
-    try:
-        return name is not None and (copy.target / name).stat().st_size == file.bytes
-    except OSError:
-        return False
-
-
-def _elsewhere(target: Path, folder: Path) -> bool:
-    """Whether the two do not share a file system, or are accounted to different projects."""
-    try:
-        if target.stat().st_dev != existing(folder).stat().st_dev:
-            return True
-    except OSError:
-        return False
-    return project_id(target) != project_id(folder)

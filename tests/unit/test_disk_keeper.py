@@ -14,7 +14,7 @@ import pytest
 
 from infra import atomic
 from infra.checkpoints import CheckpointStore
-from infra.disk import stock as stock_module
+from infra.disk import copies as copies_module
 from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
 from infra.disk.ledger import Ledger, Need
@@ -368,7 +368,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether the archive counts as another file system (a second one needs root to mount)."""
 
     def say(yes: bool) -> None:
-        monkeypatch.setattr(stock_module, "_elsewhere", lambda *_: yes)
+        monkeypatch.setattr(copies_module, "_elsewhere", lambda *_: yes)
 
     return say
 

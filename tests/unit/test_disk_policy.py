@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.disk.copies import Copy
 from infra.disk.reaper import Candidate, Rank, plan_reclaim
 from infra.disk.stock import StageFacts, Stock, Weights
 from infra.disk.usage import Item, Kind, Size
 from refiner_core.contract.records import OutputFile
 
 MIB = 1 << 20
-COPY = Path("/archive/model")
 FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
+COPY = Copy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
 WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY, verified=True, elsewhere=True)
 RUNNING = StageFacts(kind="grpo", open=True)
 DONE = StageFacts(kind="sft", done=True, kept_attempt=2, dead=frozenset({1}), weights=WEIGHTS)
