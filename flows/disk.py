@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
+from infra.disk.held import Hold
 from infra.disk.history import failures_of, suggest_save_freq, times_of
 from infra.disk.keeper import DiskKeeper
-from infra.disk.marks import pins
+from infra.disk.marks import pins, reclaimed_text
 from infra.disk.modelsize import ModelSize, model_size
-from infra.disk.reaper import Candidate, plan_reclaim
+from infra.disk.reaper import Candidate, may_go, plan_reclaim
+from infra.disk.stock import Stock
 from infra.disk.usage import Row, by_run_and_kind
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
@@ -102,6 +104,9 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for row in rows
         ],
+        "published": _published(workspace, stock),
+        "holds": [hold_json(h, stock) for h in stock.holds],
+        "idle_exports": _idle_exports(stock),
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
     }
@@ -118,6 +123,59 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "inodes": candidate.inodes,
         "why": candidate.why,
     }
+
+
+def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
+    """What is published where, as its records say, and whether its weights still lie here, too."""
+    found = []
+    for stage_id, copies in sorted(stock.copies.items()):
+        facts = stock.stages.get(stage_id)
+        here = facts.weights if facts is not None else None
+        for copy in copies:
+            away = None if here is None else copy.is_elsewhere(here.folder)
+            found.append(
+                {
+                    "stage_id": stage_id,
+                    "by": copy.by,
+                    "where": copy.where,
+                    "target": copy.target,
+                    "revision": copy.revision,
+                    "commit": copy.commit,
+                    "files": len(copy.names),
+                    "elsewhere": away,
+                    "here_bytes": 0 if here is None else here.gain,
+                    "reclaimed": reclaimed_text(workspace.layout.stage(stage_id))
+                    if here is None
+                    else None,
+                }
+            )
+    return found
+
+
+def hold_json(hold: Hold, stock: Stock) -> dict[str, Any]:
+    """A checkpoint that a stage waits for, and whether it does so in vain."""
+    sizes = [i.size.bytes for i in stock.items if (i.stage_id, i.step) == hold[1:3]]
+    return {
+        "stage_id": hold.stage_id,
+        "step": hold.step,
+        "waiting": hold.waiting,
+        "runs": list(hold.runs),
+        "idle": hold.idle or None,
+        "bytes": sum(sizes),
+    }
+
+
+def _idle_exports(stock: Stock) -> list[dict[str, Any]]:
+    """Exported steps that no recorded run will read again, and that nothing may reclaim, for they
+    are published nowhere else."""
+    return [
+        {"stage_id": stage_id, "bytes": facts.weights.gain, "path": str(facts.weights.folder)}
+        for stage_id, facts in sorted(stock.stages.items())
+        if facts.kind == "export"
+        and facts.weights is not None
+        and facts.weights.gain > 0
+        and not (facts.leased or facts.needed_by or may_go(facts))
+    ]
 
 
 def stage_to_pin(workspace: Workspace, name: str) -> str:

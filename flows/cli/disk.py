@@ -79,10 +79,17 @@ def _pin(workspace: Workspace, verb: str, name: str, as_json: bool) -> None:
 
 
 def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, where: str) -> None:
-    from flows.disk import candidate_json
+    from flows.disk import candidate_json, hold_json
+    from infra.disk.held import drop_idle
     from infra.disk.keeper import gib
+    from infra.disk.reaper import plan_reclaim
 
-    candidates = keeper.candidates(None, caches=caches)
+    stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
+    holds = [h for h in stock.holds if h.idle]
+    if not dry_run and holds:
+        holds = drop_idle(keeper.workspace, holds)
+        stock = keeper.stock(caches=caches)
+    candidates = plan_reclaim(stock, None, caches=caches)
     total = sum(c.bytes for c in candidates)
     gone: Sequence[str] = ()
     freed = 0
@@ -96,6 +103,7 @@ def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, 
             {
                 "version": 1,
                 "dry_run": dry_run,
+                "holds": [hold_json(h, stock) for h in holds],
                 "candidates": [candidate_json(c) for c in candidates],
                 "reclaimed_bytes": freed,
                 "reclaimed": list(gone),
@@ -103,6 +111,12 @@ def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, 
             }
         )
         return
+    for hold in holds:
+        verb = "would be" if dry_run else "was"
+        click.echo(
+            f"The hold on step {hold.step} of {hold.stage_id} {verb} let go ({hold.idle}; "
+            f"{hold.waiting} waited for it)."
+        )
     if not candidates:
         click.echo("There is nothing that may be deleted.")
     else:
@@ -142,10 +156,46 @@ def _show(workspace: Workspace, keeper: DiskKeeper, where: str, as_json: bool) -
         for row in _newest_runs(report.rows)
     ]
     print_table(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    _show_publications(report.json)
     may_go = report.json["reclaimable"]
     total = sum(c["bytes"] for c in may_go)
     click.echo(f"\nA reclaim would free {gib(total)} ({len(may_go)} things).")
     click.echo(f"Next:\n  {_command(where, '--reclaim', '--dry-run')}", err=True)
+
+
+def _show_publications(report: dict[str, Any]) -> None:
+    """What is published where, what waits for checkpoints, and exports that nobody will read."""
+    from infra.disk.keeper import gib
+
+    if published := report["published"]:
+        click.echo("")
+        rows = [
+            (p["stage_id"], _where(p), p["revision"] or "", _here(p), gib(p["here_bytes"]))
+            for p in published[-_SHOWN:]
+        ]
+        print_table(rows, ("weights of", "published to", "revision", "weights here", "gives back"))
+        if len(published) > _SHOWN:
+            click.echo(f"({len(published) - _SHOWN} more: --json)")
+    for hold in report["holds"]:
+        kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
+        why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"
+        click.echo(f"  held: {kept} for {hold['waiting']}: {why}")
+    for export in report["idle_exports"]:
+        click.echo(
+            f"  export that nothing will read again, published on no other quota: {export['stage_id']} "
+            f"({gib(export['bytes'])}); it is yours to publish or to delete: {export['path']}"
+        )
+
+
+def _where(published: dict[str, Any]) -> str:
+    commit = f" @ {published['commit'][:12]}" if published["commit"] else ""
+    return f"{published['target']}{commit}"
+
+
+def _here(published: dict[str, Any]) -> str:
+    if published["elsewhere"] is None:
+        return "reclaimed" if published["reclaimed"] else "gone"
+    return "too" if published["elsewhere"] else "too, on the same quota"
 
 
 def _newest_runs(rows: Sequence[Row]) -> list[Row]:

@@ -140,9 +140,11 @@ class DiskKeeper:
 
     # ------------------------------------------------------------ making room
 
-    def stock(self, *, caches: bool = False) -> Stock:
-        """What lies in the workspace, and what protects it."""
-        return read_stock(self.workspace, self.caches() if caches else ())
+    def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
+        """What lies in the workspace, and what protects it; ``as_if_dropped``: but for idle
+        holds."""
+        found = self.caches() if caches else ()
+        return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
 
     def caches(self) -> list[Item]:
         """The caches that are watched."""

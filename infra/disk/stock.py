@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from infra.checkpoints import MARKER, read_checkpoint
 from infra.disk.copies import WEIGHTS, Copy, copies_of
+from infra.disk.held import Hold, read_holds
 from infra.disk.marks import pins
 from infra.disk.usage import Item, size_of, take_stock
-from infra.holds import held_steps
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -82,7 +82,8 @@ class Stock:
     """What lies there and what protects it.
 
     ``complete`` are the checkpoints that can be resumed from, ``idle_code`` the snapshots that no
-    unfinished run uses, ``caches`` what was asked for besides.
+    unfinished run uses, ``caches`` what was asked for besides; ``copies`` is what weights were
+    published to, by the stage that made them, ``holds`` what waits for checkpoints.
     """
 
     items: tuple[Item, ...]
@@ -90,16 +91,21 @@ class Stock:
     complete: frozenset[Path] = frozenset()
     idle_code: frozenset[str] = frozenset()
     caches: tuple[Item, ...] = field(default=())
+    copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
+    holds: tuple[Hold, ...] = ()
 
 
-def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
-    """The stock of a workspace now."""
+def read_stock(
+    workspace: Workspace, caches: Iterable[Item] = (), *, as_if_dropped: bool = False
+) -> Stock:
+    """The stock of a workspace now. ``as_if_dropped``: as if idle holds had been let go."""
     # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
     records = _records(workspace)
     runs = _runs(workspace)
     leased, needed = _readers(workspace, runs, records)
     copies = copies_of(workspace, records)
     pinned = pins(workspace.layout)
+    holds = tuple(read_holds(workspace))
     stages = {
         stage_id: _facts(record, stage_id in pinned, stage_id in leased)
         for stage_id, record in records.items()
@@ -109,7 +115,11 @@ def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
         stages[stage_id] = StageFacts(
             **{
                 **facts.__dict__,
-                "held": held_steps(workspace.layout.stage(stage_id)),
+                "held": frozenset(
+                    h.step
+                    for h in holds
+                    if h.stage_id == stage_id and not (as_if_dropped and h.idle)
+                ),
                 "needed_by": needed.get(stage_id, ""),
                 "weights": weights,
             }
@@ -119,7 +129,7 @@ def read_stock(workspace: Workspace, caches: Iterable[Item] = ()) -> Stock:
         i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
     )
     idle = _idle_code(runs, records)
-    return Stock(tuple(items), stages, complete, idle, tuple(caches))
+    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
