@@ -26,13 +26,13 @@ def files_at(endpoint: str, repo_id: str, commit: str) -> dict[str, tuple[int, s
     OSError
         It cannot be asked, or does not tell; the text says why.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set, so the network is not used")
     own = endpoint.rstrip("/") == constants.ENDPOINT.rstrip("/")
-    headers = build_hf_headers(token=None if own else False)
+    token = get_token() if own else None
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     base = f"{endpoint}/api/models/{repo_id}/tree/{quote(commit, safe='')}?recursive=true"
     found: dict[str, tuple[int, str]] = {}
     url: str | None = base
