@@ -6,7 +6,8 @@ finished stages' checkpoints may go. :func:`fit` proposes the cheapest change th
 
 A checkpoint holds what :mod:`refiner_core.training.checkpoint` writes: the weights, two moments of
 AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12 bytes per
-parameter in float32, 14 in bfloat16.
+parameter in float32, 14 in bfloat16. A step that is published while training goes on takes weights
+once for its export and, in a folder, once more; on a Hub it takes no room here.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_FILES = 10  # of an exported model besides its shards
+_CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
 class StageNeed(NamedTuple):
@@ -142,20 +144,20 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
     for plan in plans:
         for stage in plan.stages:
             if stage.id not in needs and not known.is_done(stage.id):
-                history = known.history(stage.kind, stage.sources.get("model"))
-                needs[stage.id] = _need(stage, plan.config, known.size(plan.config), history)
+                needs[stage.id] = _need(stage, plan, known)
     config = plans[0].config if plans else RecipeConfig()
     local = config.dispatch.executor == "local"
     parallel = config.dispatch.max_parallel if local else max(1, len(plans))
     return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
 
 
-def _need(
-    stage: PlannedStage, config: RecipeConfig, model: ModelSize, history: History
-) -> StageNeed:
-    weights = (model.parameters or 0) * _WEIGHT_BYTES[config.model.dtype]
+def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
+    config, model = plan.config, known.size(plan.config)
+    history = known.history(stage.kind, stage.sources.get("model"))
     if stage.kind in _TRAINED:
-        return _training_need(stage, config, model, history)
+        return _training_need(stage, plan, model, history)
+    if stage.kind == "export":
+        return _export_need(stage, plan, known)
     guess: int | None = None
     basis, inodes = "estimated", 4
     if stage.kind == "data":
@@ -164,35 +166,70 @@ def _need(
     elif stage.kind == "evaluate":
         guess = _evaluation_bytes(config)
     elif stage.kind == "card":
-        guess = 1 << 20
+        guess = _CARD_BYTES
     elif stage.kind == "fetch":
         guess, basis = 0, "goes to the Hub's cache (HF_HOME)"
     elif stage.kind == "publish":
-        # A copy, wherever it goes: what lies elsewhere is counted too, for want of knowing better.
-        guess = weights if model.parameters and config.publish.target == "folder" else None
-        guess = 1 << 20 if config.publish.target == "hub" else guess
-        basis, inodes = model.source, _MOST_FILES
-    size = history.output_bytes if stage.kind not in ("publish",) else None
+        return _publish_need(stage, plan, known)
+    size = history.output_bytes
     if size is not None:
         basis, inodes = "measured", history.output_inodes or inodes
     total = (size if size is not None else guess or 0) + _CONTROL_BYTES
-    known = size is not None or guess is not None
-    return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, known)
+    is_known = size is not None or guess is not None
+    return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, is_known)
+
+
+def _export_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
+    """Weights as the training stage itself leaves them in the end."""
+    size, basis = _weights_of(plan.by_name[stage.inputs["policy"]], plan, known)
+    total = (size or 0) + _CONTROL_BYTES
+    inodes = _MOST_FILES + _CONTROL_INODES
+    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
+
+
+def _publish_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
+    """A copy of the weights in a folder, or nothing but the card where they go to a Hub.
+
+    What lies in a folder on another disk is counted all the same: of its room nothing is known.
+    """
+    size: int | None = 0
+    basis = "goes to the Hub"
+    if plan.config.publish.target == "folder":
+        made = plan.by_name[stage.inputs["weights"]]
+        while made.kind == "export":
+            made = plan.by_name[made.inputs["policy"]]
+        size, basis = _weights_of(made, plan, known)
+    total = (size or 0) + _CARD_BYTES + _CONTROL_BYTES
+    inodes = _MOST_FILES + _CONTROL_INODES
+    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
+
+
+def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
+    """Bytes of the weights that a training stage makes, and what that rests on."""
+    measured = known.history(made.kind, made.sources.get("model")).output_bytes
+    if measured is not None:
+        return measured, "measured"
+    model = known.size(plan.config)
+    if made.kind not in _TRAINED or model.parameters is None:
+        return None, model.source
+    return model.parameters * _WEIGHT_BYTES[plan.config.model.dtype], model.source
 
 
 def _training_need(
-    stage: PlannedStage, config: RecipeConfig, model: ModelSize, history: History
+    stage: PlannedStage, plan: Plan, model: ModelSize, history: History
 ) -> StageNeed:
+    config = plan.config
     section = config.sft if stage.kind == "sft" else config.grpo
     dtype, parameters = config.model.dtype, model.parameters or 0
     one = history.checkpoint_bytes or parameters * STATE_BYTES[dtype]
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
+    held = _held(stage, plan)
     # From 2 kept ones up, room is made before a save; with 1, the old one stays until the new one
     # is complete.
-    most = min(saves, max(2, section.keep))
-    left = min(saves, section.keep)
+    most = min(saves, max(2, section.keep) + held)
+    left = min(saves, section.keep + held)
     rollouts, files = 0, 0
     if stage.kind == "grpo":
         step = history.rollout_step_bytes or _rollout_step_bytes(config)
@@ -211,6 +248,21 @@ def _training_need(
         basis="measured" if measured else model.source,
         known=measured or model.parameters is not None,
     )
+
+
+def _held(stage: PlannedStage, plan: Plan) -> int:
+    """Checkpoints beside `keep` that wait for their exports.
+
+    One at a time: an export takes less than the steps between two saves, and has a slot of its own.
+    Where exports queue for longer, each that waits is one checkpoint more.
+    """
+    steps = {
+        step
+        for other in plan.stages
+        for role, step in other.at_step.items()
+        if other.inputs[role] == stage.name
+    }
+    return min(1, len(steps))
 
 
 def _steps(kind: str, config: RecipeConfig) -> int:
