@@ -1,0 +1,41 @@
+"""What is wrong with a card, before anybody else reads it.
+
+In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
+each with its line, rule and severity; none is a good sign::
+
+    text ──> markdown ──> front, text, commands         links, secrets, what the Hub reads
+                     └──> quantities ──> tables, shares, claims, prose     what the numbers say
+    evidence ──> against                                what the card should be, number by number
+
+Rules are strict about what they find: a number that can be right is left alone.
+"""
+
+from __future__ import annotations
+
+from refiner_core.cards.lint.commands import CommandCheck
+from refiner_core.cards.lint.findings import RULES, Finding
+from refiner_core.cards.lint.general import general_findings
+
+__all__ = ["RULES", "CommandCheck", "Finding", "check_card", "lint_card"]
+
+
+def check_card(
+    text: str, evidence: str | None = None, *, command_check: CommandCheck | None = None
+) -> list[Finding]:
+    """All that is wrong with a card, in the order of its lines.
+
+    Parameters
+    ----------
+    text
+        Of the README.md.
+    evidence
+        Text of the ``refiner.json`` that belongs to it.
+    command_check
+        What knows refiner's own commands; without it they are only read as a shell would.
+    """
+    return general_findings(text, command_check)
+
+
+def lint_card(text: str, evidence: str | None = None) -> list[str]:
+    """What makes a card unfit to be published, one sentence per problem; warnings are left out."""
+    return [f"line {f.line}: {f.message}" for f in check_card(text, evidence) if f.is_error]

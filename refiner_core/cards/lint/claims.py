@@ -1,0 +1,217 @@
+"""Improvements that a card claims, recomputed from the numbers that they are built on.
+
+In: prose and :class:`Quantity` values. Out: findings. A claim is looked at where the card's tables
+have both numbers: that of its own model and that of the one before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from refiner_core.cards.lint.figures import parse_number
+from refiner_core.cards.lint.findings import Finding
+from refiner_core.cards.lint.markdown import Document, Paragraph
+from refiner_core.cards.lint.names import metric_of, role_of
+from refiner_core.cards.lint.quantities import Quantity
+
+_BETTER = r"(?:improvement|better|higher|increase|gain|boost|more accurate)"
+_FACTOR = re.compile(
+    rf"(?P<hedge>~|≈|\b(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
+    rf"(?P<value>\d+(?:\.\d+)?)\s?(?:[x×]|-?fold\b|\s?times\b)\s+(?:[a-z]+\s+){{0,2}}?{_BETTER}\b",
+    re.IGNORECASE,
+)
+_BY_FACTOR = re.compile(
+    r"\b(?:improv\w+|increas\w+)\b[^.\n]{0,60}?\bby\s+(?:a factor of\s+)?"
+    r"(?P<hedge>~|≈|(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
+    r"(?P<value>\d+(?:\.\d+)?)\s?(?:[x×]|-?fold\b|\s?times\b)",
+    re.IGNORECASE,
+)
+_POINTS = re.compile(
+    r"(?P<hedge>~|≈|\b(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
+    r"(?<![\d.])\+?(?P<value>\d+(?:\.\d+)?)\s?(?:%[- ]points?|percentage[- ]points?|pp|points?)\b"
+    rf"[^.\n]{{0,30}}?\b(?:{_BETTER}|over|above)\b",
+    re.IGNORECASE,
+)
+_PROTOCOL = re.compile(
+    r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
+)
+_OF_ELSE = re.compile(r"(?i)speed|fast|through|memory|latency|cost|small|context|length|token")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``4x improvement``: a factor, or a difference in points."""
+
+    text: str
+    line: int
+    value: Fraction
+    decimals: int
+    hedged: bool
+    is_factor: bool
+    sentence: str
+
+    def given_by(self, own: Quantity, base: Quantity) -> Fraction:
+        """What two numbers give."""
+        if self.is_factor:
+            return own.figure.value / base.figure.value
+        points = own.figure.value - base.figure.value
+        return points * 100 if own.fractions and not own.figure.percent else points
+
+    def holds(self, own: Quantity, base: Quantity) -> bool:
+        """Whether two printed numbers can give the claim."""
+        step = Fraction(10) ** -self.decimals
+        room = step if self.hedged else step / 2
+        a, b, ua, ub = own.figure.value, base.figure.value, own.figure.unit, base.figure.unit
+        if self.is_factor:
+            low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
+        else:
+            middle, slack = self.given_by(own, base), (ua + ub) / 2
+            low, high = middle - slack, middle + slack
+        return low - room <= self.value <= high + room
+
+
+def claim_findings(
+    document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
+) -> Iterator[Finding]:
+    """One finding per claim that does not stand."""
+    for claim in _claims(document):
+        yield from _judge(claim, known, impossible)
+
+
+def _claims(document: Document) -> Iterator[Claim]:
+    for paragraph in document.paragraphs:
+        text = paragraph.without_code
+        for pattern, is_factor in ((_FACTOR, True), (_BY_FACTOR, True), (_POINTS, False)):
+            for found in pattern.finditer(text):
+                number = parse_number(found["value"])
+                if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
+                    continue
+                yield Claim(
+                    " ".join(found.group().replace("*", "").split()),
+                    paragraph.line_of(found.start("value")),
+                    *number,
+                    bool(found["hedge"]),
+                    is_factor,
+                    _context(paragraph, found.start()),
+                )
+
+
+def _context(paragraph: Paragraph, offset: int) -> str:
+    """The sentence of a claim and the one before it."""
+    text = paragraph.text
+    starts = [0, *(m.end() for m in re.finditer(r"[.!?]\s+", text))]
+    before = [s for s in starts if s <= offset][-2:]
+    end = re.compile(r"[.!?](?:\s|$)").search(text, offset)
+    return text[before[0] : end.start() if end else len(text)]
+
+
+def _judge(
+    claim: Claim, known: Sequence[Quantity], impossible: Collection[Quantity]
+) -> Iterator[Finding]:
+    pairs = _pairs(claim, known)
+    holding = [(own, base) for own, base in pairs if claim.holds(own, base)]
+    clean = [p for p in holding if not set(p) & set(impossible)]
+    if clean:
+        own, base = clean[0]
+        yield from _across(claim, own, base)
+    elif holding:
+        own, base = holding[0]
+        (bad, *_) = [q for q in (base, own) if q in impossible]
+        yield Finding(
+            claim.line,
+            "comparison-built-on",
+            f"{claim.text!r} is {_computed(claim, own, base)}, and {bad.shown} (line {bad.line}) "
+            f"cannot be for n = {bad.n}",
+            "measure both under one protocol, and compute it again",
+        )
+    elif pairs and _names_metric(claim, pairs):
+        own, base = pairs[0]
+        also = next((q for q in (base, own) if q in impossible), None)
+        more = f"; {also.shown} cannot be for n = {also.n}" if also else ""
+        yield Finding(
+            claim.line,
+            "comparison",
+            f"{claim.text!r} does not recompute: {_computed(claim, own, base)}{more}",
+            "say what it was computed from, or correct it",
+        )
+
+
+def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
+    """Own number and base number of one metric: of one table, else of two; those that the sentence
+    is about come first."""
+    own = [q for q in known if q.role == "own"]
+    base = [q for q in known if q.role == "base" and q.figure.value > 0]
+    same = [
+        (a, b)
+        for a in own
+        for b in base
+        if a.table is b.table and a.metric.key == b.metric.key and a.name == b.name
+    ]
+    across = [
+        (a, b)
+        for a in [*own, *(q for q in known if not q.compares)]
+        for b in base
+        if a.table is not b.table and a.metric.key == b.metric.key and a.name == b.name
+    ]
+    for pairs in (same, across):
+        named = [p for p in pairs if _mentions(claim.sentence, p[0])]
+        if named or pairs:
+            return named or pairs
+    return []
+
+
+def _mentions(sentence: str, q: Quantity) -> bool:
+    metric = metric_of(sentence)
+    words = re.findall(r"(?i)pass\s?@\s?\d+", sentence)
+    keys = {m.key for m in [metric, *map(metric_of, words)] if m}
+    return q.metric.key in keys
+
+
+def _names_metric(claim: Claim, pairs: Sequence[tuple[Quantity, Quantity]]) -> bool:
+    """Whether it is beyond doubt which numbers the claim is about."""
+    about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
+    return about_base and len(pairs) == 1 and _mentions(claim.sentence, pairs[0][0])
+
+
+def _computed(claim: Claim, own: Quantity, base: Quantity) -> str:
+    sign = "/" if claim.is_factor else "-"
+    result = float(claim.given_by(own, base))
+    return f"{own.shown} (line {own.line}) {sign} {base.shown} (line {base.line}) = {result:.2f}"
+
+
+def _across(claim: Claim, own: Quantity, base: Quantity) -> Iterator[Finding]:
+    """A claim that recomputes may still compare what cannot be compared."""
+    fix = "measure both under one protocol, on the same cases"
+    if own.n is not None and base.n is not None and own.n != base.n:
+        yield Finding(
+            claim.line,
+            "comparison",
+            f"{claim.text!r} compares n = {own.n} (line {own.line}) with n = {base.n} "
+            f"(line {base.line})",
+            fix,
+        )
+    elif own.table is not base.table:
+        yield Finding(
+            claim.line,
+            "comparison",
+            f"{claim.text!r} compares numbers of two tables (lines {own.line} and {base.line})",
+            f"say that both are of one protocol, or {fix}",
+            "error" if _protocols(own) != _protocols(base) else "warning",
+        )
+    elif own.n is None or base.n is None:
+        yield Finding(
+            claim.line,
+            "comparison",
+            f"{claim.text!r} is {_computed(claim, own, base)}, and nothing says on how many cases",
+            "add n, and intervals",
+            "warning",
+        )
+
+
+def _protocols(q: Quantity) -> frozenset[str]:
+    """What sets a table's protocol apart, as far as its heading and caption say."""
+    text = " ".join([*q.table.headings[-1:], q.table.caption]).lower()
+    return frozenset(_PROTOCOL.findall(text))

@@ -1,0 +1,239 @@
+"""A README as its parts: front matter, prose, code, tables.
+
+In: text. Out: a :class:`Document`, in which everything knows the line that it stands in, counted
+from 1. This is no renderer: what it does not understand is prose.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_FENCE = re.compile(r"^[\s>]*(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$")
+_HEADING = re.compile(r"^\s{0,3}(#{1,6})\s+(.*?)\s*#*\s*$")
+_DELIMITER = re.compile(r"^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$")
+_ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s")
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
+_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_TAG = re.compile(r"</?[A-Za-z][^>]*>")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A code block: its language (lower case, may be empty), the line of its opening mark, and
+    its lines. ``heading`` is the section that it stands in."""
+
+    language: str
+    line: int
+    lines: tuple[str, ...]
+    closed: bool
+    heading: str = ""
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Consecutive lines of prose; ``text`` keeps its line ends."""
+
+    line: int
+    text: str
+    headings: tuple[str, ...] = ()
+
+    def line_of(self, offset: int) -> int:
+        """The line in which a character of ``text`` stands."""
+        return self.line + self.text.count("\n", 0, offset)
+
+    @cached_property
+    def without_code(self) -> str:
+        """``text`` with inline code blanked, every character where it was."""
+        return _CODE.sub(lambda m: " " * len(m.group()), self.text)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: as a reader sees it, and whether it stands out."""
+
+    text: str
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table."""
+
+    line: int
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, with the headings that it stands under (outermost first) and the paragraph before
+    it."""
+
+    line: int
+    header: tuple[str, ...]
+    rows: tuple[Row, ...]
+    headings: tuple[str, ...] = ()
+    caption: str = ""
+
+
+@dataclass
+class Document:
+    """A README. ``front`` is the text between the two lines of ``---`` (None where there is no such
+    block), and ``front_line`` the line of its first character."""
+
+    text: str
+    front: str | None = None
+    front_line: int = 0
+    fences: list[Fence] = field(default_factory=list)
+    paragraphs: list[Paragraph] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    headings: list[tuple[int, str]] = field(default_factory=list)
+
+    @cached_property
+    def title(self) -> str:
+        """The first heading."""
+        return self.headings[0][1] if self.headings else ""
+
+
+def read_document(text: str) -> Document:
+    """Take a README apart."""
+    text = text.replace("\r\n", "\n").removeprefix("\ufeff")
+    document = Document(text)
+    lines = text.split("\n")
+    start = 0
+    if lines[0].rstrip() == "---":
+        end = next((i for i in range(1, len(lines)) if lines[i].rstrip() == "---"), None)
+        if end is not None:
+            document.front, document.front_line = "\n".join(lines[1:end]), 2
+            start = end + 1
+    _Reader(document, _without_comments(lines, start), start).read()
+    return document
+
+
+def _without_comments(lines: list[str], start: int) -> list[str]:
+    """Lines with HTML comments blanked, outside of code."""
+    body = "\n".join(lines[start:])
+    codes = [m.span() for m in re.finditer(r"(?ms)^[\s>]*(```|~~~).*?^[\s>]*\1", body)]
+
+    def blank(match: re.Match[str]) -> str:
+        if any(first <= match.start() < last for first, last in codes):
+            return match.group()
+        return re.sub(r"[^\n]", " ", match.group())
+
+    return [*lines[:start], *_COMMENT.sub(blank, body).split("\n")]
+
+
+class _Reader:
+    """Goes through the lines once."""
+
+    def __init__(self, document: Document, lines: list[str], start: int) -> None:
+        self.document, self.lines, self.at = document, lines, start
+        self.stack: list[tuple[int, str]] = []
+        self.held: list[str] = []
+        self.caption = ""
+
+    def read(self) -> None:
+        while self.at < len(self.lines):
+            line = self.lines[self.at]
+            fence, heading = _FENCE.match(line), _HEADING.match(line)
+            if fence:
+                self._flush()
+                self._read_fence(fence)
+            elif heading:
+                self._flush()
+                self._open_section(len(heading.group(1)), visible(heading.group(2)).text)
+            elif self._starts_table():
+                self._flush()
+                self._read_table()
+            elif not line.strip():
+                self._flush()
+                self.at += 1
+            else:
+                if _ITEM.match(line):
+                    self._flush()
+                self.held.append(line)
+                self.at += 1
+        self._flush()
+
+    @property
+    def _headings(self) -> tuple[str, ...]:
+        return tuple(text for _, text in self.stack)
+
+    def _flush(self) -> None:
+        if self.held:
+            text = "\n".join(self.held)
+            self.document.paragraphs.append(
+                Paragraph(self.at - len(self.held) + 1, text, self._headings)
+            )
+            self.caption, self.held = text, []
+
+    def _open_section(self, level: int, text: str) -> None:
+        self.stack = [(n, t) for n, t in self.stack if n < level] + [(level, text)]
+        self.document.headings.append((self.at + 1, text))
+        self.document.paragraphs.append(
+            Paragraph(self.at + 1, self.lines[self.at], self._headings[:-1])
+        )
+        self.caption = ""
+        self.at += 1
+
+    def _read_fence(self, opening: re.Match[str]) -> None:
+        mark, first = opening.group("mark"), self.at
+        inside: list[str] = []
+        closed = False
+        self.at += 1
+        while self.at < len(self.lines) and not closed:
+            line = self.lines[self.at].strip().lstrip("> ")
+            closed = line.startswith(mark) and not line.strip(mark[0])
+            if not closed:
+                inside.append(self.lines[self.at])
+            self.at += 1
+        words = opening.group("info").strip().strip("{}").split()
+        language = words[0].lower().lstrip(".") if words else ""
+        heading = self.stack[-1][1] if self.stack else ""
+        self.document.fences.append(Fence(language, first + 1, tuple(inside), closed, heading))
+
+    def _starts_table(self) -> bool:
+        if self.at + 1 >= len(self.lines) or "|" not in self.lines[self.at]:
+            return False
+        below = self.lines[self.at + 1]
+        if "|" not in below or not _DELIMITER.match(below):
+            return False
+        return len(split_row(self.lines[self.at])) == len(split_row(below))
+
+    def _read_table(self) -> None:
+        first, header = self.at, split_row(self.lines[self.at])
+        rows = []
+        self.at += 2
+        while self.at < len(self.lines) and "|" in self.lines[self.at]:
+            cells = [visible(cell) for cell in split_row(self.lines[self.at])]
+            cells += [Cell("")] * (len(header) - len(cells))
+            rows.append(Row(self.at + 1, tuple(cells[: len(header)])))
+            self.at += 1
+        self.document.tables.append(
+            Table(
+                first + 1,
+                tuple(visible(cell).text for cell in header),
+                tuple(rows),
+                self._headings,
+                self.caption,
+            )
+        )
+        self.caption = ""
+
+
+def split_row(line: str) -> list[str]:
+    """The raw cells of a row; a pipe in code or behind a backslash is no border."""
+    covered = _CODE.sub(lambda m: m.group().replace("|", "\x00"), line.strip())
+    covered = covered.replace(r"\|", "\x00").removeprefix("|").removesuffix("|")
+    return [cell.replace("\x00", "|").strip() for cell in covered.split("|")]
+
+
+def visible(raw: str) -> Cell:
+    """A cell or heading without marks of Markdown and HTML."""
+    bold = "**" in raw or "__" in raw or "<b>" in raw or "<strong>" in raw
+    text = _CODE.sub(lambda m: m.group(2), raw)
+    text = _TAG.sub(" ", _LINK.sub(lambda m: m.group(1), text))
+    text = re.sub(r"\*+|(?<!\w)_+|_+(?!\w)|~~", "", text)
+    return Cell(" ".join(text.replace("&nbsp;", " ").split()), bold)

@@ -1,0 +1,154 @@
+"""What is wrong with a card whatever it says: links, paths of machines, secrets, NaN, open blocks.
+
+In: a :class:`Document`. Out: findings. Code is not read for links and paths, except for what is
+cloned; secrets are looked for everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from refiner_core.cards.lint.findings import Finding
+from refiner_core.cards.lint.markdown import Document, Paragraph, Table
+
+_HOSTS = {
+    "github.com": ("github",),
+    "gitlab.com": ("gitlab",),
+    "huggingface.co": ("hugging", "hf", "hub", "🤗"),
+    "hf.co": ("hugging", "hf", "hub", "🤗"),
+    "wandb.ai": ("wandb", "w&b", "weights"),
+}
+_BARE = re.compile(
+    r"https?://(?:www\.)?(?P<host>github\.com|gitlab\.com|huggingface\.co|hf\.co|wandb\.ai)/?"
+    r"(?![\w./?#:@-]*[\w?#]|[\w./-]*[<{$%\[])"
+)
+_EXAMPLE = re.compile(r"https?://(?:www\.)?example\.(?:com|org|net)\b[^\s)>\]]*")
+_LINK = re.compile(
+    r"(?<!\\)(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*(?P<to>[^()\s]*)\s*\)"
+)
+_NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
+_NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
+_IN_CELL = re.compile(rf"(?:^|[\[(,±]\s*|\+/-\s*)(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE)
+_IN_PROSE = re.compile(
+    rf"(?:(?:[=:≈±]|\+/-)[\s*_]*|(?<=\[)|(?<=, ))(?P<what>{_NOT_A_NUMBER})"
+    r"(?=[\s*_]*(?:$|[\s,;.)%\]]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+_HOME = re.compile(
+    r"(?<![\w.:/-])(?:/(?:home|root|Users|scratch|gpfs|lustre|nfs)/[\w.~-]+|[A-Z]:\\Users\\\w+)"
+)
+_FOLDER = re.compile(
+    r"(?<![\w.:/-])(?:/(?:tmp|mnt|work|data|opt|var)/[\w.~-]+|~/[\w.-]+|[A-Z]:\\\w+)"
+)
+_SECRET = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|AKIA[A-Z0-9]{16}"
+    r"|sk-(?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{20,}|xox[baprs]-[A-Za-z0-9-]{20,}"
+    r"|[a-f0-9]{40}:[a-f0-9]{8,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+
+
+def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
+    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
+    a machine at all; elsewhere some are what everybody has."""
+    for paragraph in document.paragraphs:
+        yield from _links(paragraph)
+        yield from _paths(paragraph, is_ours)
+        for found in _IN_PROSE.finditer(paragraph.without_code):
+            yield _nan(paragraph.line_of(found.start("what")), found["what"])
+    for table in document.tables:
+        yield from _table(table, is_ours)
+    for fence in document.fences:
+        if not fence.closed:
+            yield Finding(fence.line, "fence-open", "this code block is never closed", "add ```")
+        for offset, line in enumerate(fence.lines, start=1):
+            for found in _BARE.finditer(line) if "git clone" in line else ():
+                yield _bare(fence.line + offset, found.group())
+    yield from _secrets(document)
+
+
+def has_secret(text: str) -> bool:
+    """Whether a text has an access token or key in it; `hf_xxxxxxxx…` is none."""
+    return any(len(set(m.group())) > 8 for m in _SECRET.finditer(text))
+
+
+def bare_links(text: str) -> list[str]:
+    """Links to a host and nothing on it."""
+    return [m.group() for m in _BARE.finditer(text)]
+
+
+def _bare(line: int, link: str) -> Finding:
+    return Finding(
+        line,
+        "bare-link",
+        f"the link {link} leads nowhere in particular",
+        "name the page that is meant, or take the link out",
+    )
+
+
+def _links(paragraph: Paragraph) -> Iterator[Finding]:
+    text = paragraph.without_code
+    named = {m.start("to"): m["text"] for m in _LINK.finditer(text)}
+    for found in _LINK.finditer(text):
+        if not found["to"] or _NOWHERE.match(found["to"]):
+            shown = paragraph.text[found.start() : found.end()]
+            yield Finding(
+                paragraph.line_of(found.start()),
+                "bare-link",
+                f"the link {shown} has no address",
+                "name the page that is meant, or take the link out",
+            )
+    for found in _BARE.finditer(text):
+        called = named.get(found.start(), "").lower()
+        if not any(word in called for word in _HOSTS[found["host"]]):
+            yield _bare(paragraph.line_of(found.start()), found.group())
+    for found in _EXAMPLE.finditer(text):
+        yield _bare(paragraph.line_of(found.start()), found.group())
+
+
+def _paths(paragraph: Paragraph, is_ours: bool) -> Iterator[Finding]:
+    for pattern, severe in ((_HOME, True), (_FOLDER, is_ours)):
+        for found in pattern.finditer(paragraph.text):
+            yield _path(paragraph.line_of(found.start()), found.group(), severe)
+
+
+def _path(line: int, path: str, severe: bool) -> Finding:
+    return Finding(
+        line,
+        "machine-path",
+        f"{path} is a path of some machine",
+        "name what others can get",
+        "error" if severe else "warning",
+    )
+
+
+def _nan(line: int, what: str) -> Finding:
+    return Finding(
+        line,
+        "not-finite",
+        f"{what!r} stands where a number should",
+        "a number that was not computed is a dash",
+    )
+
+
+def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
+    for row in table.rows:
+        for position, cell in enumerate(row.cells):
+            found = _IN_CELL.search(cell.text) if position else None
+            if found:
+                yield _nan(row.line, found["what"])
+            for pattern, severe in ((_HOME, True), (_FOLDER, is_ours)):
+                for path in pattern.finditer(cell.text):
+                    yield _path(row.line, path.group(), severe)
+
+
+def _secrets(document: Document) -> Iterator[Finding]:
+    front = document.front.count("\n") + 3 if document.front is not None else 0
+    for number, line in enumerate(document.text.split("\n"), start=1):
+        if number > front and has_secret(line):
+            yield Finding(
+                number,
+                "secret",
+                "something looks like an access token or key",
+                "take it out, and revoke it",
+            )
