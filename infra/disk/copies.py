@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from infra.disk.mounts import existing, project_id
 from infra.publishing import target_damage
 from infra.workspace import Workspace
+from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import OutputFile, StageRecord
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 WEIGHTS = ".safetensors"
 #: A Hub that did not answer, or has the files no more, is asked again after so long.
 _BELIEVED_S = 60.0
+_LOOK_S = 10.0
 
 
 class Copy(NamedTuple):
@@ -170,14 +172,24 @@ def _doubt_of_folder(copy: Copy, files: Sequence[OutputFile]) -> str:
 
 
 def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
-    from infra.disk.hub_look import files_at
+    """Asked in the middle of a trainer's save: answers come within seconds, nothing is tried twice.
+    Our token goes to the Hub that this process is set up for and to no other address."""
+    from huggingface_hub import constants
 
+    from infra.hub.client import endpoint_now, open_hub
+
+    if constants.HF_HUB_OFFLINE:
+        return f"{copy.text} was not looked at: HF_HUB_OFFLINE is set here"
+    if copy.endpoint != endpoint_now():
+        return f"{copy.text} was not looked at: HF_ENDPOINT is {endpoint_now()} here"
+    config = PublishConfig(request_timeout_s=_LOOK_S)
     try:
-        there = files_at(copy.endpoint, copy.repo_id, str(copy.commit))
-    except OSError as error:
-        return f"{copy.text} cannot be looked at from here: {error}"
+        with open_hub(copy.repo_id, config, copy.endpoint, patience_s=0.0) as hub:
+            there = hub.tree(str(copy.commit))
+    except (RefinerError, OSError) as error:
+        return f"{copy.text} cannot be relied on: {error}"
     for file in files:
-        name = copy.names[file.sha256]
-        if there.get(name) != (file.bytes, file.sha256):
-            return f"{copy.text} has no {name} with the hash that was published"
+        found = there.get(copy.names[file.sha256])
+        if found is None or (found.bytes, found.sha256) != (file.bytes, file.sha256):
+            return f"{copy.text} has no {copy.names[file.sha256]} of the hash that was published"
     return ""
