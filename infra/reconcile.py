@@ -205,7 +205,7 @@ class _Step:
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
             False: policy.max_parallel - busy.count(False),
-            True: max(1, policy.max_parallel) - busy.count(True),
+            True: max(2, policy.max_parallel) - busy.count(True),
         }
 
     def _given(self, stage: PlannedStage) -> Done | Fail:

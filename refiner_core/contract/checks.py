@@ -243,6 +243,16 @@ CHECKS: tuple[Check, ...] = (
         "names joined by single slashes, none of them empty, `.` or `..`",
         "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
     ),
+    Check(
+        lambda c: (
+            c.publish.per_step != "repository"
+            or c.publish.which in ("final", "best")
+            or "{step}" in c.publish.repo_id
+        ),
+        lambda c: f"publish.per_step=repository, but `publish.repo_id` is {c.publish.repo_id!r}.",
+        "a repository for each step",
+        "write {step} into publish.repo_id, or set publish.per_step=tag",
+    ),
     *(
         Check(
             lambda c, name=name: (  # type: ignore[misc]

@@ -18,7 +18,7 @@ from infra.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
 from infra.dispatch import Router
 from infra.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, SftConfig
+from refiner_core.contract.config import DiskConfig, PublishConfig, SftConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from tests.simulation.disk import GIB, SimDisk
@@ -35,6 +35,8 @@ CALM_AFTER_S = 3 * 3600.0
 #: Virtual time that a campaign may need after the faults have stopped, and calls in that time.
 PATIENCE_S = 24 * 3600.0
 CALLS_AFTER = 12
+#: Saved by every trainer here whose checkpoints are published.
+PUBLISHED_STEP = 2
 POLL_S = 120.0
 HOSTS = ("login1", "login2")
 #: Points near which a kill is most instructive.
@@ -54,19 +56,23 @@ class Summary:
 
 
 def trial_plan(trials: int = 2) -> Plan:
-    """One ``data`` stage, and per trial (a seed) an ``sft`` stage on it."""
+    """One ``data`` stage, and per trial (a seed) an ``sft`` on it. The checkpoint of step 2 of
+    the first one is exported while training goes on."""
     config = replace(
-        small_config("data", "sft", poll_s=POLL_S, heartbeat_timeout_s=500.0),
+        small_config("data", "sft", "publish", poll_s=POLL_S, heartbeat_timeout_s=500.0),
         disk=DiskConfig(wait_min=120.0, watch_s=60.0),
     )
     config = replace(
         config,
-        sft=replace(SftConfig(), keep=2),
+        sft=replace(SftConfig(), keep=2, save_freq=1),
+        publish=PublishConfig(which="listed", steps=(PUBLISHED_STEP,)),
         dispatch=replace(config.dispatch, hung_after_s=2000.0, backoff_s=60.0, grace_s=120.0),
     )
     stages: dict[str, PlannedStage] = {}
     for seed in range(1, trials + 1):
         for stage in make_plan(replace(config, seed=seed), SOURCES).stages:
+            if stage.kind == "publish" or (stage.kind == "export" and seed > 1):
+                continue
             renamed = _of_trial(stage, seed)
             stages[renamed.name] = renamed
     return Plan("trials", config, tuple(stages.values()))
@@ -104,9 +110,14 @@ class Schedule:
 
     def _shape(self, stage: PlannedStage) -> Shape:
         rng = self.world.random
+        if stage.kind == "export":
+            source = self.plan.by_name[stage.inputs["policy"]].id
+            return Shape(0, rng.choice([40.0, 400.0]), 99, 1.0, (source, PUBLISHED_STEP))
         if stage.kind != "sft":
             return Shape(rng.randint(1, 3), 40.0, 99, 1.0)
-        return Shape(rng.randint(4, 9), rng.choice([60.0, 200.0]), rng.randint(1, 3), 15.0)
+        published = any(s.at_step and stage.name in s.inputs.values() for s in self.plan.stages)
+        every = rng.randint(1, 2 if published else 3)
+        return Shape(rng.randint(4, 9), rng.choice([60.0, 200.0]), every, 15.0)
 
     # ------------------------------------------------------------ the whole of it
 
@@ -147,7 +158,10 @@ class Schedule:
             process.dies_at = process.dies_near = None
         if not self._running:
             self._call(HOSTS[0], 0.0)
-        self.world.run(self.world.now + PATIENCE_S, self._over)
+        self.world.run(
+            self.world.now + PATIENCE_S,
+            lambda: self._over() or self.calls - before > CALLS_AFTER,
+        )
         if self.calls - before > CALLS_AFTER:
             raise Violation(f"it took {self.calls - before} calls after the faults had stopped")
 

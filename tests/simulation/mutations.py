@@ -18,6 +18,7 @@ import tests.simulation.worker
 from infra import atomic
 from infra.attempt import AttemptRun
 from infra.checkpoints import CheckpointStore
+from infra.holds import Holds
 from infra.observe import Observer
 from infra.stage_io import AttemptIO
 from infra.workspace import Workspace
@@ -111,6 +112,10 @@ def _numbers_are_skipped() -> Iterable[Patch]:
     yield Workspace, "claim_attempt", claim
 
 
+def _nothing_is_held() -> Iterable[Patch]:
+    yield Holds, "keep", lambda self, done: None
+
+
 class Mutation(NamedTuple):
     """A deliberate bug: what is changed, and what the rule that notices it says."""
 
@@ -135,6 +140,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "what was to stop is tried again": Mutation(_stop_is_no_stop, "tried again by the same call"),
     "old failures count for the new call": Mutation(_everything_is_history, "it took|was lost"),
     "metrics are not taken over": Mutation(_metrics_not_taken_over, "the metrics of"),
+    "checkpoints that a publication waits for are not kept": Mutation(_nothing_is_held, "it took"),
     "attempt numbers are skipped": Mutation(_numbers_are_skipped, "still open"),
 }
 

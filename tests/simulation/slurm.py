@@ -210,7 +210,9 @@ class Cluster:
         def strike() -> None:
             bad = job.node in self.bad
             runs = job.restarts == restarts and job.state == "RUNNING" and not job.over
-            if runs and (bad or not weather.clear):
+            # Who preempts, limits times and hears of scancel is the controller.
+            heard = not self.down or name not in ("preempt", "time limit", "scancel")
+            if runs and heard and (bad or not weather.clear):
                 self._strike(job, name)
 
         world.at(delay_s, strike)
