@@ -41,6 +41,8 @@ WHAT: dict[FailureClass, str] = {
     "disk_full": "no room on the disk",
     "hung": "hung",
     "judge_outage": "judge did not answer",
+    "hub_outage": "Hub did not answer",
+    "hub_refused": "Hub refused",
     "not_finite": "loss, norm or reward was not finite",
     "bad_configuration": "configuration refused",
     "bad_data": "data refused",
