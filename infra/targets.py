@@ -8,6 +8,7 @@ not there yet, verifies all of it by hash before it returns, and moves names (br
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class FileToPublish:
     bytes: int
     sha256: str
     source: Path | None = None
-    content: bytes | None = field(default=None, repr=False)
+    content: builtins.bytes | None = field(default=None, repr=False)
 
     @classmethod
     def of_text(cls, name: str, text: str) -> FileToPublish:

@@ -3,7 +3,7 @@
 In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
 group is the recipe and whose job type is the stage's kind. It starts with the first metric
 (starting costs a second or two), and whatever goes wrong in it is one warning in the log, never an
-error.
+error. Of an online run, ``tracking.json`` beside its files says where it can be looked at.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra import atomic
 from refiner_core.contract.config import TrackingConfig
 
+#: Where an online run can be looked at: `{"url": …}`.
+ADDRESS_FILE = "tracking.json"
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +51,7 @@ class Tracker:
         try:
             if self._wandb_run is None:
                 self._wandb_run = self._start()
+                self._note_address()
             finite = {k: float(v) for k, v in metrics.items() if math.isfinite(float(v))}
             self._wandb_run.log(finite, step=step)
         except Exception as error:  # a tracker must never stop a training, whatever it raises
@@ -95,6 +99,27 @@ class Tracker:
             settings=settings,
         )
 
+    def _note_address(self) -> None:
+        """Write down where an online run can be looked at; an offline one can be nowhere."""
+        address = getattr(self._wandb_run, "url", None)
+        if self._config.wandb != "online" or not address:
+            return
+        try:
+            atomic.write_json(self._run.folder / ADDRESS_FILE, {"url": str(address)})
+        except OSError as error:
+            log.warning("the address of the W&B run, %s, could not be noted: %s", address, error)
+
     def _give_up(self, doing: str, error: Exception) -> None:
         self._off = True
         log.warning("%s failed; metrics go on in metrics.jsonl only: %s", doing, error)
+
+
+def tracked_address(folder: Path) -> str | None:
+    """Where the online run can be looked at whose files lie in ``folder``; None for any other."""
+    try:
+        noted = atomic.read_json(folder / ADDRESS_FILE) or {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", folder / ADDRESS_FILE, error)
+        return None
+    address = noted.get("url")
+    return str(address) if address else None

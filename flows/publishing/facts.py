@@ -1,0 +1,269 @@
+"""All that a card says, collected from records.
+
+In: a `publish` or `card` stage. Out: :class:`Collected`: its :class:`CardFacts`, with the record
+that each was read from, and the weights that they are about. The same records give the same facts,
+at work and ever after, here and in a copy of the workspace: what can be found out only at the time
+(which call asked, which command was checked, the text of a template) is recorded by the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flows.publishing.behind import (
+    Behind,
+    Subject,
+    behind,
+    need_result,
+    recorded_subject,
+    runs_of,
+    weights_of,
+)
+from flows.publishing.best import Choice, choose, measured_as
+from flows.publishing.cost import cost_of
+from flows.publishing.once import decide
+from infra.targets import step_revision
+from infra.tracking import tracked_address
+from infra.workspace import Workspace
+from refiner_core.cards import CardFacts, attempt_notes
+from refiner_core.cards.facts import UNKNOWN
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import walk
+from refiner_core.contract.records import RunRecord
+
+#: The order of models on a card, by the front of their names.
+_MODELS = ("base", "sft", "grpo", "command")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a publication says, and is about.
+
+    ``decided`` is for the stage's report: what cannot be found out from records later.
+    ``choice`` is set where the best checkpoint is published.
+    """
+
+    facts: CardFacts
+    made: Behind
+    decided: Mapping[str, Any]
+    choice: Choice | None = None
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether these are the weights that the repository is to end at."""
+        return self.made.whole or self.choice is not None
+
+
+def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
+    """What the card of a finished `publish` or `card` stage says, from records alone.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such stage, or it is not done.
+    WorkspaceError
+        A record that it rests on is gone.
+    """
+    return collect(recorded_subject(workspace, stage_id)).facts
+
+
+def collect(subject: Subject) -> Collected:
+    """What a `publish` or `card` stage says."""
+    workspace, config, model = subject.workspace, subject.config, subject.spec.model
+    weights = weights_of(subject)
+    choice = None
+    role = "weights" if "weights" in weights else next(iter(weights))
+    if subject.spec.name == "publish-best":
+        steps = {r: int(need_result(workspace, i).report["steps"]) for r, i in weights.items()}
+        choice = choose(workspace, subject.inputs, steps, model, config.publish)
+        role = choice.best.role
+    made = behind(workspace, weights[role])
+    runs = runs_of(subject, made.trained)
+    decided = subject.decided or decide(subject, made, runs)
+    evaluations, protocols, records = _evaluations(subject)
+    records |= _record_paths(subject, made, runs)
+    adopted = made.reports.get(model, {}).get("adopted")
+    ends_run = made.whole or choice is not None
+    facts = CardFacts(
+        repo_id=config.publish.repo_id.format(
+            recipe=config.recipe,
+            seed=config.seed,
+            step=made.step,
+            fingerprint=made.model.spec.fingerprint[:8],
+        ),
+        config=config,
+        stage=model,
+        step=made.step,
+        final=made.whole and not adopted,  # nobody knows whether that one had more to come
+        command=str(decided["command"]),
+        license=config.publish.license,
+        reports=made.reports,
+        evaluations=evaluations,
+        attempts=[n for name, found in made.attempts.items() for n in attempt_notes(name, found)],
+        provenance=_provenance(workspace, made, runs[1]),
+        base_model=_other_base(model, made.reports.get(model, {})),
+        static_rubric_titles=tuple(t for t, _ in decided["static_rubrics"]),
+        static_rubric_weights=tuple(w for _, w in decided["static_rubrics"]),
+        recorded_fields=_recorded_fields(workspace, made),
+        description=f"{config.description} {choice.sentence() if choice else ''}".strip(),
+        measured_as=_measured_as(made, role, model),
+        fingerprint=made.model.spec.fingerprint,
+        recipe_file=decided["recipe_file"],
+        sources=decided["sources"],
+        cost=cost_of(workspace, made, config),
+        tracking=_tracking(workspace, made),
+        revision=step_revision(config.publish, made.step, final=ends_run),
+        protocols=protocols,
+        template=decided["template"],
+        records=records,
+    )
+    return Collected(facts, made, decided, choice)
+
+
+def _measured_as(made: Behind, role: str, model: str) -> str:
+    if made.whole:
+        return model
+    return measured_as(role if role != "weights" else f"weights-step{made.step}", model)
+
+
+def _other_base(model: str, report: Mapping[str, Any]) -> str | None:
+    """What another trainer has started from, as far as it is known; ours start at the recipe's."""
+    return str(report.get("base_model") or UNKNOWN) if model == "command" else None
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _evaluations(
+    subject: Subject,
+) -> tuple[list[Mapping[str, Any]], dict[str, Any], dict[str, str]]:
+    """Every number of the evaluations among the inputs, the protocols behind them, and where each
+    number was read. All of them bring the random copier's floor along; it is said once."""
+    entries: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    protocols: dict[str, Any] = {}
+    places: dict[tuple[str, ...], str] = {}
+    roles = [r for r in subject.inputs if r.startswith("evaluation-")]
+    for role in sorted(roles, key=_rank):
+        stage_id = subject.inputs[role]
+        report = need_result(subject.workspace, stage_id).report
+        protocols |= report["protocols"]
+        for part in ("evaluations", "reference"):
+            for position, entry in enumerate(report[part]):
+                key = tuple(str(entry[k]) for k in ("stage", "protocol", "decoding", "metric"))
+                entries.setdefault(key, entry)
+                path = subject.path(stage_id, f"result.json#report.{part}.{position}")
+                places.setdefault(key, path)
+    records = {f"evaluations.{i}": places[key] for i, key in enumerate(entries)}
+    used = {str(e["protocol"]) for e in entries.values()}
+    return list(entries.values()), {k: v for k, v in protocols.items() if k in used}, records
+
+
+def _rank(role: str) -> tuple[int, int, str]:
+    """Models in the order in which they were made; of one, the steps before the end."""
+    model, _, step = role.removeprefix("evaluation-").partition("-step")
+    order = _MODELS.index(model) if model in _MODELS else len(_MODELS)
+    return order, int(step) if step.isdigit() else 10**12, role
+
+
+# ---------------------------------------------------------------- how it was made
+
+
+def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> dict[str, Any]:
+    code = began.provenance if began else {}
+    trained = _worker(workspace, made)
+    host = trained.get("host") or {}
+    gpus = host.get("gpus") or []
+    machine = ", ".join(gpus) or f"{host.get('cpu')}, {host.get('cores')} cores"
+    # Of another trainer's environment nothing is known, whatever its worker had.
+    versions = {} if "command" in made.records else trained.get("versions")
+    return {
+        "commit": code.get("commit"),
+        "dirty": code.get("dirty"),
+        "packages": versions or {},
+        "host": machine if host else None,
+        "durations": {
+            name: attempts[-1].seconds
+            for name, attempts in made.attempts.items()
+            if attempts
+            and attempts[-1].seconds is not None
+            and not made.reports.get(name, {}).get("adopted")
+        },
+    }
+
+
+def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
+    """On what the attempt ran that made the weights."""
+    if made.whole:
+        return need_result(workspace, made.trained).provenance
+    attempts = made.attempts[made.model.spec.name]
+    number = attempts[-1].number if attempts else 1
+    started = workspace.read_control(workspace.layout.attempt(made.trained, number).started) or {}
+    found: Mapping[str, Any] = started.get("provenance") or {}
+    return found
+
+
+def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | None:
+    """Fields that the training's configuration had, where today's has others."""
+    attempts = made.attempts[made.model.spec.name]
+    number = attempts[-1].number if attempts else 1
+    path = workspace.layout.attempt(made.trained, number).config
+    recorded = workspace.read_control(path) or {}
+    known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
+    return None if len(known) == len(walk(RecipeConfig)) or not known else known
+
+
+def _has(values: Any, path: str) -> bool:
+    for part in path.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
+    """Addresses of the runs that an online tracker has of the stages."""
+    found = {}
+    for name, attempts in made.attempts.items():
+        for attempt in reversed(attempts):
+            folder = workspace.layout.attempt(made.ids[name], attempt.number).tracker
+            if address := tracked_address(folder):
+                found[name] = address
+                break
+    return found
+
+
+def _record_paths(
+    subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
+) -> dict[str, str]:
+    """Where each fact was read (numbers aside), by the front of its dotted path."""
+    asked, began = runs
+    trained, name = made.trained, made.model.spec.name
+    last = made.attempts[name][-1].number if made.attempts[name] else 1
+    config = "config.json"
+    found = {
+        "config": f"{subject.attempt_path(subject.stage_id, subject.attempt)}/{config}",
+        "fingerprint": subject.path(trained, "spec.json#fingerprint"),
+        "step": subject.path(made.weights, "result.json#report.steps"),
+        "recorded_fields": f"{subject.attempt_path(trained, last)}/{config}",
+        "provenance": (
+            subject.path(trained, "result.json#provenance")
+            if made.whole
+            else f"{subject.attempt_path(trained, last)}/started.json#provenance"
+        ),
+        "cost": subject.path(trained, "attempts"),
+    }
+    if asked is not None:
+        found["command"] = f"runs/{asked.run}/run.json#overrides"
+    if began is not None:
+        for part in ("commit", "dirty"):
+            found[f"provenance.{part}"] = f"runs/{began.run}/run.json#provenance.{part}"
+    for stage, stage_id in made.ids.items():
+        source = made.weights if stage == name else stage_id
+        if stage in made.reports:
+            found[f"reports.{stage}"] = subject.path(source, "result.json#report")
+    notes = [(made.ids[n], a.number) for n, found_ in made.attempts.items() for a in found_]
+    for position, (stage_id, attempt) in enumerate(notes):
+        found[f"attempts.{position}"] = subject.attempt_path(stage_id, attempt)
+    return found
