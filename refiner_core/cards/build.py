@@ -1,30 +1,32 @@
 """A card from facts.
 
 In: :class:`CardFacts`. Out: the text of README.md: YAML front matter as the Hub reads it, then the
-sections of ``card.md.jinja``. The template only places what the other modules have put into words.
+sections of ``card.md.jinja`` or of a user's own template. The template only places what the other
+modules have put into words.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined, Template
 
-from refiner_core.cards.evidence import published_facts
-from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id, public_name
+from refiner_core.cards.cost import cost_lines
+from refiner_core.cards.curve import training_curve
+from refiner_core.cards.evidence import facts_from_json, facts_to_json
+from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id
 from refiner_core.cards.notes import known_notes
-from refiner_core.cards.results import model_index, result_tables
-from refiner_core.cards.settings import (
-    command_lines,
-    data_lines,
-    grpo_flags,
-    grpo_lines,
-    own_settings,
-    sft_lines,
+from refiner_core.cards.reproduction import reproduction_lines
+from refiner_core.cards.results import (
+    model_index,
+    preferred_step,
+    progression_tables,
+    result_tables,
 )
+from refiner_core.cards.settings import grpo_flags, own_settings
+from refiner_core.cards.setup import before_lines, setup_lines
+from refiner_core.cards.template import render
+from refiner_core.cards.usage import output_format, usage_code
 
 _ALGORITHMS = {
     "sft": "Supervised fine-tuning (SFT)",
@@ -43,45 +45,67 @@ _SECTIONS = {
 
 
 def build_card(facts: CardFacts) -> str:
-    """The README.md of a published checkpoint; the same facts give the same bytes."""
-    facts = published_facts(facts)
+    """The README.md of a published checkpoint; the same facts give the same bytes.
+
+    Raises
+    ------
+    ConfigurationError
+        The user's template does not fit; see :func:`refiner_core.cards.template.render`.
+    """
+    known = facts_to_json(facts)
+    return render(facts.template, card_variables(facts_from_json(known)) | {"facts": known})
+
+
+def card_variables(facts: CardFacts) -> dict[str, Any]:
+    """What a template may use; the head of ``card.md.jinja`` says what each of them is."""
     grpo = facts.stage == "grpo"
-    values: dict[str, Any] = {
+    return {
         "front_matter": yaml.safe_dump(front_matter(facts), sort_keys=False, allow_unicode=True),
         "name": facts.name,
+        "repo_id": facts.repo_id,
         "short_name": _SHORT_NAMES.get(facts.stage, facts.stage.upper()),
         "step": facts.step,
         "steps": facts.config.grpo.num_training_steps if grpo else None,
         "final": facts.final,
         "external": facts.stage == "command",
+        "description": facts.description,
+        "summary": _summary(facts),
         "base_model": _base_in_words(facts),
         "algorithm": _ALGORITHMS.get(facts.stage, facts.stage),
-        "setup": _setup(facts),
-        "before": sft_lines(facts)[1:-1] if grpo and "sft" in facts.reports else [],
-        "answer_only": facts.config.data.refiner_mode in (None, "answer_only"),
+        "setup": setup_lines(facts),
+        "before": before_lines(facts),
+        "cost": cost_lines(facts),
+        "format": output_format(facts),
+        "usage": usage_code(facts),
         "tables": result_tables(facts),
-        "command": facts.command.strip(),
+        "progression": progression_tables(facts),
+        "preferred": preferred_step(facts),
+        "curve": training_curve(facts),
+        "command": facts.command,
+        "reproduction": reproduction_lines(facts),
         "flags": grpo_flags(facts) if grpo else [],
         "settings": own_settings(facts, _SECTIONS.get(facts.stage, _SECTIONS["sft"])),
         "notes": known_notes(facts),
         "provenance": _provenance(facts),
     }
-    return _template().render(values).rstrip() + "\n"
 
 
-def _setup(facts: CardFacts) -> list[str]:
+def _summary(facts: CardFacts) -> str:
+    """One paragraph that says what this is, made from the facts."""
     if facts.stage == "command":
-        return command_lines(facts)
-    return data_lines(facts) + (grpo_lines(facts) if facts.stage == "grpo" else sft_lines(facts))
-
-
-@cache
-def _template() -> Template:
-    text = files("refiner_core.cards").joinpath("card.md.jinja").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
-    )
-    return environment.from_string(text)
+        return (
+            f"`{facts.name}` is step {facts.step} of a model that another trainer made; refiner "
+            "published it as it is."
+        )
+    base = f"`{facts.base}`" if facts.base != UNKNOWN else "a model that is not recorded"
+    how = {
+        "sft": "fine-tuned on demonstrations of cited answers",
+        "grpo": "trained with group-relative policy optimisation on judged rubrics and citations",
+    }.get(facts.stage, f"trained by the stage `{facts.stage}`")
+    if facts.stage == "grpo" and "sft" in facts.reports:
+        how = f"fine-tuned on demonstrations of cited answers, then {how}"
+    text = f"`{facts.name}` is {base} {how}"
+    return f"{text}; this is {'the last' if facts.final else 'an intermediate'} checkpoint."
 
 
 def front_matter(facts: CardFacts) -> dict[str, Any]:
@@ -96,12 +120,13 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
     matter: dict[str, Any] = {
         "license": facts.license,
         "base_model": facts.base.replace(_BUILTIN, "builtin-"),
+        "base_model_relation": "finetune",
         "pipeline_tag": "text-generation",
         "library_name": "transformers",
         "tags": tags,
     }
     if facts.base == UNKNOWN:
-        del matter["base_model"]
+        del matter["base_model"], matter["base_model_relation"]
     if datasets:
         matter["datasets"] = datasets
     index = model_index(facts)
@@ -131,18 +156,13 @@ def _provenance(facts: CardFacts) -> list[str]:
     if packages:
         listed = ", ".join(f"{name} {packages[name]}" for name in sorted(packages))
         lines.append(f"Packages: {listed}.")
-    if known.get("host"):
-        lines.append(f"Machine: {public_name(str(known['host']))}.")
-    durations = known.get("durations") or {}
-    if durations:
-        listed = ", ".join(f"{stage} {_duration(s)}" for stage, s in durations.items())
-        lines.append(f"Time of the successful attempts: {listed}.")
-    return lines or ["Nothing was recorded of the code and machine behind this checkpoint."]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    digests = [
+        f"{which} rows `{counts['digest']}`"
+        for which in ("rl", "sft")
+        if (counts := facts.reports.get("data", {}).get(which)) and counts.get("digest")
+    ]
+    if digests:
+        lines.append(f"Data: {', '.join(digests)}.")
+    for stage, address in sorted(facts.tracking.items()):
+        lines.append(f"Training log of `{stage}`: [{address.rpartition('/')[2]}]({address}).")
+    return lines or ["Nothing was recorded of the code behind this checkpoint."]

@@ -1,16 +1,29 @@
 """What a reader of a card ought to know: notes derived from records, never typed by hand.
 
-In: :class:`CardFacts`. Out: one sentence or two per thing that happened. Messages of failures are
-left out on purpose: they name paths and hosts.
+In: :class:`CardFacts`. Out: one sentence or two per thing that happened, with where its numbers
+come from. Messages of failures are left out on purpose: they name paths and hosts.
 """
 
 from __future__ import annotations
 
-from refiner_core.cards.facts import AttemptNote, CardFacts
-from refiner_core.cards.results import without_value
-from refiner_core.cards.settings import flag_of, rubric_source, shown
+from collections.abc import Mapping
+from typing import Any
+
+from refiner_core.cards.cost import lost_hours
+from refiner_core.cards.facts import UNKNOWN, CardFacts, finite, is_hub_id
+from refiner_core.cards.printed import Line, as_line, joined, number
+from refiner_core.cards.results import cell, own_entries, without_value
+from refiner_core.cards.settings import flag_of, shown
+from refiner_core.cards.setup import rubric_source
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import ABSENT, walk
+
+#: Sections of the configuration that say nothing about a model of another kind of stage.
+_OF_OTHER_STAGES = {
+    "grpo": ("command.", "publish.", "evaluate."),
+    "sft": ("grpo.", "reward.", "judge.", "command.", "publish.", "evaluate."),
+    "command": ("grpo.", "reward.", "judge.", "sft.", "publish.", "evaluate."),
+}
 
 _FAILURES = {
     "interrupted": "it was stopped on request",
@@ -26,6 +39,8 @@ _FAILURES = {
     "disk_full": "the disk or its quota was full",
     "hung": "it hung and was stopped",
     "judge_outage": "the judge did not answer often enough",
+    "hub_outage": "the Hub did not answer",
+    "hub_refused": "the Hub refused it",
     "not_finite": "a value was not finite",
     "bad_configuration": "its configuration was refused",
     "bad_data": "its data was refused",
@@ -34,114 +49,177 @@ _FAILURES = {
 }
 
 
-def known_notes(facts: CardFacts) -> list[str]:
+def known_notes(facts: CardFacts) -> list[Line]:
     """All notes, in the order: how the run went, its data, its judge, its options, its numbers."""
     return [
+        *_adopted(facts),
         *_interruptions(facts),
+        *_lost_time(facts),
         *_dropped_rows(facts),
         *_judge_failures(facts),
         *_later_fields(facts),
+        *_moving_names(facts),
         *_missing_numbers(facts),
     ]
 
 
-def _interruptions(facts: CardFacts) -> list[str]:
-    notes = []
-    for position, attempt in enumerate(facts.attempts):
-        if attempt.failure == "none":
-            continue
-        why = _FAILURES.get(attempt.failure, attempt.failure.replace("_", " "))
-        later = [a for a in facts.attempts[position + 1 :] if a.stage == attempt.stage]
-        text = f"Attempt {attempt.number} of the {attempt.stage} stage ended{_when(attempt)} "
-        text += f"because {why}; "
-        if not later:
-            text += (
-                f"the stage was not taken up again. This checkpoint is step {facts.step}."
-                if attempt.stage == facts.stage
-                else "the stage was not taken up again."
-            )
-        elif later[0].resumed_from_step is None:
-            text += f"attempt {later[0].number} started over."
-        else:
-            text += (
-                f"attempt {later[0].number} went on from the checkpoint of step "
-                f"{later[0].resumed_from_step}, and repeats what would have come without it."
-            )
-            text += _done_again(attempt, later[0].resumed_from_step)
-        notes.append(text)
-    return notes
-
-
-def _when(attempt: AttemptNote) -> str:
-    """`` on 2026-11-21 03:12 UTC after step 100``, as far as it is known."""
-    day = f" on {attempt.ended_at[:16].replace('T', ' ')} UTC" if attempt.ended_at else ""
-    return day + (f" after step {attempt.step}" if attempt.step else "")
-
-
-def _done_again(attempt: AttemptNote, resumed_from_step: int | None) -> str:
-    if attempt.step is None or resumed_from_step is None or attempt.step <= resumed_from_step:
-        return ""
-    lost = attempt.step - resumed_from_step
-    return f" {lost} {'step was' if lost == 1 else 'steps were'} done again."
-
-
-def _dropped_rows(facts: CardFacts) -> list[str]:
-    notes = []
-    for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
-        counts = facts.reports.get("data", {}).get(which, {})
-        dropped = counts.get("dropped") or {}
-        if not dropped:
-            continue
-        reasons = ", ".join(f"{count} `{reason}`" for reason, count in sorted(dropped.items()))
-        notes.append(
-            f"{sum(dropped.values())} of {counts['read']} {label} were dropped, none was cut: "
-            f"{reasons}."
-        )
-    return [*notes, *_rows_without_rubrics(facts)]
-
-
-def _rows_without_rubrics(facts: CardFacts) -> list[str]:
-    count = facts.reports.get("data", {}).get("split", {}).get("rl_without_rubrics", 0)
-    reward = facts.config.reward
-    if not count or facts.stage != "grpo" or rubric_source(reward) != "instance":
+def _adopted(facts: CardFacts) -> list[Line]:
+    if not facts.reports.get(facts.stage, {}).get("adopted"):
         return []
-    alone = "the citation term alone" if reward.apply_paper_citation_reward else "0"
-    return [f"{count} prompts have no rubrics; their reward is {alone}."]
-
-
-def _judge_failures(facts: CardFacts) -> list[str]:
-    report = facts.reports.get("grpo", {})
-    counts = report.get("counts") or {}
-    unscored = int(counts.get("samples/unscored", 0))
-    if not unscored or facts.stage != "grpo":
-        return []
-    total = f" of {report['episodes']}" if report.get("episodes") else ""
     return [
-        f"The judge failed on {unscored}{total} rollouts. They entered neither the group "
-        "statistics nor the loss; a failure is never counted as a score."
+        Line(
+            "This checkpoint was adopted from the folder of a run that had ended; how that run "
+            "went is not recorded."
+        )
     ]
 
 
-def _later_fields(facts: CardFacts) -> list[str]:
-    """Options that came after the run, with the value that it had in effect."""
-    if facts.recorded_fields is None:
-        return []
+def _interruptions(facts: CardFacts) -> list[Line]:
     notes = []
-    for path, info in walk(RecipeConfig):
-        if info.legacy_value is ABSENT or path in facts.recorded_fields:
+    for place, attempt in enumerate(facts.attempts):
+        if attempt.failure == "none":
             continue
-        if path.startswith(("grpo.", "reward.", "judge.")) and facts.stage != "grpo":
-            continue
-        if path.startswith("command.") and facts.stage != "command":
-            continue
-        name = flag_of(path) or path
-        notes.append(
-            f"A later version introduced `{name}` ({info.doc}). **This checkpoint was produced "
-            f"before it existed**; the value in effect was `{shown(info.legacy_value)}`."
-        )
+        why = _FAILURES.get(attempt.failure, attempt.failure.replace("_", " "))
+        later = [i for i, a in enumerate(facts.attempts) if i > place and a.stage == attempt.stage]
+        text = "Attempt " + number(attempt.number, f"attempts.{place}.number")
+        text = text + f" of the {attempt.stage} stage ended" + _when(facts, place)
+        text = text + f" because {why}; "
+        notes.append(text + (_resumed(facts, place, later[0]) if later else _left(facts, place)))
     return notes
 
 
-def _missing_numbers(facts: CardFacts) -> list[str]:
+def _left(facts: CardFacts, place: int) -> Line:
+    text = Line("the stage was not taken up again.")
+    if facts.attempts[place].stage != facts.stage:
+        return text
+    return text + " This checkpoint is step " + number(facts.step, "step") + "."
+
+
+def _resumed(facts: CardFacts, place: int, later: int) -> Line:
+    attempt, following = facts.attempts[place], facts.attempts[later]
+    text = "attempt " + number(following.number, f"attempts.{later}.number")
+    step = following.resumed_from_step
+    if step is None:
+        return text + " started over."
+    text = text + " went on from the checkpoint of step "
+    text = text + number(step, f"attempts.{later}.resumed_from_step")
+    text = text + ", and repeats what would have come without it."
+    if attempt.step is None or attempt.step <= step:
+        return text
+    lost = number(attempt.step - step, f"attempts.{place}.step")
+    return (
+        text
+        + " "
+        + lost
+        + (" step was" if attempt.step - step == 1 else " steps were")
+        + (" done again.")
+    )
+
+
+def _when(facts: CardFacts, place: int) -> Line:
+    """`` on 2026-11-21 03:12 UTC after step 100``, as far as it is known."""
+    attempt, text = facts.attempts[place], Line("")
+    if attempt.ended_at:
+        day = attempt.ended_at[:16].replace("T", " ")
+        text = " on " + number(day, f"attempts.{place}.ended_at") + " UTC"
+    if attempt.step:
+        text = text + " after step " + number(attempt.step, f"attempts.{place}.step")
+    return text
+
+
+def _lost_time(facts: CardFacts) -> list[Line]:
+    lost = lost_hours(facts)
+    return [] if lost is None else [lost + " went into work that had to be done again."]
+
+
+def _dropped_rows(facts: CardFacts) -> list[Line]:
+    notes = []
+    for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
+        counts = facts.reports.get("data", {}).get(which) or {}
+        dropped = counts.get("dropped") or {}
+        path = f"reports.data.{which}"
+        if not dropped:
+            continue
+        reasons = [
+            number(count, f"{path}.dropped.{reason}") + f" `{reason}`"
+            for reason, count in sorted(dropped.items())
+        ]
+        text = number(sum(dropped.values()), f"{path}.dropped") + " of "
+        text = text + number(counts.get("read"), f"{path}.read") + f" {label} were dropped, none "
+        notes.append(text + "was cut: " + joined(reasons) + ".")
+    return [*notes, *_rows_without_rubrics(facts)]
+
+
+def _rows_without_rubrics(facts: CardFacts) -> list[Line]:
+    split = facts.reports.get("data", {}).get("split") or {}
+    count, reward = split.get("rl_without_rubrics", 0), facts.config.reward
+    if not count or facts.stage != "grpo" or rubric_source(reward) != "instance":
+        return []
+    alone = "the citation term alone" if reward.apply_paper_citation_reward else "0"
+    text = number(count, "reports.data.split.rl_without_rubrics")
+    return [text + f" prompts have no rubrics; their reward is {alone}."]
+
+
+def _judge_failures(facts: CardFacts) -> list[Line]:
+    notes = [
+        f"In the {entry.values['decoding']} evaluation of this model the judge failed on a share "
+        + ("of " + cell(entry))
+        + " of the samples; they are not in its numbers."
+        for entry in own_entries(facts)
+        if entry.values["metric"] == "judge_failed" and finite(entry.values.get("value"))
+    ]
+    report = facts.reports.get("grpo", {})
+    unscored = int((report.get("counts") or {}).get("samples/unscored", 0))
+    if not unscored or facts.stage != "grpo":
+        return notes
+    text = "The judge failed on " + number(unscored, "reports.grpo.counts.samples/unscored")
+    text = text + _of_episodes(report) + " rollouts. They entered neither the group statistics nor "
+    return [text + "the loss; a failure is never counted as a score.", *notes]
+
+
+def _of_episodes(report: Mapping[str, Any]) -> Line:
+    episodes = report.get("episodes")
+    return " of " + number(episodes, "reports.grpo.episodes") if episodes else Line("")
+
+
+def _later_fields(facts: CardFacts) -> list[Line]:
+    """Options that came after the run, with the value that it had in effect."""
+    if facts.recorded_fields is None:
+        return []
+    others = _OF_OTHER_STAGES.get(facts.stage, _OF_OTHER_STAGES["sft"])
+    notes = []
+    for path, info in walk(RecipeConfig):
+        if info.legacy_value is ABSENT or path in facts.recorded_fields or path.startswith(others):
+            continue
+        name = flag_of(path) or path
+        text = f"A later version introduced `{name}` ({info.doc}). **This checkpoint was produced "
+        text += f"before it existed**; the value in effect was `{shown(info.legacy_value)}`."
+        notes.append(as_line(text))
+    return notes
+
+
+def _moving_names(facts: CardFacts) -> list[Line]:
+    """Hub repositories that were read at a branch: what lies there today may be another state."""
+    config = facts.config
+    moving: list[tuple[str, str | None]] = []
+    if is_hub_id(facts.base) and facts.base_model in (None, UNKNOWN):
+        moving += [("the base model", config.model.revision)]
+    if is_hub_id(config.data.rl_path) and facts.stage == "grpo":
+        moving += [("the prompts", config.data.rl_revision)]
+    if config.judge.kind == "openai" and facts.stage == "grpo":
+        moving += [("the judge", config.judge.revision)]
+    named = [what for what, revision in moving if revision == "main"]
+    if not named:
+        return []
+    listed = " and ".join([", ".join(named[:-1]), named[-1]] if named[1:] else named)
+    return [
+        Line(f"The revision of {listed} is recorded as `main`, which moves: it may differ today.")
+    ]
+
+
+def _missing_numbers(facts: CardFacts) -> list[Line]:
     missing = without_value(facts)
-    return [f"Not computed, and not counted as 0: {', '.join(missing)}."] if missing else []
+    notes = [Line(f"Not computed, and not counted as 0: {', '.join(missing)}.")] if missing else []
+    if facts.evaluations and not own_entries(facts):
+        notes.append(Line("This checkpoint itself has not been evaluated."))
+    return notes

@@ -1,18 +1,21 @@
 """Evaluations as tables and as the Hub's ``model-index``.
 
 In: the evaluations of :class:`CardFacts`. Out: one table per protocol, with models side by side
-only where the protocol is the same, and index entries for the card's own model. A value that is not
-a finite number is shown as missing and never published as a number.
+only where the protocol is the same; one per protocol with the steps of the run below each other;
+and index entries for the card's own model. A value that is not a finite number is shown as missing
+and never published as a number.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from refiner_core.cards.facts import CardFacts, finite
+from refiner_core.cards.facts import CardFacts, finite, public_name
+from refiner_core.cards.printed import MISSING, Line, number
 
 _ORDER = ("base", "random_copier", "sft", "rft", "grpo", "command")
 _LABELS = {
@@ -23,61 +26,193 @@ _LABELS = {
     "grpo": "GRPO",
     "command": "external",
 }
-_MISSING = "—"
+_STEP = re.compile(r"(\w+)-step(\d+)")
+#: Metrics of the table that follows a run; the others of a step stand in its own card.
+PROGRESSION = ("reward", "rubric_score", "citation_f1", "format_valid", "oracle", "fact_recall")
+
+
+class Entry(NamedTuple):
+    """An evaluation and its place in ``facts.evaluations``."""
+
+    place: int
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One protocol's numbers, ready to print."""
+    """One protocol's numbers, ready to print; ``about`` says what the protocol is."""
 
-    title: str
+    title: Line
+    about: str
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[Line, ...], ...]
+
+
+def by_protocol(facts: CardFacts) -> dict[tuple[str, str], list[Entry]]:
+    """Evaluations by (protocol, decoding), in the order in which they were made."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for place, entry in enumerate(facts.evaluations):
+        groups.setdefault((entry["protocol"], entry["decoding"]), []).append(Entry(place, entry))
+    return groups
+
+
+def own_entries(facts: CardFacts) -> list[Entry]:
+    """The evaluations of the card's own model."""
+    everything = [Entry(place, entry) for place, entry in enumerate(facts.evaluations)]
+    return [entry for entry in everything if entry.values["stage"] == facts.own]
+
+
+def step_of(model: str, facts: CardFacts) -> int | None:
+    """The optimiser step of a model of this card's own run; None for any other model."""
+    if model == facts.own:
+        return facts.step
+    found = _STEP.fullmatch(model)
+    if found is not None and found.group(1) == facts.stage:
+        return int(found.group(2))
+    if model == facts.stage == "grpo":
+        return facts.config.grpo.num_training_steps
+    return None
 
 
 def result_tables(facts: CardFacts) -> list[Table]:
-    """One table per (protocol, decoding), in the order in which they were evaluated."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for entry in facts.evaluations:
-        groups.setdefault((entry["protocol"], entry["decoding"]), []).append(entry)
-    return [_table(facts, *key, entries) for key, entries in groups.items()]
+    """One table per (protocol, decoding): this model, and what it is to be held against."""
+    tables = []
+    for group in by_protocol(facts).values():
+        beside = [e for e in group if not _other_step(e.values["stage"], facts)]
+        if beside:
+            tables.append(_table(facts, beside))
+    return tables
 
 
-def _table(
-    facts: CardFacts, protocol: str, decoding: str, entries: list[Mapping[str, Any]]
-) -> Table:
-    models = sorted({entry["stage"] for entry in entries}, key=_rank)
-    metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
-    (usual, _), *_ = Counter(entry["n"] for entry in entries).most_common(1)
-    cells = {(e["metric"], e["stage"]): cell(e, with_n=e["n"] != usual) for e in entries}
-    name = entries[0].get("protocol_name") or "protocol"
+def _other_step(model: str, facts: CardFacts) -> bool:
+    return model != facts.own and _STEP.fullmatch(model) is not None
+
+
+def _table(facts: CardFacts, entries: list[Entry]) -> Table:
+    models = sorted({e.values["stage"] for e in entries}, key=_rank)
+    metrics = list(dict.fromkeys(e.values["metric"] for e in entries))
+    usual = usual_n(entries)
+    cells = {(e.values["metric"], e.values["stage"]): cell(e, usual.values["n"]) for e in entries}
     return Table(
-        title=f"{name}, {decoding} decoding, n = {usual} (protocol `{protocol[:12]}`)",
-        header=("metric", *(_label(model, facts.stage) for model in models)),
+        title=protocol_title(usual),
+        about=protocol_words(facts, usual.values["protocol"]),
+        header=("metric", *(label(model, facts) for model in models)),
         rows=tuple(
-            (f"`{metric}`", *(cells.get((metric, model), _MISSING) for model in models))
+            (
+                Line(f"`{metric}`"),
+                *(cells.get((metric, model), Line(MISSING)) for model in models),
+            )
             for metric in metrics
         ),
     )
 
 
+def progression_tables(facts: CardFacts) -> list[Table]:
+    """One table per (protocol, decoding) under which more than one step of the run was measured."""
+    tables = []
+    for group in by_protocol(facts).values():
+        steps = {e.values["stage"]: step_of(e.values["stage"], facts) for e in group}
+        steps = {model: step for model, step in steps.items() if step is not None}
+        entries = [
+            e for e in group if e.values["stage"] in steps and e.values["metric"] in PROGRESSION
+        ]
+        if len(steps) < 2 or not entries:
+            continue
+        usual = usual_n(entries)
+        metrics = [m for m in PROGRESSION if m in {e.values["metric"] for e in entries}]
+        cells = {
+            (e.values["stage"], e.values["metric"]): cell(e, usual.values["n"]) for e in entries
+        }
+        order = sorted(steps, key=lambda model: (steps[model] or 0, model))
+        rows = tuple(
+            (Line(_step_label(m, facts)), *(cells.get((m, k), Line(MISSING)) for k in metrics))
+            for m in order
+        )
+        header = ("step", *(f"`{metric}`" for metric in metrics))
+        tables.append(Table(protocol_title(usual), "", header, rows))
+    return tables
+
+
+def _step_label(model: str, facts: CardFacts) -> str:
+    text = f"step {step_of(model, facts)}"
+    return f"**{text} (this model)**" if model == facts.own else text
+
+
+def usual_n(entries: list[Entry]) -> Entry:
+    """An entry that has the most frequent n."""
+    (usual, _), *_ = Counter(e.values["n"] for e in entries).most_common(1)
+    return next(e for e in entries if e.values["n"] == usual)
+
+
+def protocol_title(entry: Entry) -> Line:
+    """Name, decoding, n and fingerprint of a table's protocol."""
+    values = entry.values
+    name = values.get("protocol_name") or "protocol"
+    n = number(values["n"], f"evaluations.{entry.place}.n")
+    front = f"{name}, {values['decoding']} decoding, n = "
+    return front + n + f" (protocol `{values['protocol'][:12]}`)"
+
+
+def protocol_words(facts: CardFacts, protocol: str) -> str:
+    """What a protocol is, in words; empty where nobody has recorded it."""
+    known = facts.protocols.get(protocol)
+    if not known:
+        return ""
+    sampling, judge = known.get("sampling") or {}, known.get("judge") or {}
+    rubrics, reward = known.get("rubrics") or {}, known.get("reward")
+    parts = [
+        f"{known.get('num_prompts')} {known.get('split')} prompts × "
+        f"{known.get('samples_per_prompt')} samples, temperature {sampling.get('temperature')}, "
+        f"top_p {sampling.get('top_p')}, at most {sampling.get('max_new_tokens')} tokens",
+    ]
+    if judge:
+        revision = f" at `{judge['revision']}`" if judge.get("revision") else ""
+        parts.append(
+            f"judge `{public_name(str(judge.get('model')))}`{revision} with prompts "
+            f"`{judge.get('prompt')}`, temperature {judge.get('temperature')}"
+        )
+    if rubrics:
+        named = f" (`{public_name(str(rubrics['static']))}`)" if rubrics.get("static") else ""
+        parts.append(f"rubrics: {rubrics.get('source')}{named}, {rubrics.get('aggregation')}")
+    if reward:
+        parts.append(
+            f"reward: {reward.get('combination')}, scale {reward.get('verification_reward')}, "
+            f"citation weight {reward.get('paper_citation_weight')}"
+        )
+    return "; ".join(parts) + "."
+
+
 def _rank(model: str) -> tuple[int, str]:
-    return (_ORDER.index(model) if model in _ORDER else len(_ORDER), model)
+    front = _STEP.sub(r"\1", model)
+    return (_ORDER.index(front) if front in _ORDER else len(_ORDER), model)
 
 
-def _label(model: str, own: str) -> str:
-    label = _LABELS.get(model, f"`{model}`")
-    return f"**{label} (this model)**" if model == own else label
+def label(model: str, facts: CardFacts) -> str:
+    """A model as a column's head: ``**GRPO, step 50 (this model)**``."""
+    found = _STEP.fullmatch(model)
+    name = _LABELS.get(found.group(1) if found else model, f"`{model}`")
+    if found is not None:
+        name += f", step {found.group(2)}"
+    elif model == facts.stage != facts.own:
+        name += ", last step"
+    return f"**{name} (this model)**" if model == facts.own else name
 
 
-def cell(entry: Mapping[str, Any], *, with_n: bool = True) -> str:
-    """``0.512 [0.480, 0.543], n = 64``; a dash where there is no number."""
-    n = f", n = {entry['n']}" if with_n else ""
-    value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
+def cell(entry: Entry, usual: int | None = None) -> Line:
+    """``0.512 [0.480, 0.543], n = 64``; n only where it is not ``usual``, a dash where there is no
+    number."""
+    place, values = f"evaluations.{entry.place}", entry.values
+    n: Line | str = ""
+    if values["n"] != usual:
+        n = ", n = " + number(values["n"], f"{place}.n")
+    value, low, high = (finite(values.get(key)) for key in ("value", "low", "high"))
     if value is None:
-        return f"{_MISSING}{n}"
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{value:.3f}{interval}{n}"
+        return Line(MISSING) + n
+    text = number(f"{value:.3f}", f"{place}.value")
+    if low is not None and high is not None:
+        text = text + " [" + number(f"{low:.3f}", f"{place}.low") + ", "
+        text = text + number(f"{high:.3f}", f"{place}.high") + "]"
+    return text + n
 
 
 def without_value(facts: CardFacts) -> list[str]:
@@ -89,28 +224,70 @@ def without_value(facts: CardFacts) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------- which step to prefer
+
+
+def preferred_step(facts: CardFacts) -> Line | None:
+    """Which of the measured steps has the highest number, by the recipe's own choice of metric.
+
+    None unless this model and another step of its run were measured under one protocol.
+    """
+    publish = facts.config.publish
+    for (protocol, decoding), group in by_protocol(facts).items():
+        measured = [
+            (step, entry)
+            for entry in group
+            if entry.values["metric"] == publish.best_metric
+            and decoding == publish.best_decoding
+            and finite(entry.values.get("value")) is not None
+            and (step := step_of(entry.values["stage"], facts)) is not None
+        ]
+        mine = [entry for _, entry in measured if entry.values["stage"] == facts.own]
+        if not mine or len(measured) < 2:
+            continue
+        step, best = min(measured, key=lambda m: (-m[1].values["value"], m[0]))
+        name = f"`{publish.best_metric}` ({decoding}, protocol `{protocol[:12]}`)"
+        front = f"Of the {len(measured)} steps that were measured, "
+        if best.values["stage"] == facts.own:
+            text = front + f"this one has the highest {name}: " + cell(best)
+        else:
+            text = front + f"step {step} has the highest {name}: " + cell(best)
+            text = text + "; this one has " + cell(mine[0])
+        return text + ". A highest number among several flatters its step."
+    return None
+
+
+# ---------------------------------------------------------------- the Hub's index
+
+
 def model_index(facts: CardFacts) -> list[dict[str, Any]]:
     """The ``model-index`` of the front matter; empty where the model has no finite number."""
     results: dict[tuple[str, str], dict[str, Any]] = {}
-    for entry in facts.evaluations:
-        value = finite(entry.get("value"))
-        if entry["stage"] != facts.stage or value is None:
+    for (protocol, decoding), group in by_protocol(facts).items():
+        own = [e for e in group if e.values["stage"] == facts.own]
+        metrics = [m for m in map(index_metric, own) if m is not None]
+        if not metrics:
             continue
-        protocol, decoding = entry["protocol"], entry["decoding"]
-        name = entry.get("protocol_name") or "held-out questions"
-        result = results.setdefault(
-            (protocol, decoding),
-            {
-                "task": {"type": "text-generation", "name": "citation-grounded refinement"},
-                "dataset": {"type": "refiner-held-out", "name": f"{name} ({protocol[:12]})"},
-                "metrics": [],
-            },
-        )
-        result["metrics"].append(
-            {
-                "type": entry["metric"],
-                "name": f"{entry['metric']} ({decoding}, n = {entry['n']} prompts)",
-                "value": round(value, 6),
-            }
-        )
+        name = own[0].values.get("protocol_name") or "held-out questions"
+        results[protocol, decoding] = {
+            "task": {"type": "text-generation", "name": "citation-grounded refinement"},
+            "dataset": {"type": "refiner-held-out", "name": f"{name} ({protocol[:12]})"},
+            "metrics": metrics,
+        }
     return [{"name": facts.name, "results": list(results.values())}] if results else []
+
+
+def index_metric(entry: Entry) -> dict[str, Any] | None:
+    """One metric as ``model-index`` has it: type, name with n, value and 95 % interval."""
+    values = entry.values
+    value, low, high = (finite(values.get(key)) for key in ("value", "low", "high"))
+    if value is None:
+        return None
+    metric: dict[str, Any] = {
+        "type": values["metric"],
+        "name": f"{values['metric']} ({values['decoding']}, n = {values['n']} prompts)",
+        "value": round(value, 6),
+    }
+    if low is not None and high is not None:
+        metric["args"] = {"interval": "95 %", "low": round(low, 6), "high": round(high, 6)}
+    return metric

@@ -311,7 +311,7 @@ def test_interruptions_are_told_with_how_they_ended_and_without_their_messages()
 
 
 def test_an_attempt_that_succeeded_is_no_note():
-    notes = section(build_card(facts(attempts=[AttemptNote("grpo", 1)])), "Known notes")
+    notes = section(build_card(facts(TINY, attempts=[AttemptNote("grpo", 1)])), "Known notes")
     assert "Nothing unusual" in notes
 
 
@@ -348,10 +348,12 @@ def test_provenance_says_when_the_code_had_uncommitted_changes():
         "host": "8 x H200",
         "durations": {"grpo": 7322.4},
     }
-    told = section(build_card(facts(provenance=provenance)), "Provenance")
+    card = build_card(facts(provenance=provenance))
+    told = section(card, "Provenance")
     assert "commit `0123abc` with uncommitted changes" in told
     assert "torch 2.13.0" in told
-    assert "grpo 2 h 02 min" in told
+    assert "8 x H200" in section(card, "Hardware and cost")
+    assert "grpo 2 h 02 min" in section(card, "Hardware and cost")
 
 
 # ---------------------------------------------------------------- leaks and lint
