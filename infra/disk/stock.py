@@ -237,7 +237,9 @@ def _needed(
             record = records.get(stage_id)
             if record is not None and record.result is not None:
                 continue
-            read = run.stages.values() if edges is None else edges.get(name, ())
+            read: Iterable[str] = () if edges is None else edges.get(name, ())
+            if edges is None:  # a call about some stages alone may read any of the others
+                read = records if run.config.get("only") else run.stages.values()
             needed.update(dict.fromkeys(read, f"{name} of {run.run}"))
     return needed
 
@@ -247,13 +249,18 @@ def _edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
     if not run.config:
         return None
     try:
-        plan = make_plan(from_json(RecipeConfig, run.config), {})
+        plan = make_plan(from_json(RecipeConfig, run.config), run.provenance.get("sources") or {})
     except (RefinerError, TypeError, ValueError, KeyError, AttributeError):
         return None
     if not set(run.stages) <= set(plan.by_name):
         return None
+    # A call about some stages alone records only these; where the others lie follows from what it
+    # was planned with, if that gives its own stages the ids that they have.
+    ids = {s.name: s.id for s in plan.given} | dict(run.stages)
+    if plan.given and any(plan.by_name[n].id != run.stages[n] for n in run.stages):
+        return None
     return {
-        name: tuple(run.stages[i] for i in plan.by_name[name].inputs.values() if i in run.stages)
+        name: tuple(ids[i] for i in plan.by_name[name].inputs.values() if i in ids)
         for name in run.stages
     }
 

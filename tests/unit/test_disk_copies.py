@@ -240,6 +240,20 @@ def test_an_export_stays_until_all_that_read_it_are_done(
     assert not weights_go(workspace)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_call_about_a_publication_alone_protects_the_weights_that_it_will_read(
+    workspace: Workspace, exported: Exported, known: bool
+) -> None:
+    config = exported.plan.config
+    config = replace(config, only=("evaluate-grpo-step2",))
+    config = replace(config, evaluate=replace(config.evaluate, num_samples=9))
+    run = run_record(workspace, make_plan(config, SOURCES))
+    assert weights_go(workspace)
+    provenance = {"sources": SOURCES} if known else {}
+    workspace.write_run(replace(run, config=to_json(config), provenance=provenance))
+    assert not weights_go(workspace), "the export is no stage of that call, but its input"
+
+
 @pytest.mark.parametrize("who", ["pin", "run", "attempt", "unreadable run"])
 def test_who_comes_between_the_plan_and_the_deletion_is_seen(
     workspace: Workspace, exported: Exported, who: str
