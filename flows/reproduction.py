@@ -11,6 +11,7 @@ stands for the file that the run had, whose digest is in its record.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import tempfile
 from collections.abc import Mapping
@@ -87,7 +88,7 @@ class Reproduction:
     recipe_file
         Text of the ``recipe.yaml`` that it names; None where it names a shipped recipe.
     files
-        Local files that it names, without their folders: the digest that the record has.
+        Local files that it names, without their folders: SHA-256.
     why_not_shipped
         Why the shipped recipe would not do, where the call named one.
     """
@@ -226,7 +227,25 @@ def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str
     """Local files that the command names, as it names them."""
     said = _parsed(command, recipe_file)
     return {
-        str(get_field(said, _FILES[name][0])): digest.removeprefix("sha256:")
+        str(get_field(said, _FILES[name][0])): _digest(
+            Path(str(get_field(made.config, _FILES[name][0]))), digest
+        )
         for name, digest in _recorded_files(made).items()
         if digest
     }
+
+
+def _digest(path: Path, recorded: str) -> str:
+    """SHA-256 of a file as everybody computes it, if it is still the one that the record means
+    (which has the hash of the hashes of its files); else what is recorded."""
+    recorded = recorded.removeprefix("sha256:")
+    path = path.expanduser()
+    if not path.is_file():
+        return recorded
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256")
+    return content.hexdigest() if _hash_of(content.digest()) == recorded else recorded
+
+
+def _hash_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,280 @@
+"""The command on a card makes the same model: planned again, it has the recorded fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flows.calls import make_recipe_plan
+from flows.reproduction import Made, Reproduction, differing, planned, reproduce
+from refiner_core.cards.public import public_command
+from refiner_core.contract.config import CommandConfig, RecipeConfig
+from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.loading import shipped_recipes
+from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
+from refiner_core.contract.records import RECORD_VERSION, StageSpec
+
+TRAINS = ("data", "sft", "grpo", "command")
+
+
+def spec_of(stage: PlannedStage) -> StageSpec:
+    return StageSpec(
+        version=RECORD_VERSION,
+        name=stage.name,
+        kind=stage.kind,
+        fingerprint=stage.fingerprint,
+        model=stage.model,
+        stage_version=STAGE_VERSIONS[stage.kind],
+        identity=stage.identity,
+        sources=stage.sources,
+        input_fingerprints=stage.input_fingerprints,
+    )
+
+
+def made_by(plan: Plan, recipe: str, overrides: tuple[str, ...] = ()) -> Made:
+    """What the records of a run of this plan would say of its last model."""
+    specs = {s.name: spec_of(s) for s in plan.stages if s.kind in TRAINS}
+    return Made(recipe, overrides, plan.config, list(specs)[-1], specs)
+
+
+def run_of(recipe: str, *overrides: str) -> Made:
+    return made_by(make_recipe_plan(recipe, overrides), recipe, overrides)
+
+
+def fingerprint(found: Reproduction, made: Made) -> str:
+    return planned(found.command, made, found.recipe_file).by_name[made.trained].fingerprint
+
+
+# ---------------------------------------------------------------- shipped recipes
+
+
+@pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
+def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
+    made = run_of(recipe)
+    found = reproduce(made)
+    assert found.command == f"refiner run {recipe}"
+    assert found.recipe_file is None
+    assert fingerprint(found, made) == made.fingerprint
+
+
+def test_what_only_says_where_it_ran_is_left_out() -> None:
+    made = run_of(
+        "tiny",
+        "seed=7",
+        "workspace=/scratch/me/runs",
+        "dispatch.max_parallel=1",
+        "tracking.wandb=disabled",
+        "grpo.resources.cpus=3",
+        "grpo.save_freq=5",
+        "publish.which=every-save",
+        "publish.repo_id=me/{recipe}-{step}",
+        "publish.per_step=repository",
+        "publish.path=/home/me/published",
+        "log_level=debug",
+    )
+    assert reproduce(made).command == (
+        "refiner run tiny seed=7 grpo.save_freq=5 publish.which=every-save"
+    )
+
+
+#: Values that a user may give, as they are written on the command line.
+OVERRIDES: dict[str, st.SearchStrategy[str]] = {
+    "seed": st.integers(0, 10**6).map(str),
+    "grpo.beta": st.floats(0, 1, allow_nan=False).map(repr),
+    "grpo.learning_rate": st.sampled_from(["5e-6", "1.0e-05", "3E-4", "0.001", ".5"]),
+    "grpo.stop_strings": st.sampled_from(
+        ["[]", '["a b", "c\'d"]', '["1e3", "yes", "null"]', '["$HOME", "</answer>"]', '["é\\n"]']
+    ),
+    "grpo.kl_estimator": st.sampled_from(["kl1", "kl2", "kl3"]),
+    "grpo.num_training_steps": st.integers(10, 10**4).map(str),
+    "data.max_rl_rows": st.sampled_from(["null", "3", "17"]),
+    "data.sft_path": st.sampled_from(["builtin:synthetic"]),
+    "data.refiner_mode": st.sampled_from(["null", "answer_only"]),
+    "model.chat_template": st.text(
+        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="${}\\"),
+        min_size=1,
+        max_size=20,
+    ).map(lambda text: json.dumps(text, ensure_ascii=False)),
+    "reward.paper_citation_weight": st.sampled_from(["0", "0.2", "1"]),
+    "reward.rubric_source": st.sampled_from(["instance", "static", "instance+static", "none"]),
+    "evaluate.decoding": st.sampled_from(["[greedy]", "[sampled, greedy]"]),
+    "publish.license": st.sampled_from(["mit", "cc-by-4.0", "'a licence of ours'"]),
+    "grpo": st.sampled_from(["{beta: 0.5, keep: 7}", "{temperature: 0.7, resources: {cpus: 2}}"]),
+    "workspace": st.sampled_from(["/scratch/me", "here"]),
+    "dispatch.max_parallel": st.integers(1, 9).map(str),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(OVERRIDES)), st.data(), max_size=5), st.data())
+def test_any_overrides_come_back_as_a_command_that_plans_to_the_same(
+    keys: dict[str, Any], data: st.DataObject
+) -> None:
+    overrides = tuple(f"{key}={data.draw(OVERRIDES[key], label=key)}" for key in keys)
+    made = run_of("tiny", *overrides)
+    found = reproduce(made)
+    assert fingerprint(found, made) == made.fingerprint
+    assert public_command(found.command) == found.command, "the card shows what was checked"
+    assert "/scratch" not in found.command + (found.recipe_file or "")
+    assert reproduce(made) == found, "the same every time"
+
+
+# ---------------------------------------------------------------- local files
+
+
+def rows_file(folder: Path) -> Path:
+    path = folder / "private" / "my rows.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"question": "?"}\n')
+    return path
+
+
+def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Path) -> None:
+    path = rows_file(tmp_path)
+    made = run_of("tiny", f"data.rl_path={path}")
+    found = reproduce(made)
+    assert str(tmp_path) not in found.command
+    assert found.files == {"my rows.jsonl": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert fingerprint(found, made) == made.fingerprint
+
+
+def test_the_file_need_not_be_there_any_more(tmp_path: Path) -> None:
+    path = rows_file(tmp_path)
+    made = run_of("tiny", f"data.rl_path={path}")
+    path.unlink()
+    found = reproduce(made)
+    assert fingerprint(found, made) == made.fingerprint
+    assert list(found.files) == ["my rows.jsonl"]
+
+
+def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> None:
+    from refiner_core.models import tiny_model_dir
+
+    model = tmp_path / "runs" / "stages" / "sft-0123456789ab" / "output" / "model"
+    model.parent.mkdir(parents=True)
+    model.symlink_to(tiny_model_dir())
+    made = run_of("tiny", f"model.name_or_path={model}", f"workspace={tmp_path}/runs")
+    found = reproduce(made)
+    assert found.command == "refiner run tiny model.name_or_path=model"
+    assert fingerprint(found, made) == made.fingerprint
+
+
+def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path) -> None:
+    """Rubrics of one's own and a judge that is served from a folder are known by their names."""
+    rubrics = tmp_path / "mine.yaml"
+    text = {"rubrics": [{"title": "Short", "description": "Is short", "weight": 1.0}]}
+    rubrics.write_text(yaml.safe_dump({"name": "mine", "version": 1, **text}))
+    made = run_of(
+        "tiny",
+        "reward.rubric_source=static",
+        f"reward.static_rubrics={rubrics}",
+        "judge.model=/models/judge",
+    )
+    found = reproduce(made)
+    assert "/" not in found.command
+    assert fingerprint(found, made) == made.fingerprint
+
+
+# ---------------------------------------------------------------- recipes of one's own
+
+
+def own_recipe(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
+    path = own_recipe(
+        tmp_path,
+        "include: tiny\nworkspace: /scratch/me\ngrpo:\n  beta: 1.0e-05\n  stop_strings: ['1e3', "
+        "'a: b', \"x ${seed}\"]\npublish:\n  repo_id: me/secret\n",
+    )
+    made = run_of(str(path), "seed=5")
+    found = reproduce(made)
+    assert found.command == "refiner run recipe.yaml"
+    assert found.recipe_file is not None
+    assert fingerprint(found, made) == made.fingerprint
+    again = tmp_path / "elsewhere" / "recipe.yaml"
+    again.parent.mkdir()
+    again.write_text(found.recipe_file)
+    plan = make_recipe_plan(str(again))
+    assert plan.by_name["grpo"].fingerprint == made.fingerprint, "by the command line itself"
+    assert "/scratch" not in found.recipe_file
+    assert "me/secret" not in found.recipe_file
+
+
+def test_a_shipped_recipe_that_was_edited_since_goes_along_as_a_file() -> None:
+    made = run_of("tiny", "seed=5")
+    other = make_recipe_plan("tiny", ["seed=5", "grpo.clip_lower=0.3"])
+    edited = made_by(other, "tiny", ("seed=5",))
+    found = reproduce(edited)
+    assert found.command == "refiner run recipe.yaml"
+    assert fingerprint(found, edited) == edited.fingerprint != made.fingerprint
+    assert found.why_not_shipped == ("grpo: grpo.clip_lower: 0.3 → 0.2",)
+
+
+def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
+    made = run_of(
+        "own-trainer",
+        "command.run=python /home/me/train.py --out {output} --n {{3}} {resume}",
+        "command.version=v2",
+        "command.workdir=/home/me",
+    )
+    found = reproduce(made)
+    assert "/home" not in found.command + (found.recipe_file or "")
+    assert fingerprint(found, made) == made.fingerprint
+
+
+def test_a_shells_own_variables_come_back(tmp_path: Path) -> None:
+    text = (
+        "stages: [command, publish]\ncommand:\n"
+        '  run: \'A="\\${B:-x}"; python t.py --out {output} {resume}; echo "\\${A}"\'\n'
+        '  resume_arguments: "--resume {checkpoint}"\n  env: ["X=a b", "Y=\'1\'"]\n'
+    )
+    made = run_of(str(own_recipe(tmp_path, text)))
+    found = reproduce(made)
+    assert found.recipe_file is not None
+    assert fingerprint(found, made) == made.fingerprint
+
+
+def test_weights_that_were_adopted_are_known_by_their_digest() -> None:
+    config = replace(
+        RecipeConfig(recipe="found"),
+        stages=("command", "publish"),
+        command=CommandConfig(adopted="ab" * 32),
+    )
+    made = made_by(make_plan(config, {}), "/work/runs/adopted/found.yaml")
+    found = reproduce(made)
+    assert found.recipe_file is not None
+    assert "adopted: " in found.recipe_file
+    assert fingerprint(found, made) == made.fingerprint
+
+
+# ---------------------------------------------------------------- what does not come back
+
+
+def test_a_command_that_makes_another_model_is_found_out_by_field() -> None:
+    made = run_of("tiny", "seed=5")
+    assert differing("refiner run tiny seed=5", made) == ()
+    said = differing("refiner run tiny seed=6 data.split_seed=9", made)
+    assert "data: data.split_seed: 0 → 9" in said
+    assert "grpo: seed: 5 → 6" in said
+    assert differing("refiner run tiny seed=5 stages=[data,sft]", made) == ("it has no stage grpo",)
+    assert "no field 'grpo.betta'" in differing("refiner run tiny grpo.betta=1", made)[0]
+
+
+def test_a_model_that_no_command_makes_is_not_published() -> None:
+    """It was trained by another version: the same configuration means something else now."""
+    made = run_of("tiny", "seed=5")
+    older = replace(made.specs["grpo"], stage_version=0, fingerprint="0" * 64)
+    with pytest.raises(StageFailed, match="stage version: 0"):
+        reproduce(replace(made, specs={**made.specs, "grpo": older}))
