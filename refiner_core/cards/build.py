@@ -60,7 +60,9 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
     """What a template may use; the head of ``card.md.jinja`` says what each of them is."""
     grpo = facts.stage == "grpo"
     return {
-        "front_matter": yaml.safe_dump(front_matter(facts), sort_keys=False, allow_unicode=True),
+        "front_matter": yaml.safe_dump(
+            front_matter(facts), sort_keys=False, allow_unicode=True, width=1000
+        ),
         "name": facts.name,
         "repo_id": facts.repo_id,
         "short_name": _SHORT_NAMES.get(facts.stage, facts.stage.upper()),

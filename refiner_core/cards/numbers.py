@@ -89,7 +89,9 @@ def _front_matter(facts: CardFacts) -> Iterator[tuple[str, str, str]]:
         metric, place = index_metric(entry), f"evaluations.{entry.place}"
         if metric is None:
             continue
-        shown = {"value": metric["value"], **metric.get("args", {}), "n": entry.values["n"]}
-        for key in ("n", "value", "low", "high"):
-            if finite(shown.get(key)) is not None:
-                yield "front matter", str(shown[key]), f"{place}.{key}"
+        yield "front matter", str(entry.values["n"]), f"{place}.n"
+        low, high = (finite(entry.values.get(key)) for key in ("low", "high"))
+        if low is not None and high is not None:
+            yield "front matter", f"{low:.3f}", f"{place}.low"
+            yield "front matter", f"{high:.3f}", f"{place}.high"
+        yield "front matter", str(metric["value"]), f"{place}.value"

@@ -56,6 +56,11 @@ def number(text: Any, fact: str) -> Line:
     return Line(str(text), (Printed(str(text), fact),))
 
 
+def counted(value: Any, fact: str, one: str, many: str = "") -> Line:
+    """``1 step``, ``8 steps``; ``many`` is ``one`` with an s where it is not given."""
+    return number(value, fact) + f" {one if value == 1 else many or one + 's'}"
+
+
 def joined(parts: Iterable[Line | str], between: str = ", ") -> Line:
     """Several lines as one."""
     whole = Line("")

@@ -162,8 +162,9 @@ def protocol_words(facts: CardFacts, protocol: str) -> str:
     rubrics, reward = known.get("rubrics") or {}, known.get("reward")
     parts = [
         f"{known.get('num_prompts')} {known.get('split')} prompts × "
-        f"{known.get('samples_per_prompt')} samples, temperature {sampling.get('temperature')}, "
-        f"top_p {sampling.get('top_p')}, at most {sampling.get('max_new_tokens')} tokens",
+        f"{known.get('samples_per_prompt')} sample{'s' * (known.get('samples_per_prompt') != 1)}, "
+        f"temperature {sampling.get('temperature')}, top_p {sampling.get('top_p')}, "
+        f"at most {sampling.get('max_new_tokens')} tokens",
     ]
     if judge:
         revision = f" at `{judge['revision']}`" if judge.get("revision") else ""
@@ -245,11 +246,11 @@ def preferred_step(facts: CardFacts) -> Line | None:
         mine = [entry for _, entry in measured if entry.values["stage"] == facts.own]
         if not mine or len(measured) < 2:
             continue
-        step, best = min(measured, key=lambda m: (-m[1].values["value"], m[0]))
+        step, best = min(measured, key=lambda m: (-m[1].values["value"], m[1] != mine[0], m[0]))
         name = f"`{publish.best_metric}` ({decoding}, protocol `{protocol[:12]}`)"
         front = f"Of the {len(measured)} steps that were measured, "
-        if best.values["stage"] == facts.own:
-            text = front + f"this one has the highest {name}: " + cell(best)
+        if best == mine[0]:
+            text = front + f"none has a higher {name} than this one: " + cell(best)
         else:
             text = front + f"step {step} has the highest {name}: " + cell(best)
             text = text + "; this one has " + cell(mine[0])
@@ -278,16 +279,17 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
 
 
 def index_metric(entry: Entry) -> dict[str, Any] | None:
-    """One metric as ``model-index`` has it: type, name with n, value and 95 % interval."""
+    """One metric as ``model-index`` has it: type, name with n and 95 % interval, value."""
     values = entry.values
     value, low, high = (finite(values.get(key)) for key in ("value", "low", "high"))
     if value is None:
         return None
-    metric: dict[str, Any] = {
+    interval = ""
+    if low is not None and high is not None:
+        interval = f", 95 % interval {low:.3f} to {high:.3f}"
+    said = f"{values['decoding']}, n = {values['n']} prompts{interval}"
+    return {
         "type": values["metric"],
-        "name": f"{values['metric']} ({values['decoding']}, n = {values['n']} prompts)",
+        "name": f"{values['metric']} ({said})",
         "value": round(value, 6),
     }
-    if low is not None and high is not None:
-        metric["args"] = {"interval": "95 %", "low": round(low, 6), "high": round(high, 6)}
-    return metric

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refiner_core.cards.facts import CardFacts, finite, is_hub_id, public_name
-from refiner_core.cards.printed import Line, as_line, joined, number
+from refiner_core.cards.printed import Line, as_line, counted, joined, number
 from refiner_core.cards.settings import shown
 from refiner_core.contract.config import DataConfig, RewardConfig
 
@@ -32,13 +32,25 @@ _AGGREGATE_LOSS = {
 
 #: What a run counted, in words.
 _COUNTS = (
-    ("groups/kept", "groups of samples trained on"),
-    ("groups/dropped_zero_std", "groups dropped because all their rewards were equal"),
-    ("groups/dropped_too_few_scored", "dropped because fewer than two samples were scored"),
-    ("samples/malformed", "malformed samples (no single answer block; rewarded as such)"),
-    ("samples/truncated_masked", "samples masked because they were cut by length"),
-    ("samples/unscored", "samples without a score"),
-    ("optimizer_steps", "optimiser steps"),
+    ("groups/kept", ("group of samples trained on", "groups of samples trained on")),
+    (
+        "groups/dropped_zero_std",
+        ("group dropped for equal rewards", "groups dropped because their rewards were equal"),
+    ),
+    (
+        "groups/dropped_too_few_scored",
+        ("group dropped for want of scores", "groups dropped for want of two scored samples"),
+    ),
+    (
+        "samples/malformed",
+        ("malformed sample (rewarded as such)", "malformed samples (rewarded as such)"),
+    ),
+    (
+        "samples/truncated_masked",
+        ("sample masked as cut by length", "samples masked as cut by length"),
+    ),
+    ("samples/unscored", ("sample without a score", "samples without a score")),
+    ("optimizer_steps", ("optimiser step",)),
 )
 
 
@@ -100,18 +112,18 @@ def grpo_lines(facts: CardFacts) -> list[Line]:
 def _grpo_done(facts: CardFacts) -> list[Line]:
     report, path = facts.reports.get("grpo", {}), "reports.grpo"
     parts = [
-        number(report[key], f"{path}.{key}") + words
+        counted(report[key], f"{path}.{key}", *words)
         for key, words in (
-            ("steps", " steps"),
-            ("prompts", " prompts to draw from"),
-            ("episodes", " rollouts"),
-            ("tokens", " sampled tokens"),
+            ("steps", ("step",)),
+            ("prompts", ("prompt to draw from", "prompts to draw from")),
+            ("episodes", ("rollout",)),
+            ("tokens", ("sampled token",)),
         )
         if report.get(key) is not None
     ]
     counts = report.get("counts") or {}
     parts += [
-        number(counts[key], f"{path}.counts.{key}") + f" {words}"
+        counted(counts[key], f"{path}.counts.{key}", *words)
         for key, words in _COUNTS
         if counts.get(key)
     ]
@@ -259,13 +271,13 @@ def sft_lines(facts: CardFacts) -> list[Line]:
 def _sft_done(facts: CardFacts) -> list[Line]:
     report = facts.reports.get("sft", {})
     parts = [
-        number(report[key], f"reports.sft.{key}") + f" {words}"
+        counted(report[key], f"reports.sft.{key}", *words)
         for key, words in (
-            ("steps", "steps"),
-            ("epochs", "epochs begun"),
-            ("demonstrations", "demonstrations"),
-            ("tokens", "tokens"),
-            ("loss_tokens", "of them with loss"),
+            ("steps", ("step",)),
+            ("epochs", ("epoch begun", "epochs begun")),
+            ("demonstrations", ("demonstration",)),
+            ("tokens", ("token",)),
+            ("loss_tokens", ("of them with loss", "of them with loss")),
         )
         if report.get(key) is not None
     ]
