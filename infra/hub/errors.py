@@ -1,0 +1,240 @@
+"""What the Hub's client raises, in refiner's words.
+
+In: an exception of huggingface_hub, httpx or the Xet transfer. Out: :class:`HubRefused` where a
+person has to do something, :class:`HubOutage` where time mends it, each with what happened, what
+was expected and the Hub's own words. No message carries a credential: tokens, signed addresses and
+passwords in addresses are masked, wherever they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
+
+MASK = "***"
+_WORDS = 300
+_SECRETS = (
+    re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}"),
+    re.compile(r"(?i)(?<=bearer )[^\s'\"]+"),
+    re.compile(r"(?<=://)[^/\s@]+(?=@)"),
+    re.compile(
+        r"(?i)(?<=[?&;])(?:x-amz-[a-z-]+|signature|sig|token|policy|key-pair-id)=[^&\s'\"]+"
+    ),
+)
+_STORAGE = re.compile(
+    r"(?i)storage\W.*(?:limit|quota|full|exceed)|(?:limit|quota|exceed\w*)\W.*storage"
+    r"|payment required|insufficient storage"
+)
+_FULL = (402, 413, 507)
+
+
+class Moved(Exception):
+    """Somebody else has changed the branch or tag meanwhile: look again, decide again."""
+
+
+class Rejected(Exception):
+    """Bytes have arrived otherwise than they were announced."""
+
+
+def masked(text: str) -> str:
+    """``text`` without credentials."""
+    known = [os.environ.get(n, "") for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")]
+    for token in (t.strip() for t in known):
+        text = text.replace(token, MASK) if len(token) >= 6 else text
+    for secret in _SECRETS:
+        text = secret.sub(MASK, text)
+    return text
+
+
+@contextlib.contextmanager
+def in_our_words(doing: str, repo_id: str) -> Iterator[None]:
+    """Raise what the client raises in the block as an error of ours.
+
+    The cause is left behind on purpose: its text may hold credentials. What is no matter of the Hub
+    (a bug, a full disk) passes through.
+    """
+    try:
+        yield
+    except (RefinerError, Moved, Rejected):
+        raise
+    except Exception as error:
+        found = translated(error, doing, repo_id)
+        if found is None:
+            raise
+        raise found from None
+
+
+def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError | None:
+    """The error of ours for one of the client's; None for what is none of the Hub's.
+
+    Parameters
+    ----------
+    error
+        What was raised; the chain of its causes is looked at, too.
+    doing
+        What was being done, after "while": ``creating the repository``.
+    repo_id
+        ``OWNER/NAME``.
+    """
+    import httpx2
+    from huggingface_hub import errors as theirs
+
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, RefinerError):
+            return link
+    for link in chain:
+        if isinstance(link, theirs.HfHubHTTPError):
+            said = str(link.server_message or link).strip()
+            return refused(link.response.status_code, said, doing, repo_id)
+        if isinstance(link, theirs.LocalTokenNotFoundError):
+            return _no_token(f"There is no token for the Hub, which is needed for {doing}.")
+        if isinstance(link, theirs.OfflineModeIsEnabled):
+            return HubRefused(
+                f"HF_HUB_OFFLINE is set, so the Hub was not asked while {doing}.",
+                expected="that publishing may use the network",
+                fix="unset it where the publish stage runs, or set publish.target=folder",
+            )
+        if isinstance(link, theirs.HFValidationError):
+            return _bad_name(repo_id, str(link))
+        if isinstance(link, (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)):
+            return _bad_setting(str(link), doing)
+        if isinstance(link, httpx2.InvalidURL):
+            return _bad_setting(str(link), doing)
+        if isinstance(link, httpx2.HTTPError):
+            return outage(_name(link), doing, repo_id)
+    return _of_text(chain, doing, repo_id)
+
+
+def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
+    """The error of ours for an answer of the Hub that is a no."""
+    words = _shown(said)
+    owner = repo_id.partition("/")[0]
+    what = f"The Hub refused {doing} ({status}: {words})."
+    if status in _FULL or _STORAGE.search(said):
+        return HubRefused(
+            f"The storage of {owner} on the Hub has no room for {repo_id} ({status}: {words}).",
+            expected="room for all files of the checkpoint",
+            fix="delete repositories or old revisions there, or get more storage; then run the "
+            "same command again",
+        )
+    if status == 401:
+        return _no_token(f"The Hub does not accept the token while {doing} ({status}: {words}).")
+    if status == 403:
+        return HubRefused(
+            what,
+            expected=f"a token that may write to {owner}",
+            fix=f"use one with write access to {owner} (`hf auth login`, or HF_TOKEN), or name an "
+            "owner of yours in publish.repo_id",
+        )
+    if status == 404:
+        return HubRefused(
+            f"The Hub shows no {repo_id} while {doing} ({status}: {words}).",
+            expected="a repository that this token may see; private ones look as if they were not "
+            "there to all others",
+            fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
+            "publish.repo_id",
+        )
+    if status >= 500 or status in (408, 425, 429):
+        return outage(f"{status}: {words}", doing, repo_id)
+    return HubRefused(
+        what,
+        expected="that the Hub takes the request",
+        fix="mend what it names; the same command tries again",
+    )
+
+
+def outage(why: str, doing: str, repo_id: str, *, when: str = "") -> HubOutage:
+    """The Hub does not answer as it should, and patience is over."""
+    return HubOutage(
+        f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).{when}",
+        expected="an answer within publish.patience_s",
+        fix="nothing is lost: the same command goes on with what is not there yet",
+    )
+
+
+def name_taken(where: str, why: str) -> ConfigurationError:
+    """Something lies there that refiner must not touch."""
+    return ConfigurationError(
+        f"{where} is taken: {why}",
+        expected="a repository of its own for what refiner publishes",
+        fix="name another one with `publish.repo_id=`, or move that one away",
+    )
+
+
+def _of_text(chain: list[BaseException], doing: str, repo_id: str) -> RefinerError | None:
+    """Errors that have no class of their own: only a text, or only where they come from."""
+    for link in chain:
+        text = str(link)
+        if isinstance(link, ValueError) and text.startswith("LFS batch API returned errors"):
+            return refused(413 if _STORAGE.search(text) else 400, text, doing, repo_id)
+        if isinstance(link, ValueError) and text.startswith("Invalid metadata in README.md"):
+            return HubRefused(
+                f"The Hub refuses the card of {repo_id}: {_shown(text)}.",
+                expected="front matter that it understands",
+                fix="correct publish.card_template and publish.license",
+            )
+        if type(link).__module__.startswith("hf_xet") or "xet" in text.lower()[:200]:
+            return outage(f"the Xet transfer failed: {text}", doing, repo_id)
+    return None
+
+
+def _no_token(what: str) -> HubRefused:
+    return HubRefused(
+        what,
+        expected="a valid token with write access",
+        fix="make one (Settings, Access Tokens) and log in with `hf auth login`, or set HF_TOKEN "
+        "where the publish stage runs; then run the same command again",
+    )
+
+
+def _bad_name(repo_id: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{repo_id} is no name of a repository on the Hub: {_shown(why)}",
+        expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
+        fix="correct publish.repo_id",
+    )
+
+
+def _bad_setting(why: str, doing: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"No request can be made for {doing}: {_shown(why)}.",
+        expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
+        fix="correct these variables where the publish stage runs",
+    )
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _shown(text: str) -> str:
+    line = " ".join(masked(text).split()).rstrip(".")
+    return line if len(line) <= _WORDS else line[:_WORDS] + "…"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def rejection(error: BaseException) -> str | None:
+    """The Hub's words where it refuses bytes that are not what was announced; None otherwise."""
+    from huggingface_hub import errors as theirs
+
+    for link in _chain(error):
+        if isinstance(link, theirs.HfHubHTTPError) and link.response.status_code in (400, 409, 422):
+            request = link.response.request
+            path = str(request.url.path)
+            storage = request.method == "PUT" or "/lfs/objects/" in path
+            if storage and not path.endswith("/batch"):
+                return _shown(str(link.server_message or link))
+    return None

@@ -1,0 +1,337 @@
+"""Publishing to the Hugging Face Hub.
+
+In: a :class:`Publication`. Out: a revision of its repository that holds it, verified hash by hash.
+
+    read: repository, branches and tags, files and refiner.json of the revision
+    decide: what differs, whether main moves on
+    send: large files (those that are there already are not sent), one commit on a known parent
+    verify: the tree of that commit
+    name: the tag, last
+
+Each step looks at what is there and does only what is missing, so publishing can be interrupted at
+any request and repeated. A commit states its parent, so two publishers cannot overwrite each other:
+who comes second reads and decides again. How steps share a repository is ``publish.per_step``:
+
+    tag     one commit on main for each step, and a tag there. A step that comes late is committed
+            on a branch of its own, which goes once the tag is there; main never goes back.
+    branch  each step on its branch; the last one on main, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
+from infra.hub.errors import Moved, Rejected, masked, name_taken, outage
+from infra.publication_rules import (
+    Lying,
+    all_files,
+    check_same_run,
+    check_update,
+    holds,
+    moves_main,
+    read_evidence,
+)
+from infra.targets import EVIDENCE, FileToPublish, Publication, Published, step_revision
+from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.errors import HubRefused, StageFailed
+from refiner_core.contract.types import Progress
+
+log = logging.getLogger(__name__)
+
+#: How often others may get in between before it counts as an outage.
+ROUNDS = 8
+#: How often a large file is sent that does not arrive as it is.
+SENDS = 3
+#: What the Hub itself puts into a new repository.
+_OF_THE_HUB = frozenset({".gitattributes"})
+
+
+class HubTarget:
+    """Repositories on the Hub at ``HF_ENDPOINT``, with the token of the environment or of
+    ``hf auth login``."""
+
+    def __init__(self, config: PublishConfig, endpoint: str | None = None) -> None:
+        self._config, self._endpoint = config, endpoint
+
+    def publish(
+        self,
+        publication: Publication,
+        progress: Callable[[Progress], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Published:
+        """See :class:`infra.targets.Target`."""
+        _check_sources(publication.files)
+        with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
+            for _ in range(ROUNDS):
+                work = _Publishing(hub, self._config, publication, progress, should_stop)
+                try:
+                    return work.publish()
+                except Moved as moved:
+                    log.info("%s: %s; looking again", publication.repo_id, moved)
+            raise outage("others keep on changing it", "publishing", publication.repo_id)
+
+    def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
+        """See :class:`infra.targets.Target`."""
+        with open_hub(repo_id, self._config, self._endpoint) as hub:
+            return hub.text(revision, name)
+
+
+class _Revision(NamedTuple):
+    """A commit, its files, and the publication that it holds."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+    lying: Lying | None
+
+
+class _Publishing:
+    """One look at the repository, and what follows from it."""
+
+    def __init__(
+        self,
+        hub: HubClient,
+        config: PublishConfig,
+        publication: Publication,
+        progress: Callable[[Progress], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._hub, self._config, self._publication = hub, config, publication
+        self._progress, self._should_stop = progress, should_stop
+        self._changed: set[str] = set()
+        self._made_aside = False
+        self._evidence: Lying | None = None
+
+    def publish(self) -> Published:
+        """Bring the repository to what the publication says.
+
+        Raises
+        ------
+        Moved
+            Somebody else got in between.
+        """
+        publication = self._publication
+        revision = step_revision(self._config, publication.step, final=publication.final)
+        main = self._read(self._repository())
+        if revision == "main":
+            commit = self._bring("main", main)
+        else:
+            check_same_run(main.lying, publication, publication.repo_id)
+            refs = self._hub.refs()
+            if self._config.per_step == "branch":
+                commit = self._on_branch(revision, refs, main)
+            else:
+                commit = self._tagged(revision, refs, main)
+        return self._published(revision, commit)
+
+    # ------------------------------------------------------------------ what is there
+    def _repository(self) -> str:
+        """The commit at ``main``; the repository is made if there is none."""
+        publication, wanted = self._publication, self._config.private
+        info = self._hub.info()
+        if info is None and not publication.only_these:
+            self._hub.create(private=wanted)
+            info = self._hub.info()
+        if info is None:
+            raise HubRefused(
+                f"The Hub shows no {publication.repo_id} to this token, and does not make it.",
+                expected="a repository that the token may see and write to",
+                fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
+                "publish.repo_id",
+            )
+        if wanted and not info.private:
+            raise HubRefused(
+                f"{publication.repo_id} is public on the Hub, and publish.private=true: weights "
+                "would be seen by everybody.",
+                expected="a private repository",
+                fix="make it private in its settings, set publish.private=false, or name another "
+                "publish.repo_id",
+            )
+        if info.private and not wanted:
+            log.warning(
+                "%s is private on the Hub, though publish.private=false; it stays private",
+                publication.repo_id,
+            )
+        return info.commit
+
+    def _read(self, commit: str) -> _Revision:
+        files = self._hub.tree(commit)
+        text = self._hub.text(commit, EVIDENCE) if EVIDENCE in files else None
+        lying = read_evidence(text)
+        strange = sorted(set(files) - _OF_THE_HUB)
+        if lying is None and strange:
+            raise name_taken(
+                f"{self._publication.repo_id} on the Hub",
+                f"it holds {strange[0]} and no {EVIDENCE} of refiner.",
+            )
+        return _Revision(commit, files, lying)
+
+    # ------------------------------------------------------------------ where it goes
+    def _on_branch(self, branch: str, refs: Refs, main: _Revision) -> str:
+        if branch not in refs.branches:
+            self._nothing_to_update(branch)
+            self._hub.create_branch(branch, main.commit)
+        before = self._read(refs.branches[branch]) if branch in refs.branches else main
+        commit = self._bring(branch, before)
+        if moves_main(main.lying, self._publication):
+            self._bring("main", main)
+        return commit
+
+    def _tagged(self, tag: str, refs: Refs, main: _Revision) -> str:
+        aside = f"refiner-{tag}"
+        if moves_main(main.lying, self._publication):
+            commit = self._bring("main", main)
+        else:
+            commit = self._aside(aside, tag, refs, main)
+        self._move_tag(tag, refs, commit)
+        if aside in refs.branches or self._made_aside:
+            self._hub.delete_branch(aside)
+        return commit
+
+    def _aside(self, branch: str, tag: str, refs: Refs, main: _Revision) -> str:
+        """A commit with the publication that is not on main."""
+        if tag in refs.tags:
+            tagged = self._read(refs.tags[tag])
+            if not self._differs(tagged):
+                self._evidence = tagged.lying
+                return tagged.commit
+        else:
+            self._nothing_to_update(tag)
+            tagged = main
+        if branch in refs.branches:
+            tagged = self._read(refs.branches[branch])
+        else:
+            self._hub.create_branch(branch, tagged.commit)
+        self._made_aside = True
+        return self._bring(branch, tagged)
+
+    def _nothing_to_update(self, revision: str) -> None:
+        if self._publication.only_these:
+            check_update(None, self._publication, f"{self._publication.repo_id}@{revision}")
+
+    def _move_tag(self, tag: str, refs: Refs, commit: str) -> None:
+        if refs.tags.get(tag) == commit:
+            return
+        if tag in refs.tags:
+            self._hub.delete_tag(tag)
+        self._hub.create_tag(tag, commit)
+        if self._hub.refs().tags.get(tag) != commit:
+            raise Moved(f"the tag {tag} points elsewhere")
+
+    # ------------------------------------------------------------------ bringing it there
+    def _bring(self, branch: str, before: _Revision) -> str:
+        """A commit on ``branch`` that holds the publication, verified."""
+        publication = self._publication
+        if publication.only_these:
+            check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
+        self._evidence = before.lying
+        wanted, gone = self._difference(before)
+        if not wanted and not gone:
+            return before.commit
+        commit = self._send(branch, before.commit, wanted, gone)
+        self._changed |= {f.name for f in wanted}
+        after = self._hub.tree(commit)
+        wrong = [f.name for f in publication.files if not _same(after.get(f.name), f)]
+        wrong += [name for name in gone if name in after]
+        if wrong:
+            raise outage(
+                f"{wrong[0]} at commit {commit[:12]} is not what was sent",
+                "verifying what was published",
+                publication.repo_id,
+            )
+        return commit
+
+    def _difference(self, there: _Revision) -> tuple[list[FileToPublish], list[str]]:
+        """Files to send, and names of ours that are no longer wanted."""
+        publication = self._publication
+        wanted = [f for f in publication.files if not _same(there.files.get(f.name), f)]
+        if publication.only_these or there.lying is None:
+            return wanted, []
+        obsolete = there.lying.names - {f.name for f in publication.files}
+        return wanted, sorted(obsolete & there.files.keys())
+
+    def _differs(self, there: _Revision) -> bool:
+        return any(self._difference(there)) or not holds(there.lying, self._publication)
+
+    def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
+        from infra.hub.upload import operations
+
+        todo = operations(wanted, gone, self._progress, self._should_stop)
+        sends = 0
+        while True:
+            try:
+                return self._hub.commit(branch, parent, todo, self._publication.message)
+            except Rejected as rejected:
+                _check_unchanged(wanted)
+                sends += 1
+                if sends == SENDS:
+                    raise outage(
+                        f"what arrives is not what was sent, {SENDS} times: {rejected}",
+                        "sending files",
+                        self._publication.repo_id,
+                    ) from None
+                self._hub.pause(sends, str(rejected))
+
+    def _published(self, revision: str, commit: str) -> Published:
+        return Published(
+            where="hub",
+            target=self._hub.address(revision),
+            revision=revision,
+            files=all_files(self._publication, self._evidence),
+            changed=tuple(sorted(self._changed)),
+            commit=commit,
+            sent_bytes=self._hub.traffic.sent_bytes,
+            requests=self._hub.traffic.requests,
+        )
+
+
+def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
+    """Whether what lies there is the file, by hash."""
+    if remote is None or remote.bytes != file.bytes:
+        return False
+    if remote.sha256 is not None:
+        return remote.sha256 == file.sha256
+    return remote.oid == _git_oid(file)
+
+
+def _git_oid(file: FileToPublish) -> str:
+    """The id that git gives to the bytes, which the Hub knows small files by."""
+    oid = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
+    if file.content is not None:
+        oid.update(file.content)
+    elif file.source is not None:
+        with file.source.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                oid.update(chunk)
+    return oid.hexdigest()
+
+
+def _check_sources(files: Sequence[FileToPublish]) -> None:
+    for file in files:
+        if file.source is None:
+            continue
+        size = file.source.stat().st_size if file.source.is_file() else None
+        if size != file.bytes:
+            raise _replaced(file.source, "is gone" if size is None else f"has {size} bytes")
+
+
+def _check_unchanged(files: Sequence[FileToPublish]) -> None:
+    """Raise if it is the file on this disk that is not what it was, and not the transfer."""
+    for file in files:
+        if file.source is not None:
+            with file.source.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != file.sha256:
+                raise _replaced(file.source, "has other content")
+
+
+def _replaced(path: Path, why: str) -> StageFailed:
+    return StageFailed(
+        masked(f"{path} {why}, so it is not published: it was another file when its stage ended."),
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
+    )

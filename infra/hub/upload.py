@@ -1,0 +1,96 @@
+"""The files of a commit, as huggingface_hub takes them.
+
+In: files with the hashes that their stage has computed. Out: operations of a commit. Nothing is
+hashed again; while bytes go out, progress is told and a stop is noticed.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+from infra.targets import FileToPublish
+from refiner_core.contract.errors import Interrupted
+from refiner_core.contract.types import Progress
+
+#: Progress of a large file is told this often.
+_TELL_BYTES = 32 << 20
+
+
+class Sending:
+    """What is told while files go out, by any of the sending threads."""
+
+    def __init__(
+        self, total: int, progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> None:
+        self._total, self._progress, self._should_stop = total, progress, should_stop
+        self._done, self._bytes, self._untold = 0, 0, 0
+        self._lock = threading.Lock()
+
+    def moved(self, name: str, count: int) -> None:
+        """``count`` more bytes of a file are on their way; 0 is its end."""
+        if self._should_stop():
+            raise Interrupted(
+                "Publishing was stopped on request.",
+                fix="run the same command again; what was sent already is not sent again",
+            )
+        with self._lock:
+            self._bytes += count
+            self._untold += count
+            self._done += not count
+            if count and self._untold < _TELL_BYTES:
+                return
+            self._untold = 0
+            done, values = min(self._done, self._total), {"sent_bytes": float(self._bytes)}
+            self._progress(Progress(done, self._total, f"sending {name}", values))
+
+
+class _Told(io.FileIO):
+    """A file that says how much of it was read."""
+
+    def __init__(self, path: str, name: str, sending: Sending) -> None:
+        super().__init__(path)
+        self._repo_name, self._sending = name, sending
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if data:
+            self._sending.moved(self._repo_name, len(data))
+        return data or b""
+
+
+class _Addition(CommitOperationAdd):  # type: ignore[misc]
+    """A file whose hash is known."""
+
+    def __init__(self, file: FileToPublish, sending: Sending) -> None:
+        super().__init__(file.name, file.content if file.content is not None else file.source)
+        self.upload_info.sha256 = bytes.fromhex(file.sha256)
+        self._sending = sending
+
+    @contextmanager
+    def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
+        """The bytes; ``with_tqdm`` is how the client says that it uploads them."""
+        if not with_tqdm or not isinstance(self.path_or_fileobj, str):
+            with super().as_file() as plain:
+                yield plain
+            return
+        with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
+            yield file
+        self._sending.moved(self.path_in_repo, 0)
+
+
+def operations(
+    wanted: Sequence[FileToPublish],
+    gone: Sequence[str],
+    progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> list[Any]:
+    """Operations that send ``wanted`` and delete ``gone``."""
+    sending = Sending(len(wanted), progress, should_stop)
+    deleted = [CommitOperationDelete(name) for name in gone]
+    return [*(_Addition(file, sending) for file in wanted), *deleted]
