@@ -86,10 +86,16 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "command": facts.command,
         "reproduction": reproduction_lines(facts),
         "flags": grpo_flags(facts) if grpo else [],
-        "settings": own_settings(facts, _SECTIONS.get(facts.stage, _SECTIONS["sft"])),
+        "settings": own_settings(facts, _sections(facts)),
         "notes": known_notes(facts),
         "provenance": _provenance(facts),
     }
+
+
+def _sections(facts: CardFacts) -> tuple[str, ...]:
+    """Sections of the configuration that shaped this model."""
+    sections = _SECTIONS.get(facts.stage, _SECTIONS["sft"])
+    return (*sections, "sft") if before_lines(facts) else sections
 
 
 def _summary(facts: CardFacts) -> str:

@@ -163,8 +163,8 @@ def _rows_without_rubrics(facts: CardFacts) -> list[Line]:
 def _judge_failures(facts: CardFacts) -> list[Line]:
     notes = [
         f"In the {entry.values['decoding']} evaluation of this model the judge failed on a share "
-        + ("of " + cell(entry))
-        + " of the samples; they are not in its numbers."
+        + ("of the samples: " + cell(entry))
+        + "; they are not in its numbers."
         for entry in own_entries(facts)
         if entry.values["metric"] == "judge_failed" and finite(entry.values.get("value"))
     ]
