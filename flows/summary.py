@@ -1,4 +1,4 @@
-"""What a finished run has to say: one table of numbers, and where the model lies.
+"""What a finished run has to say: one table of numbers, and where its models lie.
 
 In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
 """
@@ -16,7 +16,7 @@ SHOWN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "cla
 
 
 def summary_lines(outcome: RunOutcome) -> Iterator[str]:
-    """Rows kept, numbers by model and decoding with 95 % intervals, the published folder."""
+    """Rows kept, numbers by model and decoding with 95 % intervals, what is published where."""
     workspace = Workspace.read_only(outcome.plan.config.workspace)
     yield from _rows_kept(outcome)
     numbers = evaluations_of(outcome.plan, workspace)
@@ -25,16 +25,43 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
         yield ""
         yield f"{decoding} decoding, held-out prompts (95 % interval)"
         yield from _table(here)
+    yield from _damages(outcome, workspace)
+    yield from _publications(outcome, workspace)
+
+
+def _damages(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """Finished stages whose output is not what it was, and how to make it again."""
     for view in outcome.views.values():
         stage_id = outcome.plan.by_name[view.name].id
-        damage = workspace.output_damage(stage_id)
-        if damage:
+        if damage := workspace.output_damage(stage_id):
             folder = workspace.layout.stage(stage_id).control
             yield ""
             yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
-        elif view.kind == "publish" and view.report:
-            yield ""
-            yield f"published: {view.report['target']}"
+
+
+def _publications(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """One line for each publication that is there, by step; what the repository ends at is last."""
+    made = []
+    for view in outcome.views.values():
+        stage_id = outcome.plan.by_name[view.name].id
+        there = view.kind == "publish" and "target" in view.report
+        if there and workspace.output_damage(stage_id) is None:
+            made.append(view.report)
+    if made:
+        yield ""
+    for report in sorted(made, key=lambda r: (bool(r.get("final")), int(r.get("step") or 0))):
+        yield f"published: {report['target']} ({_which(report)})"
+
+
+def _which(report: Mapping[str, Any]) -> str:
+    said = [f"step {report['step']}"] if "step" in report else []
+    if report.get("revision", "main") != "main":
+        said.append(f"revision {report['revision']}")
+    if report.get("best"):
+        said.append(
+            f"the best of {len(report['best']['candidates'])} by {report['best']['metric']}"
+        )
+    return ", ".join(said) or "the last step"
 
 
 def _rows_kept(outcome: RunOutcome) -> Iterator[str]:

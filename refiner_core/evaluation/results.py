@@ -16,7 +16,7 @@ fingerprint stands for.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
 from refiner_core.evaluation.protocol import Protocol
 from refiner_core.evaluation.samples import METRICS, metric_kind, write_samples
-from refiner_core.evaluation.statistics import estimate
+from refiner_core.evaluation.statistics import Estimate, estimate
 
 RESULTS_VERSION = 1
 RESULTS_FILE = "results.json"
@@ -44,13 +44,7 @@ def metric_entries(
     """One entry per metric that was measured."""
     entries = []
     for metric in METRICS:
-        found = estimate(
-            measured.rows,
-            metric,
-            kind=metric_kind(metric, config.reward),
-            resamples=config.evaluate.bootstrap_samples,
-            seed=config.evaluate.seed,
-        )
+        found = recompute(measured.rows, metric, config)
         if found is None:
             continue
         protocol = _protocol_of(metric, measured.protocol, config)
@@ -66,6 +60,20 @@ def metric_entries(
             }
         )
     return entries
+
+
+def recompute(
+    rows: Sequence[Mapping[str, Any]], metric: str, config: RecipeConfig
+) -> Estimate | None:
+    """A metric of per-sample rows, with its interval: the same rows and configuration give the same
+    number, bit by bit. None where no sample has the metric."""
+    return estimate(
+        rows,
+        metric,
+        kind=metric_kind(metric, config.reward),
+        resamples=config.evaluate.bootstrap_samples,
+        seed=config.evaluate.seed,
+    )
 
 
 def _protocol_of(metric: str, protocol: Protocol, config: RecipeConfig) -> Protocol:

@@ -1,0 +1,332 @@
+"""What a number was made of: samples, one answer in full, judgements, files.
+
+In: a :class:`~flows.why.figures.Figure` and the workspace that it was recorded in. Out: an
+:class:`Explanation`. The number is computed again from its samples; what has been deleted since is
+said, not left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flows.why.figures import Figure
+from infra.checkpoints import step_name
+from infra.stage_io import read_rollouts
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.records import from_json
+from refiner_core.contract.types import PromptRow
+from refiner_core.data.prepared import load_prompts
+from refiner_core.evaluation.results import RESULTS_FILE, recompute
+from refiner_core.evaluation.samples import load_samples
+from refiner_core.evaluation.statistics import Estimate
+
+#: Metric of a training step -> what of a rollout it is the mean of.
+_OF_ROLLOUTS = {"scores": "reward"}
+_FEW = 3
+
+
+class SampleValue(NamedTuple):
+    """One sample and its part of the number; ``value`` None is one that does not count."""
+
+    sample_id: str
+    number: int
+    value: float | None
+
+    @property
+    def name(self) -> str:
+        """By which ``--sample`` knows it."""
+        return f"{self.sample_id}#{self.number}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample in full.
+
+    Attributes
+    ----------
+    scores
+        Every metric or reward component of it, by name.
+    judgements
+        What was asked of the judge and what it said, as stored.
+    """
+
+    which: SampleValue
+    question: str
+    prompt: str
+    answer: str
+    status: str
+    finish_reason: str
+    scores: Mapping[str, float | None]
+    judgements: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything behind a number.
+
+    Attributes
+    ----------
+    recomputed
+        The number from its samples; None where they are not there or it is no mean of samples.
+    agrees
+        Whether that is what is recorded, interval included.
+    values
+        All samples, worst first; those that do not count last.
+    sample
+        The one that was asked for, else the most typical.
+    files
+        What lies where, in words -> path.
+    notes
+        What could not be shown, and why.
+    """
+
+    figure: Figure
+    recomputed: Estimate | None = None
+    agrees: bool | None = None
+    values: tuple[SampleValue, ...] = ()
+    sample: Sample | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> list[SampleValue]:
+        """The samples that count, worst first."""
+        return [v for v in self.values if v.value is not None]
+
+    def picked(self) -> dict[str, list[SampleValue]]:
+        """A few of the worst, of the most typical and of the best, none of them twice."""
+        counted = self.counted
+        if len(counted) <= 3 * _FEW:
+            return {"all": counted}
+        middle = (len(counted) - _FEW) // 2
+        return {
+            "worst": counted[:_FEW],
+            "typical": counted[middle : middle + _FEW],
+            "best": counted[-_FEW:],
+        }
+
+
+def explain(figure: Figure, workspace: Workspace | None, wanted: str | None = None) -> Explanation:
+    """All that is behind a number.
+
+    Parameters
+    ----------
+    workspace
+        Where it was recorded; None where nobody knows.
+    wanted
+        ``SAMPLE_ID`` or ``SAMPLE_ID#INDEX`` of the sample to show in full.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sample.
+    """
+    record = workspace.read_record(figure.stage_id) if workspace and figure.stage_id else None
+    if workspace is None or record is None:
+        return Explanation(figure, notes=(_elsewhere(figure, workspace),))
+    files = {"record": str(workspace.root / figure.record.partition("#")[0])}
+    if figure.kind == "evaluation":
+        return _of_evaluation(figure, workspace, files, wanted)
+    if figure.kind == "training":
+        return _of_training(figure, workspace, files, wanted)
+    return Explanation(figure, files=files)
+
+
+def _elsewhere(figure: Figure, workspace: Workspace | None) -> str:
+    if not figure.record:
+        return "Nobody has said where this was recorded."
+    there = "no workspace was given" if workspace is None else f"{workspace.root} does not have it"
+    return (
+        f"It was recorded in {figure.record}, and {there}: name the run's own with workspace=DIR "
+        "to see the samples behind it."
+    )
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+def _of_evaluation(
+    figure: Figure, workspace: Workspace, files: dict[str, str], wanted: str | None
+) -> Explanation:
+    result = workspace.read_result(figure.stage_id)
+    folder = workspace.output_dir(figure.stage_id)
+    assert result is not None, "an evaluation's numbers are in its result"
+    assert folder is not None, "a result names its folder"
+    paths = workspace.layout.attempt(figure.stage_id, result.attempt)
+    files["results"] = str(folder / RESULTS_FILE)
+    samples = folder / str(figure.entry["samples_file"])
+    files["samples"] = str(samples)
+    config = from_json(RecipeConfig, workspace.read_control(paths.config) or {})
+    inputs = workspace.read_control(paths.inputs) or {}
+    prompts, note = _prompts(workspace, inputs.get("data"), "rl_test.parquet", files)
+    notes = [note] if note else []
+    try:
+        rows = load_samples(samples)
+    except DataError as error:
+        return Explanation(figure, files=files, notes=(*notes, str(error)))
+    again = recompute(rows, figure.metric, config)
+    values = _ordered([_value(row, row.get(figure.metric)) for row in rows])
+    row = _chosen(rows, values, wanted)
+    return Explanation(
+        figure=figure,
+        recomputed=again,
+        agrees=again is not None and _same(again, figure.entry),
+        values=values,
+        sample=None
+        if row is None
+        else _sample(row, row.get(figure.metric), _measured(row), prompts),
+        files=files,
+        notes=tuple(notes),
+    )
+
+
+def _same(again: Estimate, entry: Mapping[str, Any]) -> bool:
+    return all(_near(value, entry.get(name)) for name, value in again._asdict().items())
+
+
+def _near(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return abs(one - other) <= 1e-12 * max(1.0, abs(one))
+    return bool(one == other)
+
+
+def _measured(row: Mapping[str, Any]) -> dict[str, float | None]:
+    return {k: v for k, v in row.items() if v is None or isinstance(v, float)}
+
+
+# ---------------------------------------------------------------- training
+
+
+def _of_training(
+    figure: Figure, workspace: Workspace, files: dict[str, str], wanted: str | None
+) -> Explanation:
+    assert figure.step is not None, "a point of a curve has a step"
+    layout = workspace.layout
+    numbers = layout.stage(figure.stage_id).attempt_numbers()
+    paths = [layout.attempt(figure.stage_id, n) for n in reversed(numbers)]
+    metrics = next((p.metrics for p in paths if p.metrics.exists()), None)
+    if metrics is not None:
+        files["metrics"] = str(metrics)
+    name = f"{step_name(figure.step)}.parquet"
+    rollouts = next((p.rollouts / name for p in paths if (p.rollouts / name).exists()), None)
+    if rollouts is None:
+        return Explanation(
+            figure, files=files, notes=(f"Step {figure.step} has no rollouts that are kept.",)
+        )
+    files["rollouts"] = str(rollouts)
+    record = workspace.read_record(figure.stage_id)
+    assert record is not None, "the figure was read from it"
+    inputs = workspace.read_control(paths[0].inputs) or {}
+    prompts, note = _prompts(workspace, inputs.get("data"), "rl_train.parquet", files)
+    rows = read_rollouts(rollouts)
+    column = _column(figure.metric)
+    known = bool(rows) and column in rows[0]
+    values = _ordered([_value(row, row.get(column if known else "reward")) for row in rows])
+    row = _chosen(rows, values, wanted)
+    mean = _mean(values) if known else None
+    notes = [note] if note else []
+    if not known:
+        notes.append(f"{figure.metric} is no mean over rollouts; they are shown by their reward.")
+    part = None if row is None else row.get(column if known else "reward")
+    return Explanation(
+        figure=figure,
+        recomputed=mean,
+        agrees=None if mean is None else abs(mean.value - figure.value) < 1e-9,
+        values=values,
+        sample=None if row is None else _sample(row, part, _components(row), prompts),
+        files=files,
+        notes=tuple(notes),
+    )
+
+
+def _column(metric: str) -> str:
+    """``objective/citation_f1_reward`` is the mean of ``reward/citation_f1``."""
+    if metric in _OF_ROLLOUTS:
+        return _OF_ROLLOUTS[metric]
+    name = metric.removeprefix("objective/")
+    return f"reward/{name.removesuffix('_reward')}" if name != metric else metric
+
+
+def _mean(values: Sequence[SampleValue]) -> Estimate | None:
+    counted = [v.value for v in values if v.value is not None]
+    if not counted:
+        return None
+    total, prompts = sum(counted), {v.sample_id for v in values if v.value is not None}
+    mean = total / len(counted)
+    return Estimate(mean, None, None, len(prompts), total, len(counted), "none")
+
+
+def _components(row: Mapping[str, Any]) -> dict[str, float | None]:
+    found = {k.removeprefix("reward/"): v for k, v in row.items() if k.startswith("reward/")}
+    return {"reward": row.get("reward"), "advantage": row.get("advantage"), **found}
+
+
+# ---------------------------------------------------------------- samples
+
+
+def _value(row: Mapping[str, Any], value: Any) -> SampleValue:
+    number = float(value) if isinstance(value, int | float) else None
+    return SampleValue(str(row["sample_id"]), int(row["sample_index"]), number)
+
+
+def _ordered(values: Sequence[SampleValue]) -> tuple[SampleValue, ...]:
+    key = {v: (v.value is None, v.value or 0.0, v.sample_id, v.number) for v in values}
+    return tuple(sorted(values, key=lambda v: key[v]))
+
+
+def _chosen(
+    rows: Sequence[Mapping[str, Any]], values: Sequence[SampleValue], wanted: str | None
+) -> Mapping[str, Any] | None:
+    """The row that was asked for, else that of the median."""
+    counted = [v for v in values if v.value is not None] or list(values)
+    if not counted:
+        return None
+    which = counted[len(counted) // 2]
+    if wanted is not None:
+        hits = [v for v in values if wanted in (v.name, v.sample_id)]
+        if not hits:
+            few = ", ".join(v.name for v in counted[:_FEW])
+            raise ConfigurationError(
+                f"No sample {wanted!r} is behind this number.",
+                expected=f"one of {len(values)}, such as {few}",
+                fix="name one of these with --sample",
+            )
+        which = hits[0]
+    return next(r for r in rows if (r["sample_id"], r["sample_index"]) == which[:2])
+
+
+def _sample(
+    row: Mapping[str, Any],
+    value: Any,
+    scores: Mapping[str, float | None],
+    prompts: Mapping[str, PromptRow],
+) -> Sample:
+    prompt = prompts.get(str(row["sample_id"]))
+    return Sample(
+        which=_value(row, value),
+        question="" if prompt is None else prompt.question,
+        prompt="" if prompt is None else prompt.prompt_text,
+        answer=str(row["response_text"]),
+        status=str(row["status"]),
+        finish_reason=str(row["finish_reason"]),
+        scores=scores,
+        judgements=json.loads(row["judgements"]),
+    )
+
+
+def _prompts(
+    workspace: Workspace, data: str | None, name: str, files: dict[str, str]
+) -> tuple[dict[str, PromptRow], str]:
+    """The prompts of a data stage by sample id; empty, and why, where they are not there."""
+    folder = workspace.output_dir(data) if data else None
+    path = Path() if folder is None else folder / name
+    if folder is None or not path.exists():
+        return {}, f"The prompts ({name} of {data or 'the data stage'}) are not there any more."
+    files["prompts"] = str(path)
+    return {p.sample_id: p for p in load_prompts(path)}, ""

@@ -1,0 +1,314 @@
+"""Which recorded number is meant.
+
+In: words of a person. Out: :class:`Figure` values: numbers of evaluations, points of training
+curves, and, of a card, every other number that its evidence has. A number is meant if it is printed
+as the person has it: ``0.512`` means 0.51234 and not 0.5131.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infra.stage_io import read_metrics
+from infra.workspace import Workspace
+from refiner_core.cards import Evidence, facts_to_json, record_of
+from refiner_core.cards.facts import finite
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+from refiner_core.contract.records import StageRecord
+from refiner_core.evaluation.samples import METRICS
+
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
+_STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
+_DECODINGS = ("greedy", "sampled")
+#: Parts of a card's evidence that are found as numbers of their own.
+_OWN_FIGURES = ("evaluations.", "protocols.")
+
+Kind = Literal["evaluation", "training", "fact"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """What somebody asks for: a number as it was printed, names, a training step."""
+
+    number: str | None = None
+    names: tuple[str, ...] = ()
+    step: int | None = None
+
+    @property
+    def decimals(self) -> int:
+        """Digits after the point of the number."""
+        text = (self.number or "").rstrip("% ").lower()
+        return len(text.partition("e")[0].partition(".")[2])
+
+    def means(self, value: float) -> bool:
+        """Whether a value is printed as the number."""
+        if self.number is None:
+            return True
+        asked = float(self.number.rstrip("% "))
+        if self.number.endswith("%"):
+            value *= 100.0
+        if "e" in self.number.lower():
+            return f"{value:.{self.decimals}e}" == f"{asked:.{self.decimals}e}"
+        said = f"{value:.{self.decimals}f}"
+        return said == f"{asked:.{self.decimals}f}" or (asked == 0.0 == float(said))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One recorded number.
+
+    Attributes
+    ----------
+    kind
+        ``evaluation``, ``training`` (a point of a curve), or ``fact`` (any other on a card).
+    model, metric, decoding, step
+        What it is; decoding of evaluations, step of training.
+    matched
+        Which part of it is the number that was asked for: ``value``, ``low`` or ``high``.
+    entry
+        All that is recorded of it.
+    protocol
+        What its protocol's fingerprint stands for.
+    record
+        Where it stands: a path in the workspace, and what in that file.
+    stage_id
+        The stage of that record; empty where there is none.
+    """
+
+    kind: Kind
+    model: str
+    metric: str
+    value: float
+    decoding: str = ""
+    step: int | None = None
+    matched: str = "value"
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    record: str = ""
+    stage_id: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The words that it can be asked for by."""
+        return tuple(n for n in (self.metric, self.model, self.decoding) if n)
+
+    @property
+    def words(self) -> list[str]:
+        """The words that mean this one and no other."""
+        return [*self.names, *([f"step{self.step}"] if self.step is not None else [])]
+
+
+def parse_query(words: Sequence[str]) -> Query:
+    """What the words ask for.
+
+    Raises
+    ------
+    ConfigurationError
+        There are none, or two numbers.
+    """
+    numbers = [w for w in words if _NUMBER.fullmatch(w)]
+    steps = [m.group(1) for w in words if (m := _STEP.fullmatch(w))]
+    names = tuple(w for w in words if not _NUMBER.fullmatch(w) and not _STEP.fullmatch(w))
+    if len(numbers) > 1 or len(steps) > 1 or not words:
+        raise ConfigurationError(
+            f"`refiner why` was given {' '.join(words) or 'nothing'}.",
+            expected="one number as it is printed, or names of one: `0.512`, `citation_f1 grpo "
+            "greedy`, `scores step5`",
+            fix="ask for one number at a time",
+        )
+    return Query(numbers[0] if numbers else None, names, int(steps[0]) if steps else None)
+
+
+# ---------------------------------------------------------------- of a workspace
+
+
+def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
+    """The numbers of some stages that are meant."""
+    found: dict[tuple[Any, ...], Figure] = {}
+    for stage_id in stage_ids:
+        record = workspace.read_record(stage_id)
+        if record is None:
+            continue
+        if record.spec.kind == "evaluate" and record.result is not None:
+            figures = _of_evaluation(stage_id, record.result.report, query)
+        elif record.spec.kind in ("sft", "grpo", "command"):
+            figures = _of_training(workspace, stage_id, record, query)
+        else:
+            continue
+        for figure in figures:
+            # All evaluations repeat the random copier's floor.
+            key = (*figure.words, figure.entry.get("protocol"), figure.value, figure.matched)
+            found.setdefault(key, figure)
+    return _asked_for(list(found.values()), query)
+
+
+def _of_evaluation(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
+    for part in ("evaluations", "reference"):
+        for position, entry in enumerate(report[part]):
+            record = f"stages/{stage_id}/result.json#report.{part}.{position}"
+            yield from _evaluated(entry, report["protocols"], record, query)
+
+
+def _evaluated(
+    entry: Mapping[str, Any], protocols: Mapping[str, Any], record: str, query: Query
+) -> Iterator[Figure]:
+    for part in ("value", "low", "high"):
+        value = finite(entry.get(part))
+        if value is None or not query.means(value) or query.step is not None:
+            continue
+        yield Figure(
+            kind="evaluation",
+            model=str(entry["stage"]),
+            metric=str(entry["metric"]),
+            decoding=str(entry["decoding"]),
+            value=float(entry["value"]),
+            matched=part,
+            entry=entry,
+            protocol=protocols.get(str(entry["protocol"]), {}),
+            record=record,
+            stage_id=_stage_of(record),
+        )
+        return
+
+
+def _of_training(
+    workspace: Workspace, stage_id: str, record: StageRecord, query: Query
+) -> Iterator[Figure]:
+    """Points of the reported curves; of a metric that is asked for by name, every logged step."""
+    report = record.result.report if record.result is not None else {}
+    seen = set()
+    for name, points in _curves(report):
+        for step, value in points:
+            seen.add((name, step))
+            yield from _trained(record.spec.name, name, int(step), value, query, stage_id)
+    if query.step is None and not query.names:
+        return
+    for attempt in record.attempts:
+        for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
+            for name, logged in line.metrics.items():
+                if (name, line.step) not in seen and (name in query.names or name == "scores"):
+                    model = record.spec.name
+                    yield from _trained(model, name, line.step, logged, query, stage_id)
+
+
+def _curves(report: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[float]]]]:
+    yield from (report.get("curves") or {}).items()
+    for name, value in report.items():
+        if isinstance(value, Mapping) and value.get("curve"):
+            yield name, value["curve"]
+
+
+def _trained(
+    model: str, name: str, step: int, value: Any, query: Query, stage_id: str
+) -> Iterator[Figure]:
+    number = finite(value)
+    if number is None or not query.means(number) or query.step not in (None, step):
+        return
+    yield Figure(
+        kind="training",
+        model=model,
+        metric=name,
+        value=number,
+        step=step,
+        entry={"value": number, "step": step},
+        record=f"stages/{stage_id}/result.json#report",
+        stage_id=stage_id,
+    )
+
+
+# ---------------------------------------------------------------- of a card
+
+
+def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
+    """The numbers of a card that are meant, by the evidence that lies beside it."""
+    facts = evidence.facts
+    found: list[Figure] = []
+    for position, entry in enumerate(facts.evaluations):
+        record = record_of(facts, f"evaluations.{position}") or ""
+        found += _evaluated(entry, facts.protocols, record, query)
+    for name, report in facts.reports.items():
+        stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
+        for curve, points in _curves(report):
+            for step, value in points:
+                found += _trained(name, curve, int(step), value, query, stage_id)
+    if query.number is not None and query.step is None:
+        for path, fact in _leaves("", facts_to_json(facts)):
+            if not path.startswith(_OWN_FIGURES) and "curve" not in path and query.means(fact):
+                record = record_of(facts, path) or ""
+                found.append(
+                    Figure(
+                        kind="fact",
+                        model="",
+                        metric=path,
+                        value=fact,
+                        record=record,
+                        stage_id=_stage_of(record),
+                    )
+                )
+    return _asked_for(found, query)
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            yield from _leaves(f"{prefix}.{position}", inner)
+    elif (number := finite(value)) is not None:
+        yield prefix, number
+
+
+def _stage_of(record: str) -> str:
+    parts = record.partition("#")[0].split("/")
+    return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
+
+
+# ---------------------------------------------------------------- which of them
+
+
+def _asked_for(found: list[Figure], query: Query) -> list[Figure]:
+    """Those that bear all names; values before ends of intervals."""
+    hits = [f for f in found if all(name in f.names for name in query.names)]
+    if any(f.matched == "value" for f in hits):
+        hits = [f for f in hits if f.matched == "value"]
+    return hits
+
+
+def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
+    """What to say where no number is meant.
+
+    Parameters
+    ----------
+    others
+        The numbers that there are.
+    """
+    known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
+    unknown = [n for n in query.names if n not in known]
+    if unknown:
+        return ConfigurationError(
+            f"Nothing in {where} is called {unknown[0]!r}.{suggest(unknown[0], known)}",
+            expected="a number as it is printed, or a metric, a model, a decoding: "
+            + ", ".join(sorted({n for f in others for n in f.names})[:12] or METRICS),
+            fix="name one of these",
+        )
+    asked = " ".join([query.number or "", *query.names]).strip()
+    if query.number is None or not others:
+        return ConfigurationError(
+            f"{where} has no number that is {asked!r}.",
+            expected="the number of a finished evaluation, or of a training",
+            fix="name another run or workspace=DIR (`refiner status --all` lists runs)",
+        )
+    wanted = float(query.number.rstrip("% "))
+    near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
+    said = "; ".join(f"{f.value:.{max(3, query.decimals)}f} ({' '.join(f.words)})" for f in near)
+    return ConfigurationError(
+        f"No number in {where} is printed as {asked}.",
+        expected=f"one that is recorded; the nearest are {said}",
+        fix="give it with the digits that you see, or by its names: "
+        f"`refiner why {' '.join(near[0].words)}`",
+    )
