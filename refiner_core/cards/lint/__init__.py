@@ -3,15 +3,16 @@
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> front, text, commands         links, secrets, what the Hub reads
-                     └──> quantities ──> tables, shares, claims, prose     what the numbers say
-    evidence ──> against                                what the card should be, number by number
+    text ──> markdown ──> front, text, commands                        what the Hub and readers meet
+                     └──> quantities ──> tables, shares, claims, prose, index     what numbers say
+    text, evidence ──> against, proof                          what it should be, number by number
 
 Rules are strict about what they find: a number that can be right is left alone.
 """
 
 from __future__ import annotations
 
+from refiner_core.cards.lint.against import evidence_findings
 from refiner_core.cards.lint.commands import CommandCheck
 from refiner_core.cards.lint.findings import RULES, Finding
 from refiner_core.cards.lint.general import general_findings
@@ -33,7 +34,10 @@ def check_card(
     command_check
         What knows refiner's own commands; without it they are only read as a shell would.
     """
-    return general_findings(text, command_check)
+    found = general_findings(text, command_check, has_evidence=evidence is not None)
+    if evidence is not None:
+        found += evidence_findings(text, evidence)
+    return sorted(found)
 
 
 def lint_card(text: str, evidence: str | None = None) -> list[str]:

@@ -20,6 +20,7 @@ _SHELLS = ("bash", "sh", "shell", "zsh")
 _PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
 #: What shlex does not know: text up to a mark of its own, and what is expanded.
 _BEYOND = re.compile(r"<<-?\s*['\"]?\w|\$\(|`|\$'|\$\{[^}]*['\"#]")
+_MORE = "\\"
 _FIX = "correct the command, and run it once as it stands there"
 
 
@@ -54,21 +55,20 @@ def _commands(fence: Fence) -> list[tuple[int, str]]:
         line = raw.strip()
         if going_on:
             first, text = found[-1]
-            found[-1] = (first, f"{text.removesuffix(chr(92))} {line}")
+            found[-1] = (first, f"{text} {line.removesuffix(_MORE)}")
         elif prompted and not line.startswith("$ "):
             continue
         elif line and not line.startswith("#") and (not bare or line.startswith("refiner ")):
-            found.append((number, line.removeprefix("$ ")))
+            found.append((number, line.removeprefix("$ ").removesuffix(_MORE)))
         else:
             continue
-        going_on = line.endswith("\\")
+        going_on = line.endswith(_MORE)
     return found
 
 
 def _quotes(fence: Fence, lines: Sequence[tuple[int, str]]) -> Iterator[Finding]:
     """A quote that is never closed; one that is closed some lines later is."""
-    body = "\n".join(line for _, line in lines)
-    problem = _problem(body)
+    problem = _problem("\n".join(line for _, line in lines))
     if problem is None:
         return
     for position, (number, _) in enumerate(lines):

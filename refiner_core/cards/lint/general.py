@@ -11,6 +11,7 @@ from refiner_core.cards.lint.claims import claim_findings
 from refiner_core.cards.lint.commands import CommandCheck, command_findings
 from refiner_core.cards.lint.findings import Finding
 from refiner_core.cards.lint.front import read_front
+from refiner_core.cards.lint.index import index_findings
 from refiner_core.cards.lint.markdown import Document, read_document
 from refiner_core.cards.lint.prose import prose_findings
 from refiner_core.cards.lint.quantities import quantities
@@ -19,10 +20,19 @@ from refiner_core.cards.lint.tables import table_findings
 from refiner_core.cards.lint.text import text_findings
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-*\s]*base model\W+(?:not recorded|unknown)\b")
+_NO_EVIDENCE = Finding(
+    1,
+    "evidence-missing",
+    "its evidence (refiner.json) is not here: numbers can only be checked against each other",
+    "take the refiner.json that was published with it (`--evidence FILE`)",
+    "warning",
+)
 _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
 
 
-def general_findings(text: str, command_check: CommandCheck | None = None) -> list[Finding]:
+def general_findings(
+    text: str, command_check: CommandCheck | None = None, *, has_evidence: bool = False
+) -> list[Finding]:
     """What is wrong with a README by itself."""
     document = read_document(text)
     front = read_front(
@@ -31,13 +41,16 @@ def general_findings(text: str, command_check: CommandCheck | None = None) -> li
     known = quantities(document)
     shares = list(impossible_shares(document, known))
     impossible = [q for finding, q in shares if q is not None and finding.is_error]
+    ours = is_ours(document)
     found = [
         *front.findings,
-        *text_findings(document, is_ours=is_ours(document)),
+        *([_NO_EVIDENCE] if ours and not has_evidence else []),
+        *text_findings(document, is_ours=ours),
         *table_findings(document, known),
         *(finding for finding, _ in shares),
         *claim_findings(document, known, impossible),
-        *prose_findings(document, known, front.index),
+        *prose_findings(document, known),
+        *index_findings(document, front.index, known),
         *command_findings(document, command_check),
     ]
     return sorted(set(found))

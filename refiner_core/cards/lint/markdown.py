@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_FENCE = re.compile(r"^[\s>]*(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$")
+_FENCE = re.compile(r"^(?P<indent>[\s>]*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$")
 _HEADING = re.compile(r"^\s{0,3}(#{1,6})\s+(.*?)\s*#*\s*$")
 _DELIMITER = re.compile(r"^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$")
 _ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s")
@@ -179,13 +179,15 @@ class _Reader:
         self.at += 1
 
     def _read_fence(self, opening: re.Match[str]) -> None:
-        mark, first = opening.group("mark"), self.at
+        mark, first, indent = opening["mark"], self.at, len(opening["indent"])
         inside: list[str] = []
         closed = False
         self.at += 1
         while self.at < len(self.lines) and not closed:
-            line = self.lines[self.at].strip().lstrip("> ")
-            closed = line.startswith(mark) and not line.strip(mark[0])
+            line = self.lines[self.at].rstrip()
+            end = line.lstrip("> \t")
+            near = len(line) - len(end) <= indent + 3  # further in, it belongs to what is inside
+            closed = near and end.startswith(mark) and not end.strip(mark[0])
             if not closed:
                 inside.append(self.lines[self.at])
             self.at += 1

@@ -1,4 +1,4 @@
-"""Numbers in sentences, and numbers that stand twice: prose against itself, tables and model-index.
+"""Numbers in sentences, and numbers that stand twice: prose against itself and against tables.
 
 In: a :class:`Document` and the quantities of its tables. Out: findings.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import pairwise
-from typing import Any
 
-from refiner_core.cards.lint.figures import Figure, agree, parse_figure
+from refiner_core.cards.lint.figures import agree, parse_figure
 from refiner_core.cards.lint.findings import Finding
-from refiner_core.cards.lint.front import IndexValue
 from refiner_core.cards.lint.markdown import Document, Paragraph
-from refiner_core.cards.lint.names import Metric, metric_of, words
-from refiner_core.cards.lint.quantities import Quantity, same_elsewhere
+from refiner_core.cards.lint.names import metric_of, words
+from refiner_core.cards.lint.quantities import OVERALL, Quantity, same_elsewhere
 
 _COUNT = r"\d{1,3}(?:,\d{3})+|\d+"
 _OF = re.compile(
@@ -41,6 +38,7 @@ _MENTION = re.compile(
 _OWN_WORDS = re.compile(
     r"(?i)\b(?:this|our|the) model\b|\bachiev|\breach|\battain|\bwe (?:get|obtain)"
 )
+_ON = re.compile(r"[\s*_<>/a-z]*?\bon\s+(?:the\s+)?[\s*_`\[]*(?P<what>[\w.+-]+)", re.IGNORECASE)
 _TOO_MUCH = re.compile(
     r"(?<![\d.,])(?P<value>\d+(?:\.\d+)?)\s?%\**\s+"
     r"(?:pass\s?@\s?\d+|accuracy|precision|recall|F1)\b",
@@ -48,15 +46,12 @@ _TOO_MUCH = re.compile(
 )
 
 
-def prose_findings(
-    document: Document, known: Sequence[Quantity], index: Sequence[IndexValue]
-) -> Iterator[Finding]:
+def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Finding]:
     """All findings in sentences, and between them and tables."""
     for paragraph in document.paragraphs:
         yield from _counts(paragraph)
         yield from _mentions(paragraph, known)
     yield from _twice(known)
-    yield from _index(index, known)
 
 
 # ---------------------------------------------------------------- parts of a whole
@@ -122,7 +117,9 @@ def _mentions(paragraph: Paragraph, known: Sequence[Quantity]) -> Iterator[Findi
         if figure is None or not there or any(agree(figure, q.figure) for q in there):
             continue
         named = [q for q in there if _named(q, paragraph.text)]
-        if named or (_OWN_WORDS.search(paragraph.text) and _is_of(there, paragraph)):
+        ours = _OWN_WORDS.search(paragraph.text)
+        after = paragraph.without_code[found.end() :]
+        if named or (ours and _is_of(there, paragraph.text, after)):
             other = (named or there)[0]
             yield Finding(
                 paragraph.line_of(found.start()),
@@ -138,10 +135,15 @@ def _named(q: Quantity, text: str) -> bool:
     return len(q.label) > 3 and not q.compares and bool(label) and label <= words(text)
 
 
-def _is_of(there: Sequence[Quantity], paragraph: Paragraph) -> bool:
-    """Whether the metric is measured in one place only, so that it can be no other benchmark's."""
+def _is_of(there: Sequence[Quantity], sentence: str, after: str) -> bool:
+    """Whether a number can only be one of these: they stand in one section, and what the sentence
+    says that it was measured on is named there."""
     sections = {q.table.headings[:2] for q in there}
-    return len(sections) == 1 and metric_of(paragraph.text) is not None
+    on = _ON.match(after)
+    places = [words(" ".join([*q.table.headings, *q.name])) for q in there]
+    if on is not None:
+        return len(sections) == 1 and any(words(on["what"]) <= place for place in places)
+    return len(sections) == 1 and all(q.name <= words(sentence) | OVERALL for q in there)
 
 
 def _twice(known: Sequence[Quantity]) -> Iterator[Finding]:
@@ -153,70 +155,5 @@ def _twice(known: Sequence[Quantity]) -> Iterator[Finding]:
                     "two-values",
                     f"{q.metric.key} of {q.label} is {q.shown} here and {other.shown} in line "
                     f"{other.line}",
-                    "correct one of them",
-                )
-
-
-# ---------------------------------------------------------------- model-index
-
-
-def _index(index: Sequence[IndexValue], known: Sequence[Quantity]) -> Iterator[Finding]:
-    for entry in index:
-        figure = parse_figure(entry.text)
-        metric = _index_metric(entry)
-        if figure is None or metric is None:
-            continue
-        there = _same(entry, metric, known)
-        if there and not any(_equal(figure, q.figure) for q in there):
-            yield Finding(
-                entry.line,
-                "model-index",
-                f"{entry.name or entry.type} is {entry.text} here and {there[0].shown} in line "
-                f"{there[0].line}",
-                "correct one of them",
-            )
-    yield from _index_pass_at_k(index)
-
-
-def _index_metric(entry: IndexValue) -> Metric | None:
-    return metric_of(entry.type.replace("_", " ")) or metric_of(entry.name)
-
-
-def _same(entry: IndexValue, metric: Metric, known: Sequence[Quantity]) -> list[Quantity]:
-    """The numbers of the tables that an entry is to be: of its metric, its own model, and of the
-    words in parentheses or of its data set."""
-    there = [q for q in known if q.metric.key == metric.key and q.role != "base"]
-    there = [q for q in there if not q.compares or q.role == "own"]
-    said = words(" ".join(re.findall(r"\(([^)]*)\)", entry.name)))
-    exact = [q for q in there if said and q.name and q.name <= said]
-    if exact:
-        return exact
-    dataset = words(re.sub(r"\([^)]*\)", "", entry.dataset))
-    of_set = [
-        q for q in there if dataset and dataset <= words(f"{q.label} {' '.join(q.table.headings)}")
-    ]
-    return [q for q in of_set if not said and not (q.name - dataset)]
-
-
-def _equal(figure: Figure, printed: Figure) -> bool:
-    """Whether the index's number, which has more digits, prints as the table's."""
-    return agree(figure, printed)
-
-
-def _index_pass_at_k(index: Sequence[IndexValue]) -> Iterator[Finding]:
-    groups: dict[Any, list[tuple[int, IndexValue, Figure]]] = {}
-    for entry in index:
-        metric, figure = _index_metric(entry), parse_figure(entry.text)
-        if metric is not None and metric.k is not None and figure is not None:
-            name = re.sub(r"(?i)pass\s?@\s?\d+", "", entry.name).strip().lower()
-            groups.setdefault((entry.dataset, name), []).append((metric.k, entry, figure))
-    for group in groups.values():
-        ordered = sorted(group, key=lambda g: g[0])
-        for (k, _, less), (more_k, entry, more) in pairwise(ordered):
-            if k != more_k and less.value > more.value:
-                yield Finding(
-                    entry.line,
-                    "pass-at-k",
-                    f"pass@{k} of {less.text} is more than pass@{more_k} of {more.text}",
                     "correct one of them",
                 )

@@ -21,7 +21,8 @@ from refiner_core.cards.lint.names import (
     words,
 )
 
-_OVERALL = frozenset({"overall", "total", "all", "average", "avg", "mean"})
+#: Words of a name that set nothing apart.
+OVERALL = frozenset({"overall", "total", "all", "average", "avg", "mean"})
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def same_elsewhere(quantity: Quantity, others: Sequence[Quantity]) -> list[Quant
         and other.compares != quantity.compares
         and (not other.compares or other.role == "own")
         and other.name == quantity.name
-        and other.name & _OVERALL
+        and other.name & OVERALL
         and _section(other.table) == _section(quantity.table)
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from refiner_core.cards.lint.findings import Finding
+from refiner_core.cards.lint.findings import Finding, Severity
 from refiner_core.cards.lint.markdown import Document, Paragraph, Table
 
 _HOSTS = {
@@ -35,12 +35,13 @@ _IN_PROSE = re.compile(
     r"(?=[\s*_]*(?:$|[\s,;.)%\]]))",
     re.IGNORECASE | re.MULTILINE,
 )
-_HOME = re.compile(
-    r"(?<![\w.:/-])(?:/(?:home|root|Users|scratch|gpfs|lustre|nfs)/[\w.~-]+|[A-Z]:\\Users\\\w+)"
+#: Somebody's own; then what may be in a container, or what everybody has.
+_OWN_PATH = re.compile(
+    r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
+    r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
 )
-_FOLDER = re.compile(
-    r"(?<![\w.:/-])(?:/(?:tmp|mnt|work|data|opt|var)/[\w.~-]+|~/[\w.-]+|[A-Z]:\\\w+)"
-)
+_FOLDER = re.compile(r"(?<![\w.:/-])(?:/(?:root|mnt|work|data)/[\w.~-]+|~/\w[\w.-]*|[A-Z]:\\\w+)")
+_COMMON = re.compile(r"(?<![\w.:/-])(?:/(?:tmp|opt|var|home|Users)/[\w.~-]+|~/\.[\w.-]+)")
 _SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|AKIA[A-Z0-9]{16}"
     r"|sk-(?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{20,}|xox[baprs]-[A-Za-z0-9-]{20,}"
@@ -88,38 +89,44 @@ def _bare(line: int, link: str) -> Finding:
 
 def _links(paragraph: Paragraph) -> Iterator[Finding]:
     text = paragraph.without_code
-    named = {m.start("to"): m["text"] for m in _LINK.finditer(text)}
-    for found in _LINK.finditer(text):
+    links = [m for m in _LINK.finditer(paragraph.text) if text[m.start()] == m.group()[0]]
+    named = {m.start("to"): m["text"] for m in links}
+    for found in links:
         if not found["to"] or _NOWHERE.match(found["to"]):
-            shown = paragraph.text[found.start() : found.end()]
             yield Finding(
                 paragraph.line_of(found.start()),
                 "bare-link",
-                f"the link {shown} has no address",
+                f"the link {found.group()} has no address",
                 "name the page that is meant, or take the link out",
             )
     for found in _BARE.finditer(text):
         called = named.get(found.start(), "").lower()
-        if not any(word in called for word in _HOSTS[found["host"]]):
+        unreadable = bool(called) and not re.search(r"[a-z0-9]", called)
+        if not unreadable and not any(word in called for word in _HOSTS[found["host"]]):
             yield _bare(paragraph.line_of(found.start()), found.group())
     for found in _EXAMPLE.finditer(text):
         yield _bare(paragraph.line_of(found.start()), found.group())
 
 
 def _paths(paragraph: Paragraph, is_ours: bool) -> Iterator[Finding]:
-    for pattern, severe in ((_HOME, True), (_FOLDER, is_ours)):
-        for found in pattern.finditer(paragraph.text):
-            yield _path(paragraph.line_of(found.start()), found.group(), severe)
+    for offset, path, severity in _found_paths(paragraph.text, is_ours):
+        yield _path(paragraph.line_of(offset), path, severity)
 
 
-def _path(line: int, path: str, severe: bool) -> Finding:
-    return Finding(
-        line,
-        "machine-path",
-        f"{path} is a path of some machine",
-        "name what others can get",
-        "error" if severe else "warning",
-    )
+def _found_paths(text: str, is_ours: bool) -> Iterator[tuple[int, str, Severity]]:
+    kinds: list[tuple[re.Pattern[str], Severity]] = [(_OWN_PATH, "error")]
+    kinds += [(_FOLDER, "error"), (_COMMON, "error")] if is_ours else [(_FOLDER, "warning")]
+    seen: set[int] = set()
+    for pattern, severity in kinds:
+        for found in pattern.finditer(text):
+            if found.start() not in seen:
+                seen.add(found.start())
+                yield found.start(), found.group(), severity
+
+
+def _path(line: int, path: str, severity: Severity) -> Finding:
+    message = f"{path} is a path of some machine"
+    return Finding(line, "machine-path", message, "name what others can get", severity)
 
 
 def _nan(line: int, what: str) -> Finding:
@@ -137,9 +144,8 @@ def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
             found = _IN_CELL.search(cell.text) if position else None
             if found:
                 yield _nan(row.line, found["what"])
-            for pattern, severe in ((_HOME, True), (_FOLDER, is_ours)):
-                for path in pattern.finditer(cell.text):
-                    yield _path(row.line, path.group(), severe)
+            for _, path, severity in _found_paths(cell.text, is_ours):
+                yield _path(row.line, path, severity)
 
 
 def _secrets(document: Document) -> Iterator[Finding]:

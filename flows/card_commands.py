@@ -1,0 +1,90 @@
+"""Whether a command of refiner that a card tells its readers to give can be given.
+
+In: the words after ``refiner``. Out: what is wrong with them. They are parsed by the command line's
+own parser and loader; nothing is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.loading import load_recipe, shipped_recipes, suggest
+from refiner_core.contract.marks import walk
+
+_ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
+#: Keys of a recipe file that are no field of the configuration.
+_OTHER_KEYS = ("include",)
+
+
+def command_problem(
+    words: Sequence[str], folder: Path | None = None, *, whole: bool = False
+) -> str | None:
+    """What is wrong with a command; None where nothing is, or nobody can tell.
+
+    Parameters
+    ----------
+    words
+        After ``refiner``, as a shell would split them.
+    folder
+        Where the card lies: a recipe file is looked for there.
+    whole
+        The folder has all that belongs to the card, so that a recipe file that is not in it is
+        missing.
+    """
+    from flows.cli.main import COMMANDS, cli
+
+    if not words or words[0].startswith("-") or _ANSWERED_AT_ONCE & set(words):
+        return None
+    name = words[0]
+    if name not in COMMANDS:
+        return f"there is no command {name!r}.{suggest(name, COMMANDS)}"
+    group = click.Context(cli, info_name="refiner")
+    command = cli.get_command(group, name)
+    if command is None or isinstance(command, click.Group):
+        return None
+    try:
+        parsed = command.make_context(name, list(words[1:]), parent=group)
+    except click.ClickException as error:
+        return error.format_message()
+    recipe = parsed.params.get("recipe")
+    overrides = parsed.params.get("overrides")
+    if not isinstance(recipe, str) or overrides is None or recipe.isupper():
+        return None
+    return _recipe_problem(recipe, list(overrides), folder, whole=whole)
+
+
+def _recipe_problem(
+    recipe: str, overrides: Sequence[str], folder: Path | None, *, whole: bool
+) -> str | None:
+    found = recipe
+    if recipe not in shipped_recipes():
+        path = (folder or Path()) / recipe
+        if not path.is_file():
+            if "/" not in recipe and not recipe.endswith((".yaml", ".yml")):
+                return f"there is no recipe {recipe!r}.{suggest(recipe, shipped_recipes())}"
+            missing = f"there is no {recipe} beside the card"
+            return _unknown_fields(overrides) or (missing if whole else None)
+        found = str(path)
+    try:
+        load_recipe(found, overrides)
+    except RefinerError as error:
+        return error.what
+    return None
+
+
+def _unknown_fields(overrides: Sequence[str]) -> str | None:
+    """Of a recipe that is not here, the names of its fields can be checked all the same."""
+    known = [path for path, _ in walk(RecipeConfig)]
+    sections = {path.partition(".")[0] for path in known} | set(_OTHER_KEYS)
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            return f"override {override!r} is not of the form key=value."
+        if key not in known and key not in sections:
+            return f"there is no field {key!r}.{suggest(key, known)}"
+    return None
