@@ -111,8 +111,11 @@ def check_same_run(lying: Lying | None, publication: Publication, where: str) ->
 def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
     """Refuse to put a card beside weights that it is not about."""
     brought = own_evidence(publication)
-    same = brought is None or (lying is not None and set(brought.files) == set(lying.files))
-    if lying is None or not holds(lying, publication) or not (same or lying.step is None):
+    names = {f.name for f in publication.files}
+    said, there = (
+        {f for f in (of.files if of else ()) if f.path not in names} for of in (brought, lying)
+    )
+    if not holds(lying, publication) or (brought is not None and said != there):
         raise ConfigurationError(
             f"{where} does not hold step {publication.step} of {publication.repo_id} as it was "
             "published, so its card is not updated.",

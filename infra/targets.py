@@ -168,6 +168,7 @@ def report_of(published: Published, publication: Publication) -> dict[str, Any]:
         "commit": published.commit,
         "step": publication.step,
         "verified": True,
+        "only_these": publication.only_these,
         "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in published.files],
         "changed": list(published.changed),
         "sent_bytes": published.sent_bytes,
