@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,14 +143,7 @@ class _Publishing:
                 fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
                 "publish.repo_id",
             )
-        if wanted and not info.private:
-            raise HubRefused(
-                f"{publication.repo_id} is public on the Hub, and publish.private=true: weights "
-                "would be seen by everybody.",
-                expected="a private repository",
-                fix="make it private in its settings, set publish.private=false, or name another "
-                "publish.repo_id",
-            )
+        check_visibility(publication.repo_id, is_private=info.private, wanted=wanted)
         if info.private and not wanted:
             log.warning(
                 "%s is private on the Hub, though publish.private=false; it stays private",
@@ -162,12 +155,8 @@ class _Publishing:
         files = self._hub.tree(commit)
         text = self._hub.text(commit, EVIDENCE) if EVIDENCE in files else None
         lying = read_evidence(text)
-        strange = sorted(set(files) - _OF_THE_HUB)
-        if lying is None and strange:
-            raise name_taken(
-                f"{self._publication.repo_id} on the Hub",
-                f"it holds {strange[0]} and no {EVIDENCE} of refiner.",
-            )
+        if lying is None:
+            check_strangers(self._publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
         return _Revision(commit, files, lying)
 
     # ------------------------------------------------------------------ where it goes
@@ -286,6 +275,42 @@ class _Publishing:
             commit=commit,
             sent_bytes=self._hub.traffic.sent_bytes,
             requests=self._hub.traffic.requests,
+        )
+
+
+def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> None:
+    """Refuse a public repository for what is to be private.
+
+    Raises
+    ------
+    HubRefused
+        It is.
+    """
+    if wanted and not is_private:
+        raise HubRefused(
+            f"{repo_id} is public on the Hub, and publish.private=true: weights would be seen by "
+            "everybody.",
+            expected="a private repository",
+            fix="make it private in its settings, set publish.private=false, or name another "
+            "publish.repo_id",
+        )
+
+
+def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) -> None:
+    """Refuse a repository that holds something and nothing of ours.
+
+    ``bad`` says that there is a ``refiner.json`` which is none.
+
+    Raises
+    ------
+    ConfigurationError
+        The name is taken.
+    """
+    strange = sorted(set(names) - _OF_THE_HUB)
+    if bad or (strange and EVIDENCE not in names):
+        held = f"a {EVIDENCE} that is not of refiner" if bad else strange[0]
+        raise name_taken(
+            f"{repo_id} on the Hub", f"it holds {held}, which refiner did not put there"
         )
 
 
