@@ -95,7 +95,7 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
             return _no_token(f"There is no token for the Hub, which is needed for {doing}.")
         if isinstance(link, theirs.OfflineModeIsEnabled):
             return HubRefused(
-                f"HF_HUB_OFFLINE is set, so the Hub was not asked while {doing}.",
+                f"HF_HUB_OFFLINE is set, so the Hub is not asked for {repo_id}.",
                 expected="that publishing may use the network",
                 fix="unset it where the publish stage runs, or set publish.target=folder",
             )

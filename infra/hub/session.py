@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx2
 import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -26,7 +28,7 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils._http import default_client_factory
 
-from infra.hub.errors import outage
+from infra.hub.errors import in_our_words, outage
 from infra.hub.patience import Patience
 
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -121,6 +123,9 @@ def hub_session(
     repo_id: str, patience_s: float, timeout_s: float, should_stop: Callable[[], bool]
 ) -> Iterator[HubSession]:
     """Let the client use a session of ours until the end of the block."""
+    with in_our_words("looking whether it may be asked", repo_id):
+        if constants.HF_HUB_OFFLINE:
+            raise OfflineModeIsEnabled("HF_HUB_OFFLINE")
     with _ONE_AT_A_TIME:
         session = HubSession(repo_id, Patience(patience_s, should_stop), timeout_s)
         quiet = are_progress_bars_disabled()

@@ -1,0 +1,268 @@
+"""Publishing into folders: what lies where, what is not written again, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import swap
+from infra.publishing import FolderTarget, target_damage
+from infra.targets import Published, report_of
+from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    Interrupted,
+    NoSpaceError,
+    StageFailed,
+)
+from refiner_core.contract.types import Progress
+from tests.support.publications import OTHER_RUN, REPO, card, publication
+
+ALL = ("README.md", "config.json", "model.safetensors", "refiner.json")
+STEPS = PublishConfig(which="every-save")
+FINAL = PublishConfig()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "published"
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def test_a_published_folder_has_the_layout_of_the_hub(root: Path, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    last = publication(tmp_path, 100, final=True)
+    published = FolderTarget(root, FINAL).publish(last, told.append)
+    assert published == Published("folder", str(root / REPO), "main", published.files, ALL)
+    assert [f.path for f in published.files] == list(ALL)
+    assert names(root / REPO) == set(ALL)
+    assert names(root / "me") == {"model"}, "nothing else is left behind"
+    assert (told[-1].done, told[-1].total) == (4, 4)
+    text = FolderTarget(root, FINAL).read_text(REPO, "main", "README.md")
+    assert text == card()
+    assert FolderTarget(root, FINAL).read_text(REPO, "step-1", "README.md") is None
+
+
+def test_publishing_again_touches_nothing_and_a_new_card_no_weights(
+    root: Path, tmp_path: Path
+) -> None:
+    target = FolderTarget(root, FINAL)
+    target.publish(publication(tmp_path, 100, final=True))
+    weights = inode(root / REPO / "model.safetensors")
+    assert target.publish(publication(tmp_path, 100, final=True)).changed == ()
+    numbers = publication(tmp_path, 100, final=True, says="F1 0.9", only_card=True)
+    published = target.publish(numbers)
+    assert published.changed == ("README.md", "refiner.json")
+    assert [f.path for f in published.files] == list(ALL), "the weights are still ours"
+    again = publication(tmp_path, 100, final=True, says="F1 0.8")
+    assert target.publish(again).changed == ("README.md", "refiner.json")
+    assert inode(root / REPO / "model.safetensors") == weights
+    assert (root / REPO / "README.md").read_text() == card("F1 0.8")
+
+
+def test_each_step_has_a_folder_and_main_is_the_last_of_them(root: Path, tmp_path: Path) -> None:
+    target = FolderTarget(root, STEPS)
+    for step in (50, 100, 75):  # an upload that is late
+        published = target.publish(publication(tmp_path, step, final=step == 100))
+        assert (published.revision, published.target) == (
+            f"step-{step}",
+            str(root / f"{REPO}@step-{step}"),
+        )
+    assert names(root / "me") == {"model", "model@step-50", "model@step-75", "model@step-100"}
+    main, last = root / REPO / "model.safetensors", root / "me/model@step-100/model.safetensors"
+    assert main.read_bytes() == b"weights of step 100", "main never goes back"
+    assert inode(main) == inode(last), "main and its step share their bytes"
+
+
+def test_a_card_of_a_step_changes_main_only_where_main_is_that_step(
+    root: Path, tmp_path: Path
+) -> None:
+    target = FolderTarget(root, STEPS)
+    for step in (50, 100):
+        target.publish(publication(tmp_path, step))
+        target.publish(publication(tmp_path, step, says=f"{step}!", only_card=True))
+    target.publish(publication(tmp_path, 50, says="late", only_card=True))
+    texts = [target.read_text(REPO, r, "README.md") for r in ("main", "step-100", "step-50")]
+    assert texts == [card("100!"), card("100!"), card("late")]
+
+
+def test_files_that_are_no_longer_wanted_go_and_those_of_others_stay(
+    root: Path, tmp_path: Path
+) -> None:
+    target = FolderTarget(root, FINAL)
+    shards = {"model-1.safetensors": b"1", "model-2.safetensors": b"2", "config.json": b"{}"}
+    target.publish(publication(tmp_path / "a", 100, files=shards, final=True))
+    (root / REPO / "notes").mkdir()
+    (root / REPO / "notes" / "mine.txt").write_text("by hand")
+    target.publish(publication(tmp_path / "b", 100, final=True))
+    assert names(root / REPO) == {*ALL, "notes"}
+    assert (root / REPO / "notes" / "mine.txt").read_text() == "by hand"
+
+
+def test_a_folder_of_somebody_else_is_refused(root: Path, tmp_path: Path) -> None:
+    (root / REPO).mkdir(parents=True)
+    (root / REPO / "thesis.tex").write_text("years of work")
+    for only_card in (False, True):
+        with pytest.raises(ConfigurationError, match="was not published by refiner"):
+            FolderTarget(root, FINAL).publish(
+                publication(tmp_path, 1, final=True, only_card=only_card)
+            )
+    (root / REPO / "refiner.json").write_text('{"kind": "another tool"}')
+    with pytest.raises(ConfigurationError, match="was not published by refiner"):
+        FolderTarget(root, FINAL).publish(publication(tmp_path, 1, final=True))
+    assert names(root / REPO) == {"thesis.tex", "refiner.json"}
+
+
+def test_steps_of_two_runs_do_not_share_a_repository(root: Path, tmp_path: Path) -> None:
+    target = FolderTarget(root, STEPS)
+    target.publish(publication(tmp_path, 50))
+    with pytest.raises(ConfigurationError, match=r"another run .*\{fingerprint\}"):
+        target.publish(publication(tmp_path, 50, run=OTHER_RUN))
+    assert target.publish(publication(tmp_path, 50)).changed == ()
+
+
+def test_a_card_is_not_put_beside_weights_that_it_is_not_about(root: Path, tmp_path: Path) -> None:
+    target = FolderTarget(root, FINAL)
+    late = publication(tmp_path / "a", 100, final=True, only_card=True)
+    with pytest.raises(ConfigurationError, match="its card is not updated"):
+        target.publish(late)
+    assert not (root / REPO).exists()
+    other = {"model.safetensors": b"other weights", "config.json": b"{}"}
+    target.publish(publication(tmp_path / "b", 100, final=True, files=other, run=OTHER_RUN))
+    with pytest.raises(ConfigurationError, match="its card is not updated"):
+        target.publish(late)
+
+
+def test_a_source_that_has_changed_since_its_stage_is_not_published(
+    root: Path, tmp_path: Path
+) -> None:
+    wanted = publication(tmp_path, 100, final=True)
+    source = wanted.files[0].source
+    assert source is not None
+    source.write_bytes(source.read_bytes()[::-1])
+    with pytest.raises(StageFailed, match=r"model\.safetensors is not what its stage has left"):
+        FolderTarget(root, FINAL).publish(wanted)
+    assert not (root / REPO).exists()
+    assert names(root / "me") == set(), "no half of it lies around"
+
+
+def test_a_stop_leaves_what_was_published(root: Path, tmp_path: Path) -> None:
+    target = FolderTarget(root, FINAL)
+    target.publish(publication(tmp_path / "a", 100, final=True))
+    other = {"model.safetensors": b"other weights", "config.json": b"[]"}
+    wanted = publication(tmp_path / "b", 100, final=True, files=other)
+    with pytest.raises(Interrupted):
+        target.publish(wanted, should_stop=lambda: True)
+    assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 100"
+    assert names(root / "me") == {"model"}
+
+
+def test_a_full_disk_leaves_what_was_published(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = FolderTarget(root, FINAL)
+    target.publish(publication(tmp_path, 100, final=True))
+    other = publication(tmp_path, 100, final=True, files={"model.safetensors": b"new"})
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("infra.publishing.atomic.sync_tree", full)
+    with pytest.raises(NoSpaceError):
+        target.publish(other)
+    assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 100"
+    assert names(root / "me") == {"model"}
+    monkeypatch.undo()
+    assert target.publish(other).changed == ("model.safetensors", "refiner.json")
+    assert names(root / REPO) == {"README.md", "model.safetensors", "refiner.json"}
+
+
+def test_a_file_system_that_cannot_exchange_names_ends_with_the_same_folder(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
+    target = FolderTarget(root, FINAL)
+    for says in ("old", "new"):
+        target.publish(publication(tmp_path, 100, final=True, says=says))
+    assert names(root / "me") == {"model"}
+    assert target.read_text(REPO, "main", "README.md") == card("new")
+
+
+def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
+    root: Path, tmp_path: Path
+) -> None:
+    root.mkdir()
+    (root / "me").touch()
+    with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):
+        FolderTarget(root, FINAL).publish(publication(tmp_path, 1, final=True))
+
+
+# ---------------------------------------------------------------- what is known of it later
+
+
+def test_what_was_published_is_known_to_be_gone_or_replaced(root: Path, tmp_path: Path) -> None:
+    target, last = FolderTarget(root, FINAL), publication(tmp_path, 100, final=True)
+    published = {**report_of(target.publish(last), last), "card": card()}
+    numbers = publication(tmp_path, 100, final=True, says="F1 0.9", only_card=True)
+    updated = {**report_of(target.publish(numbers), numbers), "card": card("F1 0.9")}
+    assert target_damage(published) is None, "a new card replaces nothing that was published"
+    assert target_damage(updated) is None
+    target.publish(last)
+    assert target_damage(published) is None
+    assert target_damage(updated) == (
+        f"{root / REPO / 'README.md'} has been replaced by another publication"
+    )
+    files = {"model.safetensors": b"others", "config.json": b"{}"}
+    target.publish(publication(tmp_path, 100, final=True, files=files))
+    assert "model.safetensors has been replaced" in str(target_damage(published))
+    shutil.rmtree(root)
+    assert str(target_damage(published)).endswith("is gone")
+    assert str(target_damage(updated)).endswith("is gone")
+
+
+def test_a_hub_is_not_asked_whether_it_still_has_it() -> None:
+    report = {"where": "hub", "target": "http://127.0.0.1:1/me/model", "files": [], "card": ""}
+    assert target_damage(report) is None
+
+
+def of_an_older_version(folder: Path) -> dict[str, Any]:
+    """A folder that was published before there was evidence, and its stage's report."""
+    folder.mkdir(parents=True)
+    files = {"model.safetensors": b"weights of step 100", "config.json": b"{}", "README.md": b"#"}
+    listed = []
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        digest = hashlib.sha256(data).hexdigest()
+        listed.append({"path": name, "bytes": len(data), "sha256": digest})
+    (folder / ".refiner.json").write_text(json.dumps({"format": 1, "files": listed}))
+    return {"target": str(folder), "files": listed, "card": "#"}
+
+
+def test_what_older_versions_have_published_is_ours(root: Path, tmp_path: Path) -> None:
+    report = of_an_older_version(root / REPO)
+    assert target_damage(report) is None
+    weights = inode(root / REPO / "model.safetensors")
+    target = FolderTarget(root, FINAL)
+    target.publish(publication(tmp_path, 100, final=True, says="F1 0.9", only_card=True))
+    assert target_damage(report) is None, "its card is newer, its weights are the same"
+    published = target.publish(publication(tmp_path, 100, final=True, says="F1 0.9"))
+    assert published.changed == ()
+    assert inode(root / REPO / "model.safetensors") == weights
+    (root / REPO / "model.safetensors").unlink()
+    assert str(target_damage(report)).endswith("model.safetensors is gone")
+    target.publish(publication(tmp_path, 100, final=True))
+    assert target_damage(report) is None
+    assert names(root / REPO) == set(ALL), "the old manifest went with what it spoke of"
