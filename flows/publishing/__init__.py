@@ -5,6 +5,6 @@ card is a pure function of records (:mod:`refiner_core.cards`); here its facts a
 """
 
 from flows.publishing.facts import facts_of_stage
-from flows.publishing.old import publish, refresh_card
+from flows.publishing.stages import publish, refresh_card
 
 __all__ = ["facts_of_stage", "publish", "refresh_card"]

@@ -87,6 +87,7 @@ def _send(
     report = {
         **report_of(published, publication),
         "final": publication.final,
+        "only_these": publication.only_these,
         "card": sent.card,
         "card_kept": sent.kept,
         "made_with": dict(found.decided),
