@@ -9,11 +9,11 @@ attempt that means by then. The exit code is the one of
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from typing import TYPE_CHECKING
 
 from infra.attempt import AttemptRun
+from infra.logs import set_up_logging
 from infra.restart import AttemptClosed, attempt_to_run, job_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
@@ -34,10 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = job_of(workspace, args.stage_id, args.attempt)
         number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
         attempt = AttemptRun(workspace, args.stage_id, number, job)
-        logging.basicConfig(
-            level=attempt.config.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        set_up_logging(attempt.config.log_level)
         with attempt:
             try:
                 attempt.finish(_run(attempt))
