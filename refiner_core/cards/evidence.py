@@ -67,7 +67,7 @@ def facts_to_json(facts: CardFacts) -> dict[str, Any]:
     tracking = {stage: public_address(address) for stage, address in facts.tracking.items()}
     special: dict[str, Any] = {
         "config": public_config(facts.config),
-        "command": public_command(facts.command.strip()),
+        "command": public_command(facts.command),
         "reports": public_reports(facts.reports),
         "description": public_text(facts.description.strip()),
         "recipe_file": None if facts.recipe_file is None else file_digest(facts.recipe_file),

@@ -72,6 +72,12 @@ def short_text(text: str) -> str:
 def public_command(command: str) -> str:
     """A ``refiner`` command that others can give: names of files without folders, and no settings
     that only say where it ran. What it plans stays the same."""
+    while (shorter := _shorter_command(command).strip()) != command:
+        command = shorter
+    return command
+
+
+def _shorter_command(command: str) -> str:
     try:
         words = shlex.split(command)
     except ValueError:

@@ -59,7 +59,7 @@ def facts(**changes: Any) -> CardFacts:
 
 # ---------------------------------------------------------------- the same card again
 
-texts = st.text(max_size=12)
+texts = st.text(max_size=12) | st.text("ab/~.\\ :=@\n'\"{", max_size=14)
 names = st.sampled_from(["base", "random_copier", "sft", "grpo", "grpo-step50", "grpo-step70"])
 numbers = st.one_of(
     st.none(), st.integers(-5, 10**6), st.floats(allow_nan=True, allow_infinity=True)
@@ -145,6 +145,10 @@ any_facts = st.builds(
     ),
     sources=st.dictionaries(texts, st.just("ab" * 32), max_size=2),
     recipe_file=st.none() | texts,
+    template=st.sampled_from([None, "{{ front_matter }}{{ command }} {{ facts.config['seed'] }}"]),
+    tracking=st.dictionaries(st.just("grpo"), st.just("https://wandb.ai/a/b") | texts),
+    base_model=st.none() | texts,
+    provenance=st.dictionaries(st.sampled_from(["commit", "host"]), texts),
     records=st.dictionaries(st.sampled_from(["config", "reports.data"]), texts),
 )
 
