@@ -160,7 +160,7 @@ def steps(root: Path, mib: int, seconds: float) -> Iterator[dict[str, Any]]:
     with LoopbackHub(root / "hub") as hub, _training(root / "runs", cores[0]) as grpo:
         os.sched_setaffinity(0, {cores[1]})  # the Hub itself is not the trainer's to bear
         with _uploader(root, hub, mib) as uploader:
-            found = _in_turns(grpo, uploader, cores, seconds)
+            found = _in_turns(grpo, uploader, cores, seconds, forget=hub.log.clear)
             uploads = uploader.uploads
         os.sched_setaffinity(0, set(cores))
     for where, turns in found.items():
@@ -286,7 +286,11 @@ def _training(workspace: Path, core: int) -> Iterator[Stage]:
 
 
 def _in_turns(
-    grpo: Stage, uploader: _Uploader, cores: list[int], seconds: float
+    grpo: Stage,
+    uploader: _Uploader,
+    cores: list[int],
+    seconds: float,
+    forget: Callable[[], None],
 ) -> dict[str, list[_Turn]]:
     """For each condition, its turns: each is held against the turn without an upload before it, so
     that what else this machine does counts on both sides."""
@@ -298,6 +302,7 @@ def _in_turns(
         else:
             uploader.on(cores[0] if turn == "trainer's core" else cores[1])
         time.sleep(PAUSE_S)
+        forget()  # the Hub keeps what it was sent
         first = len(grpo.steps()) + 1
         time.sleep(TURN_S)
         lines = read_metrics(grpo.attempts[-1] / "metrics.jsonl")[first:]
