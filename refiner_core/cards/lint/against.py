@@ -25,6 +25,8 @@ from refiner_core.contract.marks import walk
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
 _NAMED = re.compile(r"(?:--)?([A-Za-z_][\w.]*)\s*[ =]\s*$")
+#: So many changes of a line are told one by one.
+_MOST = 6
 _FIX = "take the card that the evidence gives, or publish again"
 
 
@@ -50,7 +52,7 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
             continue
         paired = min(i2 - i1, j2 - j1)
         for offset in range(paired):
-            yield _changed(i1 + offset + 1, have[i1 + offset], j1 + offset, origin)
+            yield from _changed(i1 + offset + 1, have[i1 + offset], j1 + offset, origin)
         for i in range(i1 + paired, i2):
             yield Finding(
                 i + 1, "evidence", f"the evidence gives no line {_short(have[i])!r}", _FIX
@@ -62,24 +64,23 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
             )
 
 
-def _changed(line: int, have: str, place: int, origin: _Origin) -> Finding:
-    """What differs between two lines: the first number or word that does."""
+def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Finding]:
+    """What differs between two lines: each number or word that does, unless most of them do."""
     want = origin.lines[place]
     ours, theirs = _TOKEN.findall(have), _TOKEN.findall(want)
-    for kind, i1, i2, j1, j2 in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
-        if kind == "equal":
-            continue
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
+    if not 0 < len(changes) <= _MOST:
+        yield Finding(line, "evidence", f"the evidence gives the line {_short(want)!r}", _FIX)
+        return
+    for _, i1, i2, j1, j2 in changes:
         stands, should = "".join(ours[i1:i2]), "".join(theirs[j1:j2])
         start = len("".join(theirs[:j1]))
         source = origin.of(place, start, start + max(len(should), 1))
         told = f"{_short(stands)!r} stands here" if stands else "something is missing here"
-        message = (
-            f"{told}, and the evidence gives {_short(should)!r}"
-            if should
-            else (f"{told}, and the evidence gives nothing")
-        )
-        return Finding(line, "evidence", f"{message}{source}{_beside(theirs, j1, j2)}", _FIX)
-    return Finding(line, "evidence", f"this is not the line {_short(want)!r}", _FIX)
+        gives = repr(_short(should)) if should else "nothing"
+        message = f"{told}, and the evidence gives {gives}{source}{_beside(theirs, j1, j2)}"
+        yield Finding(line, "evidence", message, _FIX)
 
 
 def _beside(tokens: Sequence[str], first: int, last: int) -> str:
@@ -113,24 +114,36 @@ class _Origin:
     def _placed(self) -> Mapping[int, list[tuple[int, int, CardNumber]]]:
         """Numbers of facts by the line that they stand in: each is the next one of its section
         that prints so."""
-        waiting: dict[str, list[CardNumber]] = {}
-        for number in card_numbers(self.facts):
-            waiting.setdefault(number.section, []).append(number)
+        sections = self._sections
+        at: dict[str, tuple[int, int]] = {}
         placed: dict[int, list[tuple[int, int, CardNumber]]] = {}
-        section = ""
-        for place, line in enumerate(self.lines):
-            if place == 0 and line == "---":
-                section = "front matter"
-            elif line == "---" or line.startswith("## "):
-                section = line.removeprefix("## ") if line != "---" else ""
-            at = 0
-            while numbers := waiting.get(section):
-                found = _standing_alone(numbers[0].text, line, at)
-                if found is None:
-                    break
-                at = found + len(numbers[0].text)
-                placed.setdefault(place, []).append((found, at, numbers.pop(0)))
+        for number in card_numbers(self.facts):
+            first, last = sections.get(number.section, (0, 0))
+            found = self._next(number.text, at.get(number.section, (first, 0)), last)
+            if found is not None:
+                line, start = found
+                end = start + len(number.text)
+                placed.setdefault(line, []).append((start, end, number))
+                at[number.section] = line, end
         return placed
+
+    @cached_property
+    def _sections(self) -> dict[str, tuple[int, int]]:
+        """First line and the one after the last of each section, by title."""
+        starts = [i for i, line in enumerate(self.lines) if line.startswith("## ")]
+        ends = [*starts[1:], len(self.lines)]
+        found = {self.lines[i][3:]: (i, end) for i, end in zip(starts, ends, strict=True)}
+        return {"front matter": (0, starts[0] if starts else len(self.lines)), **found}
+
+    def _next(self, text: str, after: tuple[int, int], last: int) -> tuple[int, int] | None:
+        """Where a number is printed next: by itself, or else as part of a name (`H200`)."""
+        for before in (r"(?<![\w.])", r"(?<![\d.])"):
+            pattern = re.compile(rf"{before}{re.escape(text)}(?!\w|\.\d)")
+            for line in range(after[0], last):
+                start = after[1] if line == after[0] else 0
+                if found := pattern.search(self.lines[line], start):
+                    return line, found.start()
+        return None
 
     def _setting(self, before: str) -> str | None:
         """The configuration field that is named right before a value."""
@@ -143,12 +156,6 @@ class _Origin:
 
 def _source(fact: str, record: str | None) -> str:
     return f" (fact {fact}, from {record})" if record else f" (fact {fact})"
-
-
-def _standing_alone(text: str, line: str, start: int) -> int | None:
-    """Where a printed number stands in a line and is no part of a longer one."""
-    found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\d\w]|\.\d)").search(line, start)
-    return found.start() if found else None
 
 
 def _fields() -> dict[str, str]:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from refiner_core.cards.lint.figures import parse_number
 from refiner_core.cards.lint.findings import Finding
 from refiner_core.cards.lint.markdown import Document, Paragraph
-from refiner_core.cards.lint.names import metric_of, role_of
+from refiner_core.cards.lint.names import metrics_in, role_of
 from refiner_core.cards.lint.quantities import Quantity
 
 _BETTER = r"(?:improvement|better|higher|increase|gain|boost|more accurate)"
@@ -24,9 +24,10 @@ _FACTOR = re.compile(
     re.IGNORECASE,
 )
 _BY_FACTOR = re.compile(
-    r"\b(?:improv\w+|increas\w+)\b[^.\n]{0,60}?\bby\s+(?:a factor of\s+)?"
+    r"\b(?:improv\w+|increas\w+)\b[^.\n]{0,60}?\bby\s+"
     r"(?P<hedge>~|≈|(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
-    r"(?P<value>\d+(?:\.\d+)?)\s?(?:[x×]|-?fold\b|\s?times\b)",
+    r"(?:a factor of\s+(?:about\s+)?(?=\d)|(?=\d+(?:\.\d+)?\s?(?:[x×]|-?fold\b|times\b)))"
+    r"(?P<value>\d+(?:\.\d+)?)",
     re.IGNORECASE,
 )
 _POINTS = re.compile(
@@ -164,10 +165,7 @@ def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quan
 
 
 def _mentions(sentence: str, q: Quantity) -> bool:
-    metric = metric_of(sentence)
-    words = re.findall(r"(?i)pass\s?@\s?\d+", sentence)
-    keys = {m.key for m in [metric, *map(metric_of, words)] if m}
-    return q.metric.key in keys
+    return q.metric.key in metrics_in(sentence)
 
 
 def _names_metric(claim: Claim, pairs: Sequence[tuple[Quantity, Quantity]]) -> bool:

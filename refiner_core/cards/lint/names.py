@@ -80,6 +80,12 @@ def metric_of(label: str) -> Metric | None:
     return None
 
 
+def metrics_in(text: str) -> frozenset[str]:
+    """Keys of all metrics that a sentence names."""
+    found = [m.group() for p in (_PASS, _YES_NO, _SHARE) for m in p.finditer(text)]
+    return frozenset(m.key for m in map(metric_of, found) if m is not None)
+
+
 def without_metric(label: str) -> frozenset[str]:
     """The words of a label beside its metric: what sets it apart from others of its kind."""
     for pattern in (_PASS, _YES_NO, _SHARE, _OWN):

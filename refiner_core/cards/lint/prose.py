@@ -91,8 +91,8 @@ def _int(text: str) -> int:
 def _quotient(paragraph: Paragraph, found: re.Match[str]) -> Iterator[Finding]:
     part, whole = _int(found["part"]), _int(found["whole"])
     figure = parse_figure(found["share"])
-    if figure is None or whole == 0 or part > whole:
-        return
+    if figure is None or whole == 0 or part > whole or 1900 < part <= whole < 2100:
+        return  # the last are years
     share = Fraction(100 * part, whole)
     room = figure.unit * (2 if found["hedge"] else 1)
     fits = [abs(figure.value - s) < room for s in (share, 100 - share)]

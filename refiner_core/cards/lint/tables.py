@@ -18,6 +18,8 @@ from refiner_core.cards.lint.names import metric_of, names_change, total_kind, w
 from refiner_core.cards.lint.quantities import Quantity, case_columns, figures_of
 
 _INTERVAL_WORDS = re.compile(r"(?i)\bCI\b|interval|confidence|credible")
+#: Whole numbers that were rounded, unlike counts.
+_MEASURED = re.compile(r"(?i)[(\[]|hour|min|sec|time|size|byte|[kmgt]i?b\b|cost|param|token|score")
 _SHARES = re.compile(r"(?i)^(?:share|percentage|percent|proportion|fraction|%|% of total)$")
 
 
@@ -83,7 +85,9 @@ def _wrong_total(
     slack = (whole.unit + max(p.unit for p in parts)) / 2
     added = sum(values, Fraction(0))
     room = whole.unit / 2 + sum((p.unit for p in parts), Fraction(0)) / 2
-    is_sum = abs(whole.value - added) <= (0 if is_cases else room)
+    counts = all(p.is_count for p in parts) and whole.is_count
+    exact = is_cases or (counts and not _MEASURED.search(header))
+    is_sum = abs(whole.value - added) <= (0 if exact else room)
     if is_sum:
         return ""
     if is_cases:
@@ -98,8 +102,7 @@ def _wrong_total(
         if metric_of(header) is not None:
             return f"its parts, weighted by their numbers, give {_shown(weighted, whole)}"
         return ""
-    plain = all(p.is_count for p in parts) and whole.is_count and not metric_of(header)
-    if kind == "sum" and plain and max(values) > 1:
+    if kind == "sum" and counts and not metric_of(header) and max(values) > 1:
         return f"the parts sum to {_shown(added, whole)}"
     return ""
 

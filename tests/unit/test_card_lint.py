@@ -1,0 +1,697 @@
+"""The lint of cards: it finds what cannot be, on anybody's README, and says nothing of what can."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flows.card_commands import command_problem
+from refiner_core.cards import CardFacts, build_card, lint_card
+from refiner_core.cards.evidence import evidence_text, load_evidence
+from refiner_core.cards.lint import RULES, Finding, check_card
+from refiner_core.cards.lint.against import differences
+from refiner_core.cards.lint.proof import file_findings
+from refiner_core.cards.numbers import card_numbers
+from refiner_core.contract.config import CommandConfig, RecipeConfig
+from refiner_core.contract.records import OutputFile
+from refiner_core.evaluation.statistics import wilson
+from tests.support.require import require
+
+SEEDS = Path(__file__).resolve().parents[3] / "shared" / "seeds"
+FRONT = "---\nlicense: mit\nbase_model: owner/base\n---\n\n# A model\n\n"
+
+
+def rules(text: str, **options: Any) -> list[tuple[str, int]]:
+    """(rule, line) of everything that is found in a README with sound front matter."""
+    return [(f.rule, f.line - FRONT.count("\n")) for f in check_card(FRONT + text, **options)]
+
+
+def only(text: str, **options: Any) -> Finding:
+    """The one finding."""
+    (found,) = check_card(FRONT + text, **options)
+    return found
+
+
+def table(*rows: str) -> str:
+    header, *rest = rows
+    return "\n".join([header, re.sub(r"[^|]+", "---", header), *rest]) + "\n"
+
+
+# ---------------------------------------------------------------- the cards that were typed by hand
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("seed-000.md", [(17, "bare-link"), (39, "bare-link")]),
+        ("seed-004.md", [(34, "comparison-built-on"), (52, "percentage-impossible")]),
+    ],
+)
+def test_in_cards_typed_by_hand_it_finds_what_is_wrong_and_nothing_that_is_right(
+    name: str, expected: list[tuple[int, str]]
+) -> None:
+    path = SEEDS / "cards" / name
+    require("seeds", path.is_file(), f"{path} is not here")
+    found = check_card(path.read_text())
+    assert [(f.line, f.rule) for f in found] == expected
+    assert all(f.is_error for f in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("000", ["front-matter", "bare-link", "bare-link"]),
+        ("001", ["front-matter"]),
+        ("002", ["front-matter"]),
+        ("004", ["front-matter"]),
+    ],
+)
+def test_in_pages_that_are_no_cards_it_misses_the_front_matter_alone(
+    name: str, expected: list[str]
+) -> None:
+    paths = sorted(SEEDS.glob(f"{name}_*.txt"))
+    require("seeds", paths, f"{SEEDS} is not here")
+    assert [f.rule for f in check_card(paths[0].read_text())] == expected
+
+
+DOMAINS = table(
+    "| Domain | Pass@1 | Pass@4 | Tasks |",
+    "| **Overall** | **36.0%** | **59.0%** | 100 |",
+    "| Airline | 15.0% | 45.0% | 20 |",
+    "| Retail | 55.0% | 85.0% | 40 |",
+    "| Telecom | 27.5% | 40.0% | 40 |",
+)
+STAGES = table(
+    "| Stage | Overall Pass@4 |",
+    "| Baseline | 14.0% |",
+    "| SFT | 27.0% |",
+    "| GRPO (this model) | **59.0%** |",
+)
+#: A card like the second one, with numbers that can be: lines 1 to 17 of what follows the front.
+SOUND = (
+    "It reaches **59% Pass@4** on a benchmark, a **4x improvement** over the base.\n"
+    f"\n## Performance\n\n{DOMAINS}\n{STAGES}\n`num_samples=4`. Telecom is hard (40% Pass@4).\n"
+)
+
+
+def test_numbers_that_can_be_are_left_alone() -> None:
+    assert check_card(FRONT + SOUND) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("| 14.0% |", "| 14.3% |", [("comparison-built-on", 1), ("percentage-impossible", 14)]),
+        ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
+        ("4x improvement", "5x improvement", [("comparison", 1)]),
+        ("**59% Pass@4**", "**61% Pass@4**", [("two-values", 1)]),
+        ("(40% Pass@4)", "(42% Pass@4)", [("two-values", 18)]),
+        ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7), ("two-values", 18)]),
+        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10), ("two-values", 18)]),
+        ("| **59.0%** | 100 |", "| **58.0%** | 100 |", [("total", 7), ("two-values", 16)]),
+        ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
+        ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("out-of-range", 8)]),
+    ],
+)
+def test_each_number_is_held_against_the_others(
+    old: str, new: str, expected: list[tuple[str, int]]
+) -> None:
+    assert old in SOUND
+    found = rules(SOUND.replace(old, new, 1))
+    assert set(expected) <= set(found), found
+    assert {line for _, line in found} <= {line for _, line in expected} | {1, 7, 14, 15, 16}
+
+
+# ---------------------------------------------------------------- percentages of n
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "samples", "possible"),
+    [
+        ("14.3%", 100, "", False),
+        ("36.0%", 100, "", True),
+        ("14.3%", 7, "", True),
+        ("14.2%", 7, "", True),  # cut off instead of rounded
+        ("33.33%", 3, "", True),
+        ("33.30%", 3, "", False),
+        ("12.5%", 100, "", False),
+        ("12.5%", 100, "averaged over 2 seeds", True),
+        ("12.34%", 100, "avg@16", False),
+        ("0.143", 100, "", False),
+        ("0.14", 100, "", True),
+        ("~14.3%", 100, "", True),
+        ("99.99%", 1000000, "", True),
+    ],
+)
+def test_a_percentage_of_n_is_a_whole_number_of_cases(
+    share: str, n: int, samples: str, possible: bool
+) -> None:
+    text = table("| Set | Accuracy | Questions |", f"| A | {share} | {n} |") + f"\n{samples}\n"
+    assert rules(text) == ([] if possible else [("percentage-impossible", 3)])
+
+
+@pytest.mark.parametrize(
+    ("metric", "share", "said", "severity"),
+    [
+        ("pass@1", "27.3%", "num_samples=4", "error"),
+        ("pass@1", "27.5%", "num_samples=4", None),
+        ("pass@4", "27.5%", "num_samples=4", "error"),  # any of four: whole tasks
+        ("pass@4", "30.0%", "num_samples=4", None),
+        ("pass@4", "27.7%", "num_samples=8", None),  # 70 ways to choose four of eight
+        ("pass@1", "27.3%", "", "warning"),  # nobody says how often it was tried
+        ("pass@4", "27.3%", "", "warning"),
+        ("F1", "27.3%", "", None),  # no count of cases
+        ("success rate", "27.3%", "", "error"),
+    ],
+)
+def test_how_often_each_case_was_tried_decides_what_can_be(
+    metric: str, share: str, said: str, severity: str | None
+) -> None:
+    text = table(f"| Set | {metric} | Tasks |", f"| A | {share} | 10 |") + f"\n`{said}`\n"
+    assert [f.severity for f in check_card(FRONT + text)] == ([severity] if severity else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("Accuracy 14.3% (n = 100).\n", 1),
+        ("It solved 14.3% of the 100 held-out tasks.\n", 1),
+        ("### Accuracy, n = 100\n\n" + table("| Set | Accuracy |", "| A | 14.3% |"), 5),
+        (table("| Set | Accuracy (n=100) |", "| A | 14.3% |"), 3),
+        (table("| Set | Accuracy |", "| A | 14.3%, n = 100 |"), 3),
+        (table("| Metric | Value |", "| Accuracy (n = 100) | 14.3% |"), 3),
+    ],
+)
+def test_n_is_found_wherever_it_is_said(text: str, line: int) -> None:
+    assert rules(text) == [("percentage-impossible", line)]
+    assert rules(text.replace("14.3", "14.0")) == []
+
+
+# ---------------------------------------------------------------- parts and wholes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "27 of 20 rows were kept.",
+        "12/48 (26%) were dropped.",
+        "3 of 8 tasks (39.5%) passed.",
+        "12 of 48 prompts = 26.0% were dropped.",
+        "28 of 88 prompts were dropped, none was cut: 26 `too_long`, 1 `duplicate`.",
+        "It has 104% accuracy.",
+    ],
+)
+def test_parts_that_do_not_make_their_whole_are_found(text: str) -> None:
+    assert [rule for rule, _ in rules(text + "\n")] in (["parts"], ["out-of-range"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "20 of 20 rows were kept, 0 of 3 were dropped.",
+        "12/48 (25%) were dropped; 2/3 (67%) of them late; 1/3 (33.3%), 2/3 (66.6%).",
+        "28 of 88 prompts were dropped, none was cut: 27 `too_long`, 1 `duplicate`.",
+        "3 of 10 failed (70% success).",
+        "Trained on 1 of 8 GPUs at step 100 of 2,000; 5 of 10k rows; 2024/2025 (50% more).",
+        "One of 3; part 2 of 1.5 hours; 3 of 2-hour sessions.",
+        "A 150% larger context and a 2x speed improvement over the base.",
+    ],
+)
+def test_parts_that_can_be_are_left_alone(text: str) -> None:
+    assert rules(text + "\n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (table("| Set | Rows |", "| a | 10 |", "| b | 20 |", "| Total | 31 |"), [("total", 5)]),
+        (table("| Set | Rows |", "| a | 10 |", "| b | 20 |", "| Total | 30 |"), []),
+        (table("| Run | Loss |", "| a | 1.0 |", "| b | 2.0 |", "| Average | 1.5 |"), []),
+        (table("| Model | Avg | A |", "| x | 3.0 | 4.0 |", "| y | 9.9 | 1.0 |"), []),
+        (
+            table("| Part | Share |", "| a | 50.0% |", "| b | 30.0% |", "| c | 30.0% |"),
+            [("parts", 1)],
+        ),
+        (table("| Part | Share |", "| a | 33.3% |", "| b | 33.3% |", "| c | 33.3% |"), []),
+        (table("| Model | Accuracy |", "| a | 90% |", "| b | 95% |", "| All | 93% |"), []),
+    ],
+)
+def test_totals_recompute_from_their_own_table(text: str, expected: list[tuple[str, int]]) -> None:
+    assert rules(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("cell", "wrong"),
+    [
+        ("0.512 [0.480, 0.543]", False),
+        ("0.512 [0.543, 0.480]", True),
+        ("0.612 [0.480, 0.543]", True),
+        ("51.2% (48.0–54.3)", False),
+        ("61.2% (48.0–54.3)", True),
+        ("85.3 [12, 13]", False),  # references
+        ("0.5 [0.5, 0.5], n = 3", False),
+    ],
+)
+def test_an_interval_holds_its_value(cell: str, wrong: bool) -> None:
+    text = table("| Set | Score |", f"| A | {cell} |")
+    assert rules(text) == ([("interval", 3)] if wrong else [])
+
+
+def test_pass_at_k_does_not_fall() -> None:
+    falling = table("| Model | pass@1 | pass@8 |", "| a | 50% | 60% |", "| b | 70% | 60% |")
+    assert rules(falling) == [("pass-at-k", 4)]
+    rows = table("| Metric | a | b |", "| pass@1 | 70% | 50% |", "| pass@8 | 60% | 60% |")
+    assert rules(rows) == [("pass-at-k", 4)]
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
+    return table(
+        "| Model | Accuracy | Questions |",
+        f"| Base | {base} | {base_n} |",
+        f"| This model | {own} | {own_n} |",
+    )
+
+
+@pytest.mark.parametrize(
+    ("claim", "found"),
+    [
+        ("A 2x improvement in accuracy over the base.", []),
+        ("A 3x improvement in accuracy over the base.", ["comparison"]),
+        ("It improves accuracy over the base by a factor of 2.", []),
+        ("It improves accuracy over the base by a factor of 4.", ["comparison"]),
+        ("Accuracy is 20.0 points higher than that of the base.", []),
+        ("Accuracy is 30.0 points higher than that of the base.", ["comparison"]),
+        ("A 3x improvement in speed over the base.", []),
+        ("More than 1.9x better accuracy than the base.", []),
+    ],
+)
+def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -> None:
+    text = f"{claim}\n\n{two_models('20.0%', '40.0%')}"
+    assert [rule for rule, _ in rules(text)] == found
+
+
+def test_a_comparison_of_different_n_or_without_n_is_told() -> None:
+    claim = "A 2x improvement in accuracy over the base.\n\n"
+    found = only(claim + two_models("20.0%", "40.0%", base_n=50))
+    assert (found.rule, found.severity) == ("comparison", "error")
+    assert "n = 100" in found.message
+    assert "n = 50" in found.message
+    without = table("| Model | Accuracy |", "| Base | 20% |", "| This model | 40% |")
+    assert only(claim + without).severity == "warning"
+
+
+def test_a_comparison_across_protocols_is_told() -> None:
+    def one(model: str, value: str, protocol: str) -> str:
+        return f"### {protocol}\n\n" + table(
+            "| Model | Accuracy |", f"| {model} | {value} |", "| Another | 30% |"
+        )
+
+    greedy, sampled = "greedy decoding, n = 100", "sampled decoding, n = 100"
+    claim = "A 2x improvement in accuracy over the base.\n\n"
+    text = claim + one("Base", "20%", greedy) + "\n" + one("This model", "40%", sampled)
+    assert [rule for rule, _ in rules(text)] == ["comparison"]
+
+
+def index(value: str, name: str = "Accuracy (Overall)") -> str:
+    metric = f"{{type: accuracy, name: {name}, value: {value}}}"
+    return (
+        "---\nlicense: mit\nbase_model: a/b\nmodel-index:\n- name: x\n  results:\n"
+        "  - task: {type: t}\n    dataset: {type: d, name: d}\n"
+        f"    metrics:\n    - {metric}\n---\n\n# x\n\n"
+        + table("| Set | Accuracy |", "| Overall | 40.0% |", "| A | 30.0% |")
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("40.0", []),
+        ("0.4", []),
+        ("40.02", []),
+        ("30.0", ["model-index"]),
+        ("41.0", ["model-index"]),
+        (".nan", ["not-finite"]),
+        ("nan", ["not-finite"]),
+        ("good", ["not-a-number"]),
+        ("40.0 +/- 0.3", []),
+    ],
+)
+def test_model_index_says_what_the_tables_say(value: str, expected: list[str]) -> None:
+    assert [f.rule for f in check_card(index(value))] == expected
+
+
+# ---------------------------------------------------------------- front matter, links, leaks
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# x\n", [(1, "front-matter")]),
+        ("---\nlicense: [mit\n---\n", [(2, "front-matter")]),
+        ("---\n- mit\n---\n", [(2, "front-matter")]),
+        ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
+        ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
+        ("---\nbase_model: a/b\nlicense: mit\nlicense: gpl\n---\n", [(4, "key-twice")]),
+        ("---\nbase_model: a/b\nlicense: mit\nx: [1, .inf]\n---\n", [(4, "not-finite")]),
+        ("---\nbase_model: a/b\nlicense: mit\nx: https://github.com/\n---\n", [(4, "bare-link")]),
+        ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
+    ],
+)
+def test_the_front_matter_is_what_the_hub_reads(text: str, expected: list[tuple[int, str]]) -> None:
+    assert [(f.line, f.rule) for f in check_card(text)] == expected
+
+
+def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
+    text = "---\nlicense: mit\n---\n- **Base model:** not recorded: another trainer chose it\n"
+    (found,) = check_card(text)
+    assert (found.rule, found.severity) == ("base-model-missing", "warning")
+    assert lint_card(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See the [code](https://github.com/).",
+        "See https://github.com/ for it.",
+        "See [`run.sh`](https://huggingface.co).",
+        "See [code]().",
+        "See [paper](link).",
+        "See https://example.com/paper.",
+        "```bash\ngit clone https://github.com/\n```",
+    ],
+)
+def test_links_to_nothing_in_particular_are_found(text: str) -> None:
+    assert [rule for rule, _ in rules(text + "\n")] == ["bare-link"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See https://github.com/owner/repo and [x](https://hf.co/a/b#c).",
+        "On [GitHub](https://github.com) and the [Hugging Face Hub](https://huggingface.co/).",
+        "```bash\ncurl https://example.com\n```\n`https://github.com/`",
+        "https://github.com/<owner>/<repo>, `[x]()`, \\[x]()",
+        "<!-- https://github.com/ -->",
+    ],
+)
+def test_links_that_lead_somewhere_are_left_alone(text: str) -> None:
+    assert rules(text + "\n") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("The loss: nan", "not-finite"),
+        (table("| Set | Score |", "| a | NaN |"), "not-finite"),
+        (table("| Set | Score |", "| a | 0.5 [nan, 0.6] |"), "not-finite"),
+        ("From /home/me/run7.", "machine-path"),
+        ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
+        ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
+        ("```bash\nrefiner run tiny", "fence-open"),
+        ('```bash\npython train.py --name "x\n```', "command"),
+    ],
+)
+def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
+    assert [r for r, _ in rules(text + "\n")] == [rule]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Training without loss scaling ends in NaN; Nan and Inf are words.",
+        "`float('nan')`, `-inf`",
+        "export HF_TOKEN=hf_xxxxxxxxxxxxxxxxxxxxxxxx",
+        "Models lie in `~/.cache/huggingface`, temporary files in /tmp/x.",
+        "```bash\n# don't worry\necho \"a\nb\" # it's fine\n```",
+        "```bash\ncat <<EOF\nit's\nEOF\n```",
+        "```console\n$ ls\nit's here\n```",
+        "```bash\npython train.py \\\n  --last 1 \\\n```",
+        "````\n```\n````\n- item\n\n  ```\n  code\n  ```",
+    ],
+)
+def test_what_readers_write_every_day_is_left_alone(text: str) -> None:
+    assert [f for f in check_card(FRONT + text + "\n") if f.is_error] == []
+
+
+# ---------------------------------------------------------------- commands of refiner
+
+
+def bash(line: str) -> str:
+    return f"## Reproduction\n\n```bash\n{line}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("refiner run tiny grpo.beta=0.01 seed=3 --no-server", None),
+        ("refiner run tiny \\\n  grpo.beta=0.01", None),
+        ("REFINER_DEBUG=1 refiner plan tiny --json", None),
+        ("refiner run RECIPE", None),
+        ("refiner run mine.yaml grpo.beta=1", None),  # not here; its fields are known
+        ("refiner card check README.md", None),
+        ("refiner --help", None),
+        ("refiner run tiny grpo.betta=0.01", "Did you mean 'grpo.beta'?"),
+        ("refiner run mine.yaml grpo.betta=1", "Did you mean 'grpo.beta'?"),
+        ("refiner run tinny", "Did you mean 'tiny'?"),
+        ("refiner rum tiny", "Did you mean 'run'?"),
+        ("refiner run tiny --no-sever", "--no-server"),
+        ("refiner run tiny seed", "not of the form key=value"),
+        ("refiner run tiny seed=many", "`seed` is 'many'"),
+    ],
+)
+def test_a_command_that_cannot_be_meant_is_found(line: str, problem: str | None) -> None:
+    found = check_card(FRONT + bash(line), command_check=command_problem)
+    assert [f.rule for f in found] == (["command"] if problem else [])
+    assert all(problem and problem in f.message for f in found)
+
+
+def test_a_recipe_that_lies_beside_the_card_is_read(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("include: [tiny]\n".replace("[tiny]", "[]"))
+    words = ["run", "recipe.yaml", "seed=3"]
+    assert command_problem(words, tmp_path) is None
+    missing = command_problem(["run", "other.yaml"], tmp_path, whole=True)
+    assert missing is not None
+    assert "no other.yaml beside the card" in missing
+    assert "grpo.beta" in str(command_problem([*words, "grpo.betta=1"], tmp_path))
+
+
+# ---------------------------------------------------------------- against evidence
+
+
+def evaluation(stage: str, metric: str, value: float, **changes: Any) -> dict[str, Any]:
+    low, high = value - 0.05, value + 0.05
+    entry = {"stage": stage, "protocol": "a" * 64, "protocol_name": "held-out questions"}
+    numbers = {"metric": metric, "value": value, "low": low, "high": high, "n": 64}
+    return {**entry, "decoding": "greedy", **numbers, **changes}
+
+
+def facts(**changes: Any) -> CardFacts:
+    counts = {"read": 88, "kept": 60, "dropped": {"prompt_too_long": 27, "duplicate": 1}}
+    reports = {
+        "data": {
+            "rl": counts,
+            "sft": {"read": 0, "kept": 0, "dropped": {}},
+            "split": {"questions": 56, "held_out_questions": 6, "rl_without_rubrics": 0},
+        },
+        "grpo": {"episodes": 12800, "counts": {"samples/unscored": 17}},
+    }
+    values: dict[str, Any] = {
+        "repo_id": "somebody/refiner-step50",
+        "config": RecipeConfig(),
+        "stage": "grpo",
+        "step": 50,
+        "final": False,
+        "command": "refiner run tiny seed=42",
+        "fingerprint": "0123456789ab",
+        "reports": reports,
+        "evaluations": [evaluation("base", "reward", 0.2), evaluation("grpo", "reward", 0.5)],
+        "provenance": {"commit": "0123abc", "host": "8 x H200", "durations": {"grpo": 7322.4}},
+        "records": {"evaluations.1": "stages/evaluate-1/result.json#report"},
+    }
+    return CardFacts(**{**values, **changes})
+
+
+def published(given: CardFacts) -> tuple[str, str]:
+    """A card and its evidence."""
+    return build_card(given), evidence_text(given, [])
+
+
+def test_a_card_that_its_evidence_gives_is_clean() -> None:
+    card, evidence = published(facts())
+    assert check_card(card, evidence, command_check=command_problem) == []
+    assert lint_card(card) == []
+
+
+def test_a_card_of_ours_without_evidence_is_a_warning() -> None:
+    (found,) = check_card(published(facts())[0])
+    assert (found.rule, found.severity) == ("evidence-missing", "warning")
+    assert "only be checked against each other" in found.message
+
+
+def test_a_wrong_number_is_told_with_its_line_its_fact_and_its_record() -> None:
+    card, evidence = published(facts())
+    wrong = card.replace("| 0.500 [", "| 0.900 [", 1)
+    line = wrong[: wrong.index("| 0.900 [")].count("\n") + 1
+    (found,) = [f for f in check_card(wrong, evidence) if f.rule == "evidence"]
+    assert found.line == line
+    assert "'0.900' stands here, and the evidence gives '0.500'" in found.message
+    assert "fact evaluations.1.value, from stages/evaluate-1/result.json#report" in found.message
+
+
+def test_a_wrong_setting_is_told_with_its_field() -> None:
+    card, evidence = published(facts())
+    wrong = card.replace("--beta 0.001", "--beta 0.1").replace("`beta = 0.001`", "`beta = 0.1`")
+    found = [f.message for f in check_card(wrong, evidence)]
+    assert len(found) == 2
+    assert all("fact config.grpo.beta" in message for message in found)
+
+
+def digits(text: str) -> list[re.Match[str]]:
+    return list(re.finditer(r"\d+", text))
+
+
+def other(run: str, by: int = 1) -> str:
+    """Another number with as many digits."""
+    return run[:-1] + str((int(run[-1]) + by) % 10)
+
+
+def test_every_number_of_a_card_is_held_by_its_evidence() -> None:
+    """Whichever digits of a card somebody changes, the check names the line."""
+    card, evidence = published(facts())
+    read = load_evidence(evidence)
+    assert len(digits(card)) > 100
+    for run in digits(card):
+        wrong = card[: run.start()] + other(run.group()) + card[run.end() :]
+        found = list(differences(wrong, card, read))
+        assert [f.line for f in found] == [card.count("\n", 0, run.start()) + 1], run
+
+
+def test_every_number_of_a_fact_is_traced_to_it() -> None:
+    given = facts()
+    card, evidence = published(given)
+    wrong = re.sub(r"\d+", lambda m: other(m.group()), card)
+    told = " ".join(f.message for f in differences(wrong, card, load_evidence(evidence)))
+    for number in card_numbers(given):
+        assert number.fact in told or number.section == "Known notes", number
+
+
+shares = st.floats(0, 1).map(lambda x: round(x, 6))
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> CardFacts:
+    """Facts of any run that was evaluated, with a base beside it or without."""
+    evaluations = []
+    n = draw(st.integers(1, 500))
+    for metric in draw(st.lists(st.sampled_from(["reward", "citation_f1"]), unique=True)):
+        for model in draw(st.sampled_from([("grpo",), ("base", "grpo"), ("base", "sft", "grpo")])):
+            low, value, high = sorted(draw(st.tuples(shares, shares, shares)))
+            numbers = {"low": low, "high": high, "n": n}
+            evaluations.append(evaluation(model, metric, value, **numbers))
+    kept, dropped = draw(st.integers(1, 10**5)), draw(st.integers(1, 999))
+    counts = {"read": kept + dropped, "kept": kept, "dropped": {"duplicate": dropped}}
+    return facts(
+        evaluations=evaluations,
+        step=draw(st.integers(1, 10**4)),
+        reports={"data": {"rl": counts, "sft": {}, "split": {}}},
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(measured(), st.data())
+def test_a_card_is_silent_until_a_number_is_changed(given: CardFacts, data: st.DataObject) -> None:
+    card, evidence = published(given)
+    assert check_card(card, evidence) == []
+    run = data.draw(st.sampled_from(digits(card)))
+    changed = other(run.group(), data.draw(st.integers(1, 9)))
+    wrong = card[: run.start()] + changed + card[run.end() :]
+    assert lint_card(wrong, evidence) != []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda card: card + "One more line.\n",
+        lambda card: card.removesuffix("\n"),
+        lambda card: card.replace("\n", "\r\n"),
+        lambda card: card.replace("## Known notes", "## Notes"),
+        lambda card: "\n".join(card.split("\n")[:-5]),
+        lambda card: "",
+    ],
+)
+def test_words_are_held_by_the_evidence_too(change: Any) -> None:
+    card, evidence = published(facts())
+    assert any(f.rule == "evidence" for f in check_card(change(card), evidence))
+
+
+def counted(changes: dict[str, Any]) -> dict[str, Any]:
+    low, high = wilson(32, 64)
+    numbers = {"numerator": 32, "denominator": 64, "n": 64}
+    bounds = {"low": low, "high": high, "interval": "wilson"}
+    return evaluation("grpo", "format_valid", 0.5) | numbers | bounds | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"numerator": 31}, "is not 31 / 64"),
+        ({"low": 0.45}, "Wilson's of 32 of 64"),
+        ({"low": 0.7, "high": 0.6}, "ends before it begins"),
+        ({"low": 0.6, "high": 0.7}, "does not lie in its interval"),
+        ({"n": 65}, "65 prompts have 64 samples"),
+    ],
+)
+def test_evidence_is_held_against_itself(changes: dict[str, Any], told: str | None) -> None:
+    """A number that was changed in the card and in its evidence alike still has its counts."""
+    card, evidence = published(facts(evaluations=[counted(changes)]))
+    found = [f for f in check_card(card, evidence) if f.rule == "evidence-inconsistent"]
+    assert len(found) >= (told is not None)
+    assert told is None or told in " ".join(f.message for f in found)
+    assert bool(found) == (told is not None)
+
+
+@pytest.mark.parametrize("step", [49, None])
+def test_evidence_that_is_about_something_else_or_nothing_is_told(step: int | None) -> None:
+    card, evidence = published(facts())
+    content = json.loads(evidence)
+    content |= {"step": step} if step else {"format": 99}
+    found = [f for f in check_card(card, json.dumps(content)) if f.is_error]
+    assert [f.rule for f in found] == ["evidence-inconsistent" if step else "evidence"]
+
+
+def test_files_are_those_that_the_evidence_names() -> None:
+    files = [OutputFile(name, 3, "ab" * 32) for name in ("a", "b", "c", "d", "e")]
+    read = load_evidence(evidence_text(facts(), files))
+    good, longer, other_bytes = files[0], replace(files[1], bytes=4), replace(files[2], sha256="c")
+    found = file_findings(read, {"a": good, "b": longer, "c": other_bytes, "d": None})
+    assert [f.message.split()[0] for f in found] == ["b", "c", "d"]
+    assert [f.rule for f in found] == ["file-differs"] * 3
+
+
+def test_a_card_of_another_trainers_model_is_clean() -> None:
+    command = CommandConfig(run="torchrun train.py --out {output}", version="v2")
+    config = replace(RecipeConfig(), command=command)
+    given = facts(
+        config=config,
+        stage="command",
+        base_model="unknown",
+        evaluations=(),
+        reports={"command": {"steps": 50, "final": {"loss": 0.25}}},
+    )
+    assert lint_card(*published(given)) == []
+
+
+def test_every_rule_that_is_told_is_explained() -> None:
+    text = "# x\n" + SOUND.replace("14.0%", "14.3%") + "\n[x]() /home/me/x: nan\n```\n"
+    assert {f.rule for f in check_card(text)} <= set(RULES)
