@@ -66,8 +66,8 @@ def why_command(
         for line in explanation_lines(found):
             click.echo(line)
     if sample is None and len(found.counted) > 1:
-        worst = found.counted[0].name
-        command = shlex.join(["refiner", "why", *words, *_card(card), "--sample", worst])
+        other = found.counted[0].name
+        command = shlex.join(["refiner", "why", *words, *_card(card), "--sample", other])
         click.echo(f"\nNext:\n  {command}", err=True)
 
 
@@ -89,7 +89,9 @@ def _find(
         query = parse_query(words)
         if found := figures_of_card(query, evidence):
             return query, found
-        raise nothing_found(query, figures_of_card(Query(), evidence), f"the evidence of {card}")
+        others = figures_of_card(Query(names=query.names), evidence)
+        others = others or figures_of_card(Query(), evidence)
+        raise nothing_found(query, others, f"the evidence of {card}")
     run, names = _run_of(workspace, words)
     query = parse_query(names)
     everything = workspace.stage_ids()
@@ -101,7 +103,8 @@ def _find(
         return query, found
     where = f"run {run.run}" if named and run is not None else str(workspace.root)
     ids = newest if named else everything
-    raise nothing_found(query, figures_of_stages(Query(), workspace, ids), where)
+    others = figures_of_stages(Query(names=query.names), workspace, ids)
+    raise nothing_found(query, others or figures_of_stages(Query(), workspace, ids), where)
 
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:

@@ -129,8 +129,7 @@ def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str] | 
     """Card and evidence at the target, if they are of these weights and know all numbers of
     ``facts`` and others."""
     text = target.read_text(facts.repo_id, facts.revision, EVIDENCE)
-    card = target.read_text(facts.repo_id, facts.revision, CARD)
-    if text is None or card is None:
+    if text is None:
         return None
     try:
         there, ours = load_evidence(text), load_evidence(evidence)
@@ -140,7 +139,8 @@ def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str] | 
     same = (there.fingerprint, there.step, there.files) == (ours.fingerprint, ours.step, ours.files)
     if not same or not _numbers(ours.facts) < _numbers(there.facts):
         return None
-    return {CARD: card, EVIDENCE: text}
+    card = target.read_text(facts.repo_id, facts.revision, CARD)
+    return None if card is None else {CARD: card, EVIDENCE: text}
 
 
 def _numbers(facts: CardFacts) -> set[tuple[str, ...]]:

@@ -77,7 +77,7 @@ class Explanation:
     agrees
         Whether that is what is recorded, interval included.
     values
-        All samples, worst first; those that do not count last.
+        All samples, lowest first; those that do not count last.
     sample
         The one that was asked for, else the most typical.
     files
@@ -96,19 +96,19 @@ class Explanation:
 
     @property
     def counted(self) -> list[SampleValue]:
-        """The samples that count, worst first."""
+        """The samples that count, lowest first."""
         return [v for v in self.values if v.value is not None]
 
     def picked(self) -> dict[str, list[SampleValue]]:
-        """A few of the worst, of the most typical and of the best, none of them twice."""
+        """A few of the lowest, of the most typical and of the highest, none of them twice."""
         counted = self.counted
         if len(counted) <= 3 * _FEW:
             return {"all": counted}
         middle = (len(counted) - _FEW) // 2
         return {
-            "worst": counted[:_FEW],
+            "lowest": counted[:_FEW],
             "typical": counted[middle : middle + _FEW],
-            "best": counted[-_FEW:],
+            "highest": counted[-_FEW:],
         }
 
 

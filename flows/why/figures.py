@@ -24,6 +24,7 @@ from refiner_core.evaluation.samples import METRICS
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _DECODINGS = ("greedy", "sampled")
+_MODELS = ("base", "random_copier", "sft", "grpo", "command")
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
 
@@ -274,9 +275,17 @@ def _stage_of(record: str) -> str:
 def _asked_for(found: list[Figure], query: Query) -> list[Figure]:
     """Those that bear all names; values before ends of intervals."""
     hits = [f for f in found if all(name in f.names for name in query.names)]
+    hits.sort(key=lambda f: (_rank(f.model), f.metric, f.decoding, f.step or 0))
     if any(f.matched == "value" for f in hits):
         hits = [f for f in hits if f.matched == "value"]
     return hits
+
+
+def _rank(model: str) -> tuple[int, int, str]:
+    """Models in the order in which they are made; of one, the steps before the end."""
+    name, _, step = model.partition("-step")
+    order = _MODELS.index(name) if name in _MODELS else len(_MODELS)
+    return order, int(step) if step.isdigit() else 10**12, model
 
 
 def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:

@@ -31,9 +31,9 @@ _INTERVALS = {
 
 def one_line(figure: Figure) -> str:
     """A number with what it is: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
-    value = f"{figure.value:.4g}" if figure.kind == "fact" else f"{figure.value:.3f}"
     if figure.kind == "fact":
-        return f"{value}  {figure.metric}"
+        return f"{figure.value:.12g}  {figure.metric}, as it was recorded"
+    value = f"{figure.value:.3f}"
     if figure.kind == "training":
         return f"{value}  {figure.metric} of {figure.model} at step {figure.step}, in training"
     interval = f" {_interval(figure.entry)}".rstrip()
@@ -204,7 +204,7 @@ def _file_lines(found: Explanation) -> Iterator[str]:
     for name, path in found.files.items():
         yield f"  {name:<9} {path}"
     if found.figure.record:
-        yield f"  in it     {found.figure.record.partition('#')[2] or 'all of it'}"
+        yield f"  in record {found.figure.record.partition('#')[2] or 'all of it'}"
     for note in found.notes:
         yield from _wrapped("  note      ", note)
 

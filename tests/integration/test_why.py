@@ -1,0 +1,182 @@
+"""`refiner why`: from a printed number to the judge's words, through the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flows.cli.main import main
+from flows.cli.why import why_command
+from refiner_core.evaluation.samples import load_samples
+from tests.support.command import refiner
+from tests.support.recorded_run import RecordedRun
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A run with a published, evaluated model."""
+    run = RecordedRun(tmp_path_factory.mktemp("why") / "runs")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.carry_out("publish")
+    run.evaluate("evaluate-base", quality=0.0)
+    run.evaluate("evaluate-sft", quality=0.5)
+    run.evaluate("evaluate-grpo", quality=0.7)
+    run.carry_out("card")
+    return run
+
+
+def why(run: RecordedRun, *words: str) -> Result:
+    done = CliRunner().invoke(why_command, [*words, f"workspace={run.workspace.root}"])
+    assert done.exception is None, done.exception
+    return done
+
+
+def figures(run: RecordedRun, *words: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(why(run, *words, "--json").stdout)["figures"]
+    return found
+
+
+def entry(run: RecordedRun, model: str, metric: str) -> dict[str, Any]:
+    report = run.report(f"evaluate-{model}")
+    return next(e for e in report["evaluations"] if e["metric"] == metric)
+
+
+def test_a_number_as_it_is_printed_leads_to_samples_and_judgements(run: RecordedRun) -> None:
+    number = entry(run, "grpo", "reward")
+    text = why(run, f"{number['value']:.3f}", "reward", "grpo").stdout
+    first, *lines = text.splitlines()
+    assert first == (
+        f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]  reward of grpo, "
+        f"greedy, n = {number['n']}"
+    )
+    assert "again from the samples: the same" in text
+    assert f"{number['numerator']:.6g} / {number['denominator']} samples" in text
+    assert number["protocol_name"] in text
+    assert "paper_citation_weight 0.2" in text, "the protocol is spelled out"
+    assert "States that" in text, "the rubrics that the judge was asked"
+    assert "| <answer>" in text, "the answer itself"
+    assert all(len(line) <= 100 or "/" in line for line in lines)
+    named = [line.split()[-1] for line in lines if line.startswith(("  record", "  samples "))]
+    assert all(Path(path).is_file() for path in named)
+
+
+def test_what_it_shows_is_what_the_samples_file_has(run: RecordedRun) -> None:
+    (found,) = figures(run, "reward", "grpo")
+    rows = load_samples(Path(found["files"]["samples"]))
+    shown = {(s["sample_id"], s["number"]): s["value"] for s in found["samples"]}
+    assert shown == {(r["sample_id"], r["sample_index"]): r["reward"] for r in rows}
+    values = [s["value"] for s in found["samples"]]
+    assert values == sorted(values)
+    sample = found["sample"]
+    row = next(r for r in rows if r["sample_id"] == sample["which"]["sample_id"])
+    assert sample["answer"] == row["response_text"]
+    assert sample["judgements"] == json.loads(row["judgements"])
+    assert sample["question"] in sample["prompt"]
+
+
+def test_any_sample_can_be_asked_for(run: RecordedRun) -> None:
+    (found,) = figures(run, "reward", "grpo", "--sample", "row-5")
+    assert found["sample"]["which"]["sample_id"] == "row-5"
+    done = refiner("why", "reward", "grpo", "--sample", "row-99", f"workspace={run.workspace.root}")
+    assert done.code == 2
+    assert "No sample 'row-99'" in done.stderr
+    assert "row-" in done.stderr.partition("Expected")[2]
+
+
+def test_a_number_that_does_not_recompute_is_said_so(run: RecordedRun, tmp_path: Path) -> None:
+    """Somebody has edited the result."""
+    copy = tmp_path / "runs"
+    shutil.copytree(run.workspace.root, copy)
+    path = copy / "stages" / run.stage("evaluate-grpo").id / "result.json"
+    record = json.loads(path.read_text())
+    position = next(
+        i for i, e in enumerate(record["report"]["evaluations"]) if e["metric"] == "reward"
+    )
+    record["report"]["evaluations"][position]["value"] = 9.75
+    path.write_text(json.dumps(record))
+    done = CliRunner().invoke(why_command, ["9.75", f"workspace={copy}"])
+    assert "NOT what is recorded" in done.stdout
+
+
+def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None:
+    done = why(run, "format_valid")
+    assert "format_valid is 4 recorded numbers" in done.stdout
+    assert "refiner why format_valid base greedy" in done.stderr
+    assert len(figures(run, "format_valid")) == 4
+    assert len(figures(run, "format_valid", "base", "greedy")) == 1
+
+
+def test_an_end_of_an_interval_leads_to_its_number(run: RecordedRun) -> None:
+    high = entry(run, "grpo", "rubric_score")["high"]
+    found = figures(run, f"{high:.5f}")
+    assert ("rubric_score", "high") in {(f["metric"], f["matched"]) for f in found}
+
+
+def test_a_training_number_leads_to_the_rollouts_of_its_step(run: RecordedRun) -> None:
+    (found,) = figures(run, "scores", "step3")
+    assert found["kind"] == "training"
+    assert found["files"]["rollouts"].endswith("step-00000003.parquet")
+    assert found["sample"]["judgements"]
+    assert found["agrees"] is False, "these rollouts are not those of the report"
+    assert "NOT what is recorded" in why(run, "scores", "step3").stdout
+    (loss,) = figures(run, "train_loss", "step2")
+    assert loss["value"] == 2.0
+    assert "no rollouts" in loss["notes"][0]
+
+
+def test_a_cards_number_is_followed_by_the_evidence_beside_it(
+    run: RecordedRun, tmp_path: Path
+) -> None:
+    value = f"{entry(run, 'sft', 'reward')['value']:.3f}"
+    folder = tmp_path / "downloaded"
+    shutil.copytree(run.published("card"), folder)
+    words = [value, "reward", "sft", "--card"]
+    (found,) = figures(run, *words, str(folder / "README.md"))
+    assert found["agrees"] is True
+    assert found["files"]["samples"], "the workspace is there"
+    alone = CliRunner().invoke(why_command, [*words, str(folder), f"workspace={tmp_path}/none"])
+    assert "evaluate-" in alone.stdout
+    assert "name the run's own with workspace=DIR" in " ".join(alone.stdout.split())
+    (fact,) = figures(run, "1800", "--card", str(folder))
+    assert fact["metric"] == "reports.grpo.tokens"
+    assert fact["record"] == f"stages/{run.stage('grpo').id}/result.json#report"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("0.123456",), "nearest are"),
+        (("rewardd",), "Did you mean 'reward'?"),
+        (("0.1", "0.2"), "ask for one number at a time"),
+        (("reward", "--card", "/nowhere"), "refiner.json cannot be read"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["why", *words, f"workspace={run.workspace.root}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(run: RecordedRun) -> None:
+    import subprocess
+    import sys
+
+    from tests.support.command import environment
+
+    code = (
+        "import sys; from flows.cli.main import main; "
+        f"main(['why', 'reward', 'grpo', 'workspace={run.workspace.root}']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()

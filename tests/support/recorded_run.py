@@ -1,0 +1,286 @@
+"""A finished run in a workspace, in a second: stages that train are told what came out, everything
+that reads their records is the real thing.
+
+>>> run = RecordedRun(tmp_path / "runs", "publish.which=every-save")
+>>> run.data(); run.train("sft"); run.train("grpo")
+>>> run.evaluate("evaluate-grpo", quality=0.5); run.carry_out("publish")
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.calls import make_recipe_plan
+from flows.stages import STAGE_FUNCTIONS, StageWork
+from infra.attempt import AttemptRun
+from infra.stage_io import encode_rollouts
+from infra.stage_records import Claim
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.records import RECORD_VERSION, Outcome, RunRecord, to_json
+from refiner_core.contract.types import PromptRow
+from refiner_core.data.copier import random_copier
+from refiner_core.data.prepared import write_prompts
+from refiner_core.data.synthetic import generate_rows
+from refiner_core.evaluation.protocol import Decoding, make_protocol
+from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.samples import sample_row
+from refiner_core.judges import build_judge
+from refiner_core.models import tiny_model_dir
+from refiner_core.rewards import RewardInput, compute_rewards
+
+SMALL = (
+    "data.synthetic_sft_rows=20",
+    "data.synthetic_rl_rows=12",
+    "grpo.num_training_steps=6",
+    "grpo.save_freq=2",
+    "evaluate.bootstrap_samples=100",
+    "evaluate.decoding=[greedy]",
+    "tracking.wandb=disabled",
+)
+PROMPTS = 6
+OWNER = "elsewhere:1:1.00"
+
+
+class RecordedRun:
+    """The tiny recipe (or another one) whose records are written down as they would come."""
+
+    def __init__(self, root: Path, *overrides: str, recipe: str = "tiny") -> None:
+        self.overrides = (
+            (*SMALL, f"workspace={root}", *overrides) if recipe == "tiny" else overrides
+        )
+        self.plan = make_recipe_plan(recipe, self.overrides)
+        self.workspace = Workspace.open(root)
+        self.run = self._begin(recipe)
+
+    @property
+    def config(self) -> RecipeConfig:
+        return self.plan.config
+
+    def stage(self, name: str) -> PlannedStage:
+        return self.plan.by_name[name]
+
+    def report(self, name: str) -> Mapping[str, Any]:
+        result = self.workspace.read_result(self.stage(name).id)
+        assert result is not None, f"{name} is not done"
+        return result.report
+
+    def published(self, name: str) -> Path:
+        return Path(str(self.report(name)["target"]))
+
+    # ------------------------------------------------------------ stages that are told
+
+    def data(self) -> None:
+        """Six held-out prompts, and six to train on."""
+        prompts = _prompts(2 * PROMPTS)
+
+        def work(attempt: AttemptRun) -> dict[str, Any]:
+            write_prompts(attempt.output_dir / "rl_test.parquet", prompts[:PROMPTS])
+            write_prompts(attempt.output_dir / "rl_train.parquet", prompts[PROMPTS:])
+            counts = {"read": 12, "kept": 12, "dropped": {}, "digest": "synthetic", "modes": {}}
+            return {"rl": counts, "sft": {**counts, "read": 20, "kept": 20}, "split": {}}
+
+        self.do("data", work)
+
+    def train(self, name: str, steps: int | None = None, **report: Any) -> None:
+        """Weights of a training stage; every one has bytes of its own."""
+        steps = steps or (6 if name == "grpo" else 4)
+
+        def work(attempt: AttemptRun) -> dict[str, Any]:
+            write_model(attempt.output_dir / "model", f"{name} {steps}")
+            if name == "grpo":
+                for step in range(1, steps + 1):
+                    rollouts = attempt.paths.rollouts / f"step-{step:08d}.parquet"
+                    rollouts.parent.mkdir(parents=True, exist_ok=True)
+                    rollouts.write_bytes(encode_rollouts(self._rollouts(step)))
+            return {**training_report(name, steps), **report}
+
+        self.do(name, work)
+
+    def export(self, step: int, attempt: int | None = 1, elapsed_s: float | None = 9.0) -> None:
+        """An export of a checkpoint of GRPO, as if training went on."""
+        trained = self.stage("grpo").id
+
+        def work(running: AttemptRun) -> dict[str, Any]:
+            write_model(running.output_dir / "model", f"grpo {step}")
+            made = {"stage": trained, "attempt": attempt, "elapsed_s": elapsed_s}
+            return {**training_report("grpo", step), **made}
+
+        stage = self.stage(f"export-step{step}")
+        folder = self.workspace.layout.stage(trained).checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        marker = {"step": step, "attempt": attempt or 1, "files": {}}
+        (folder / "COMPLETE.json").write_text(json.dumps(marker))
+        self.do(stage.name, work)
+
+    def evaluate(self, name: str, quality: float = 1.0, prompts: int = PROMPTS) -> None:
+        """Numbers of a model that copies at random, and says nothing in 1 - ``quality`` of its
+        answers; scored, counted and written by the real thing."""
+        stage = self.stage(name)
+
+        def work(attempt: AttemptRun) -> dict[str, Any]:
+            config = attempt.config
+            asked = _prompts(prompts)
+            measured = [self._measured(config, asked, d, quality) for d in config.evaluate.decoding]
+            floor = _answers(config, asked, 1.0)
+            return write_results(
+                attempt.output_dir, config, stage.model, "ref", measured,
+                reference=("random_copier", floor),
+            )  # fmt: skip
+
+        self.do(name, work)
+
+    def carry_out(self, name: str) -> Mapping[str, Any]:
+        """A stage by its real function."""
+        stage = self.stage(name)
+
+        def work(attempt: AttemptRun) -> dict[str, Any]:
+            return STAGE_FUNCTIONS[stage.kind](work_of(attempt))
+
+        self.do(name, work)
+        return self.report(name)
+
+    # ------------------------------------------------------------ records
+
+    def do(self, name: str, work: Callable[[AttemptRun], dict[str, Any]]) -> None:
+        """One attempt at a stage, to its end."""
+        with AttemptRun(
+            self.workspace, self.stage(name).id, self.claim(name), own_log=False
+        ) as run:
+            try:
+                run.finish(work(run))
+            except BaseException as error:
+                run.fail(error)
+                raise
+
+    def claim(self, name: str) -> int:
+        """The next attempt at a stage."""
+        stage = self.stage(name)
+        numbers = self.workspace.layout.stage(stage.id).attempt_numbers()
+        inputs = {role: self.plan.by_name[n].id for role, n in stage.inputs.items()}
+        claim = Claim(OWNER, "local", max(numbers, default=0))
+        attempt = self.workspace.claim_attempt(stage, self.config, inputs, claim)
+        assert attempt is not None
+        return attempt.number
+
+    def begin(self, name: str) -> int:
+        """An attempt that has started and goes on."""
+        number = self.claim(name)
+        with AttemptRun(self.workspace, self.stage(name).id, number, own_log=False):
+            return number
+
+    def fail(self, name: str, outcome: Outcome, seconds: float = 30.0) -> int:
+        """An attempt that came to nothing."""
+        number = self.begin(name)
+        self.workspace.close_attempt(self.stage(name).id, number, outcome, seconds)
+        return number
+
+    def _begin(self, recipe: str) -> RunRecord:
+        run = RunRecord(
+            version=RECORD_VERSION,
+            run=self.workspace.new_run_id(self.plan.recipe),
+            recipe=self.plan.recipe,
+            overrides=self.overrides,
+            command=("refiner", "run", recipe, *self.overrides),
+            config=to_json(self.config),
+            stages={s.name: s.id for s in self.plan.stages},
+            code="0" * 16,
+            started_at=now_text(),
+            provenance={"commit": "c0ffee", "dirty": False, "recipe": recipe},
+        )
+        self.workspace.write_run(run)
+        return run
+
+    # ------------------------------------------------------------ numbers
+
+    def _measured(
+        self, config: RecipeConfig, prompts: Sequence[PromptRow], decoding: Decoding, quality: float
+    ) -> Measured:
+        digest = self.stage("data").fingerprint
+        protocol = make_protocol(config, prompts, decoding, digest)
+        return Measured(protocol, _answers(config, prompts, quality))
+
+    def _rollouts(self, step: int) -> list[dict[str, Any]]:
+        rows = []
+        for row in _answers(self.config, _prompts(2 * PROMPTS)[PROMPTS : PROMPTS + 2], 1.0):
+            rows.append(
+                {
+                    "step": step,
+                    **{k: row[k] for k in ("sample_id", "sample_index", "response_text")},
+                    **{k: row[k] for k in ("finish_reason", "status", "judgements", "reward")},
+                    "advantage": 0.5,
+                    "reward/rubric": row["rubric_score"],
+                }
+            )
+        return rows
+
+
+def work_of(attempt: AttemptRun) -> StageWork:
+    """As the worker makes it."""
+    return StageWork(
+        spec=attempt.spec,
+        config=attempt.config,
+        inputs=attempt.inputs,
+        input_stages=attempt.input_stages,
+        output_dir=attempt.output_dir,
+        io=attempt.io,
+        stage_id=attempt.stage_id,
+        workspace=attempt.workspace,
+    )
+
+
+def write_model(folder: Path, weights: str) -> None:
+    """A model in the layout of the Hub, as far as publishing looks at it."""
+    folder.mkdir(parents=True)
+    source = tiny_model_dir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    (folder / "model.safetensors").write_text(weights)
+    (folder / "trainer_state.json").write_text("not for others")
+
+
+def training_report(name: str, steps: int) -> dict[str, Any]:
+    """What a training stage would say of itself."""
+    if name == "sft":
+        curve = [[s, 4.0 / s] for s in range(1, steps + 1)]
+        return {"steps": steps, "train_loss": {"first": 4.0, "final": 1.0, "curve": curve}}
+    points = [[s, 1.0 + s / 8] for s in range(1, steps + 1)]
+    return {
+        "steps": steps,
+        "episodes": 8 * steps,
+        "tokens": 300 * steps,
+        "epoch": 0,
+        "counts": {"samples/malformed": 0, "samples/unscored": 0, "optimizer_steps": steps},
+        "curves": {"scores": points},
+    }
+
+
+def _prompts(count: int) -> list[PromptRow]:
+    found = []
+    for number, row in enumerate(generate_rows("rl", count, seed=0)):
+        text = row["conversations"][-1]["content"]
+        question = text.partition("<query>")[2].partition("</query>")[0]
+        found.append(PromptRow(f"row-{number}", question, text, (1, 2, 3), row["rubrics"]))
+    return found
+
+
+def _answers(
+    config: RecipeConfig, prompts: Sequence[PromptRow], quality: float
+) -> list[dict[str, Any]]:
+    items = []
+    for number, prompt in enumerate(prompts):
+        silent = number >= round(quality * len(prompts))
+        text = (
+            "I do not know." if silent else random_copier(prompt.prompt_text, random.Random(number))
+        )
+        items.append(RewardInput(prompt, text, stopped=True))
+    results = compute_rewards(items, config.reward, build_judge(config.judge))
+    return [
+        sample_row(i.prompt, 0, i.text, length_tokens=9, stopped=True, result=r)
+        for i, r in zip(items, results, strict=True)
+    ]

@@ -1,0 +1,341 @@
+"""What a card says is collected from records: the same records, the same card, at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.publishing import facts_of_stage
+from infra.tracking import ADDRESS_FILE
+from infra.workspace import Workspace
+from refiner_core.cards import build_card, lint_card, load_evidence
+from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.records import Outcome
+from tests.support.recorded_run import RecordedRun
+
+EVERY = ("publish.which=every-save",)
+
+
+def trained_run(root: Path, *overrides: str) -> RecordedRun:
+    run = RecordedRun(root, *overrides)
+    run.data()
+    run.train("sft")
+    return run
+
+
+def finished_run(root: Path, *overrides: str) -> RecordedRun:
+    """The last checkpoint published, evaluated, with a card that has its numbers."""
+    run = trained_run(root, *overrides)
+    run.train("grpo")
+    run.carry_out("publish")
+    for model in ("base", "sft", "grpo"):
+        run.evaluate(f"evaluate-{model}", quality=0.5)
+    run.carry_out("card")
+    return run
+
+
+def card_of(run: RecordedRun, name: str, workspace: Workspace | None = None) -> str:
+    return build_card(facts_of_stage(workspace or run.workspace, run.stage(name).id))
+
+
+# ---------------------------------------------------------------- made again
+
+
+def test_a_card_is_made_again_from_records_byte_for_byte(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs")
+    for name in ("publish", "card"):
+        assert card_of(run, name) == run.report(name)["card"]
+    assert (run.published("card") / "README.md").read_text() == card_of(run, "card")
+
+
+def test_it_is_the_same_in_a_copy_of_the_workspace_and_after_other_runs(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs")
+    before = card_of(run, "card")
+    RecordedRun(tmp_path / "runs", "seed=9")  # another call, and one of the same stages
+    again = RecordedRun(tmp_path / "runs", "log_level=debug")
+    assert again.stage("card").id == run.stage("card").id
+    assert card_of(run, "card") == before
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "runs")
+    assert card_of(run, "card", Workspace.read_only(tmp_path / "copy")) == before
+
+
+def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs", "description=Rows of /home/me/rows.jsonl", "seed=5")
+    folder = run.published("card")
+    text = (folder / "refiner.json").read_text()
+    evidence = load_evidence(text)
+    assert build_card(evidence.facts) == (folder / "README.md").read_text()
+    listed = {f.path: f.sha256 for f in evidence.files}
+    lying = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    assert lying == {*listed, "README.md", "refiner.json"}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert str(tmp_path) not in text
+    assert "/home/me" not in text
+    assert evidence.fingerprint == run.stage("grpo").fingerprint
+
+
+def test_a_record_that_is_changed_changes_the_card(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs")
+    before = card_of(run, "card")
+    paths = run.workspace.layout.stage(run.stage("grpo").id)
+    record = json.loads(paths.result.read_text())
+    record["report"]["episodes"] = 4711
+    paths.result.write_text(json.dumps(record))
+    assert "4711" not in before
+    assert "4711" in card_of(run, "card")
+
+
+def test_every_fact_names_the_record_that_it_was_read_from(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs")
+    facts = facts_of_stage(run.workspace, run.stage("card").id)
+    assert len([k for k in facts.records if k.startswith("evaluations.")]) == len(facts.evaluations)
+    for position, entry in enumerate(facts.evaluations):
+        path, _, inside = facts.records[f"evaluations.{position}"].partition("#")
+        found: Any = json.loads((run.workspace.root / path).read_text())
+        for part in inside.split("."):
+            found = found[int(part)] if part.isdigit() else found[part]
+        assert found["value"] == entry["value"]
+    for path in facts.records.values():
+        assert (run.workspace.root / path.partition("#")[0]).exists(), path
+
+
+# ---------------------------------------------------------------- while training goes on
+
+
+def test_the_card_of_a_step_tells_what_came_before_its_checkpoint_and_nothing_later(
+    tmp_path: Path,
+) -> None:
+    """However the training ends, the card of step 2 that was published in between is the same."""
+    run = trained_run(tmp_path / "runs", *EVERY)
+    first = Outcome("preempted", "resume", step=1)
+    run.fail("grpo", first, seconds=60.0)
+    run.begin("grpo")
+    run.export(2, attempt=2, elapsed_s=18.0)
+    run.carry_out("publish-step2")
+    facts = facts_of_stage(run.workspace, run.stage("publish-step2").id)
+    assert (facts.step, facts.final, facts.measured_as) == (2, False, "grpo-step2")
+    assert facts.revision == "step-2"
+    notes = [(a.number, a.failure) for a in facts.attempts if a.stage == "grpo"]
+    assert notes == [(1, "preempted"), (2, "none")]
+    assert facts.cost["seconds"]["grpo"] == 78.0
+    assert facts.provenance["host"], "of the attempt that still runs"
+    before = card_of(run, "publish-step2")
+    run.workspace.close_attempt(
+        run.stage("grpo").id, 2, Outcome("gpu_error", "resume", step=5), 99.0
+    )
+    run.train("grpo")
+    assert card_of(run, "publish-step2") == before == run.report("publish-step2")["card"]
+
+
+def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path: Path) -> None:
+    run = trained_run(tmp_path / "runs", *EVERY)
+    run.train("grpo")
+    for step, quality in ((2, 0.2), (4, 1.0)):
+        run.export(step)
+        run.carry_out(f"publish-step{step}")
+        run.evaluate(f"evaluate-grpo-step{step}", quality=quality)
+    run.carry_out("publish")
+    for model in ("base", "sft", "grpo"):
+        run.evaluate(f"evaluate-{model}", quality=0.5)
+    for name in ("card-step4", "card-step2", "card"):
+        run.carry_out(name)
+    step2 = facts_of_stage(run.workspace, run.stage("card-step2").id)
+    assert {e["stage"] for e in step2.evaluations} == {"base", "sft", "grpo-step2", "random_copier"}
+    last = facts_of_stage(run.workspace, run.stage("card").id)
+    assert {"grpo-step2", "grpo-step4", "grpo"} <= {e["stage"] for e in last.evaluations}
+    assert (last.final, last.revision) == (True, "step-6")
+    folders = {run.published(n) for n in ("card-step2", "card-step4", "card")}
+    assert len(folders) == 3
+    for folder in folders:
+        card = (folder / "README.md").read_text()
+        assert lint_card(card, (folder / "refiner.json").read_text()) == []
+
+
+# ---------------------------------------------------------------- costs, tracking, sources
+
+
+def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
+    tmp_path: Path,
+) -> None:
+    run = trained_run(
+        tmp_path / "runs",
+        *("grpo.resources.gpus=2", "grpo.resources.cpus=8"),
+        *("publish.price_per_gpu_hour=2.5", "publish.currency=EUR"),
+    )
+    grpo = run.stage("grpo").id
+    first = run.fail("grpo", Outcome("preempted", "resume", step=4), seconds=3600.0)
+    second = run.begin("grpo")
+    run.workspace.layout.attempt(grpo, second).resumed.write_text('{"step": 3}')
+    run.workspace.close_attempt(grpo, second, Outcome("killed", "resume", step=3), 1800.0)
+    run.train("grpo")
+    run.carry_out("publish")
+    cost = facts_of_stage(run.workspace, run.stage("publish").id).cost
+    # One of the first one's four steps, and all of the second one, which got no further.
+    assert first == 1
+    assert cost["gpu_hours"] == pytest.approx(2 * 1.5, rel=0.01)
+    assert cost["lost_gpu_hours"] == pytest.approx(2 * (0.25 + 0.5), rel=0.01)
+    assert cost["lost_core_hours"] == pytest.approx(8 * (0.25 + 0.5), rel=0.01)
+    assert (cost["price"], cost["currency"]) == (2.5, "EUR")
+
+
+def test_an_online_runs_address_stands_in_the_card_and_an_offline_one_has_none(
+    tmp_path: Path,
+) -> None:
+    run = trained_run(tmp_path / "runs")
+    run.train("grpo")
+    folder = run.workspace.layout.attempt(run.stage("grpo").id, 1).tracker
+    folder.mkdir(parents=True)
+    address = "https://wandb.ai/me/refiner/runs/grpo-1"
+    (folder / ADDRESS_FILE).write_text(json.dumps({"url": address}))
+    run.carry_out("publish")
+    facts = facts_of_stage(run.workspace, run.stage("publish").id)
+    assert facts.tracking == {"grpo": address}
+    assert address in run.report("publish")["card"]
+
+
+def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Path) -> None:
+    rows = tmp_path / "private" / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"question": "?"}\n')
+    run = finished_run(tmp_path / "runs", f"data.rl_path={rows}")
+    digest = hashlib.sha256(rows.read_bytes()).hexdigest()
+    rows.unlink()
+    facts = facts_of_stage(run.workspace, run.stage("card").id)
+    assert facts.sources == {"rows.jsonl": digest}
+    assert "data.rl_path=rows.jsonl" in facts.command
+    assert "private" not in card_of(run, "card")
+
+
+def test_a_recipe_of_ones_own_is_published_beside_the_card(tmp_path: Path) -> None:
+    from flows.calls import make_recipe_plan
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"include: tiny\nworkspace: {tmp_path}/runs\ngrpo: {{beta: 0.03, num_training_steps: 6}}\n"
+    )
+    run = RecordedRun(tmp_path / "runs", recipe=str(path))
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.carry_out("publish")
+    recipe = run.published("publish") / "recipe.yaml"
+    assert "refiner run recipe.yaml" in run.report("publish")["card"]
+    planned = make_recipe_plan(str(recipe))
+    assert planned.by_name["grpo"].fingerprint == run.stage("grpo").fingerprint
+    assert card_of(run, "publish") == run.report("publish")["card"]
+
+
+# ---------------------------------------------------------------- the best
+
+
+BEST = ("publish.which=best", "publish.best_metric=reward", "publish.repo_id=me/{recipe}-{step}")
+
+
+def ready_to_choose(root: Path, qualities: dict[str, float], *overrides: str) -> RecordedRun:
+    run = trained_run(root, *BEST, *overrides)
+    run.train("grpo")
+    for step in (2, 4):
+        run.export(step)
+    for model in ("base", "sft"):
+        run.evaluate(f"evaluate-{model}", quality=0.5)
+    for name, quality in qualities.items():
+        run.evaluate(f"evaluate-{name}", quality=quality)
+    return run
+
+
+def test_the_best_checkpoint_is_published_and_the_card_says_against_which(tmp_path: Path) -> None:
+    qualities = {"grpo-step2": 0.5, "grpo-step4": 1.0, "grpo": 0.5}
+    run = ready_to_choose(tmp_path / "runs", qualities)
+    report = run.carry_out("publish-best")
+    assert (report["step"], report["best"]["step"], report["repo_id"]) == (4, 4, "me/tiny-4")
+    assert [c["step"] for c in report["best"]["candidates"]] == [2, 4, 6]
+    assert all(c["n"] == 6 and c["low"] is not None for c in report["best"]["candidates"])
+    published = run.published("publish-best")
+    assert (published / "model.safetensors").read_text() == "grpo 4"
+    assert "best of 3 checkpoints" in report["card"]
+    for candidate in report["best"]["candidates"]:
+        assert f"step {candidate['step']}" in report["card"]
+        assert f"{candidate['value']:.3f} [" in report["card"]
+    assert facts_of_stage(run.workspace, run.stage("publish-best").id).measured_as == "grpo-step4"
+    assert card_of(run, "publish-best") == report["card"]
+
+
+def test_of_equals_the_earlier_step_is_published(tmp_path: Path) -> None:
+    same = {"grpo-step2": 0.5, "grpo-step4": 0.5, "grpo": 0.5}
+    assert ready_to_choose(tmp_path / "runs", same).carry_out("publish-best")["step"] == 2
+
+
+def test_the_last_one_may_be_the_best(tmp_path: Path) -> None:
+    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 0.0, "grpo-step4": 0.5, "grpo": 1.0})
+    report = run.carry_out("publish-best")
+    assert (report["step"], report["final"]) == (6, True)
+
+
+def test_numbers_of_two_protocols_choose_nothing(tmp_path: Path) -> None:
+    run = ready_to_choose(tmp_path / "runs", {"grpo-step2": 1.0, "grpo": 1.0})
+    run.evaluate("evaluate-grpo-step4", prompts=5)
+    with pytest.raises(StageFailed, match=r"measured in 2 ways: .*steps 2, 6.*steps 4"):
+        run.carry_out("publish-best")
+
+
+def test_a_metric_that_nobody_measured_chooses_nothing(tmp_path: Path) -> None:
+    qualities = {"grpo-step2": 1.0, "grpo-step4": 1.0, "grpo": 1.0}
+    run = ready_to_choose(tmp_path / "runs", qualities, "publish.best_metric=oracle")
+    with pytest.raises(StageFailed, match=r"measured are: .*reward"):
+        run.carry_out("publish-best")
+
+
+# ---------------------------------------------------------------- what does not leave
+
+
+def test_a_template_that_leaves_the_licence_out_publishes_nothing(tmp_path: Path) -> None:
+    template = tmp_path / "card.jinja"
+    template.write_text("---\nbase_model: x\n---\n\n# {{ name }}\n\nNothing more.\n")
+    run = trained_run(tmp_path / "runs", f"publish.card_template={template}")
+    run.train("grpo")
+    with pytest.raises(StageFailed, match=r"(?s)licen[cs]e.*publish\.card_template"):
+        run.carry_out("publish")
+    assert not (tmp_path / "runs" / "published").exists()
+
+
+def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: Path) -> None:
+    patterns = "publish.files=['*.json','*.safetensors']"
+    run = trained_run(tmp_path / "a", patterns)
+    run.train("grpo")
+    run.carry_out("publish")
+    names = {p.name for p in run.published("publish").iterdir() if not p.name.startswith(".")}
+    assert "trainer_state.json" in names
+    half = trained_run(tmp_path / "b", "publish.files=['*.safetensors']")
+    half.train("grpo")
+    with pytest.raises(StageFailed, match=r"tokenizer_config.json would not go along"):
+        half.carry_out("publish")
+
+
+# ---------------------------------------------------------------- more than one card
+
+
+def test_publishing_again_never_takes_numbers_out_of_a_card(tmp_path: Path) -> None:
+    """The publish stage is made again (its folder was deleted) after the card had its numbers."""
+    run = finished_run(tmp_path / "runs")
+    with_numbers = (run.published("card") / "README.md").read_text()
+    shutil.rmtree(run.workspace.layout.stage(run.stage("publish").id).control)
+    report = run.carry_out("publish")
+    assert report["card_kept"]
+    assert (run.published("card") / "README.md").read_text() == with_numbers == report["card"]
+    assert run.workspace.output_damage(run.stage("card").id) is None
+
+
+def test_a_card_that_is_written_again_is_the_same(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "runs")
+    before = (run.published("card") / "README.md").stat().st_mtime_ns
+    shutil.rmtree(run.workspace.layout.stage(run.stage("card").id).control)
+    report = run.carry_out("card")
+    assert report["changed"] == []
+    assert (run.published("card") / "README.md").stat().st_mtime_ns == before
