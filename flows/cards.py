@@ -251,12 +251,13 @@ def show(workspace: Workspace, words: Sequence[str]) -> Shown:
 
     run, wanted = _run_and_stage(workspace, words)
     done = _finished(workspace, run)
+    here = f"{run.run} workspace={workspace.root}"
     if wanted is None:
         if not done:
             raise ConfigurationError(
                 f"No publication of {run.run} is done.",
                 expected="a `publish` or `card` stage that is done",
-                fix=f"see `refiner status {run.run}`, or publish it: `refiner publish {run.run}`",
+                fix=f"see `refiner status {here}`, or publish it: `refiner publish {here}`",
             )
         wanted = _latest(done)
     elif wanted not in done:
@@ -264,7 +265,7 @@ def show(workspace: Workspace, words: Sequence[str]) -> Shown:
         raise ConfigurationError(
             f"{wanted} of {run.run} {state}.{suggest(wanted, done)}",
             expected=f"one of: {', '.join(done) or '(none is done)'}",
-            fix=f"name one of these; see `refiner status {run.run}`",
+            fix=f"name one of these; see `refiner status {here}`",
         )
     facts = facts_of_stage(workspace, run.stages[wanted])
     result = workspace.read_result(run.stages[wanted])

@@ -30,8 +30,10 @@ def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
     for name, (outside, inside) in pairs.items():
         if outside != inside:
             yield _finding(f"{name} is {outside!r}, and facts.{name} is {inside!r}")
+    for problem in _of_rows(facts):
+        yield _finding(problem)
     for place, entry in enumerate(facts.evaluations):
-        for problem in _of_number(entry):
+        for problem in [*_of_number(entry), *_of_protocol(facts, entry)]:
             yield _finding(f"{_name(facts, place, entry)}: {problem}")
 
 
@@ -80,6 +82,28 @@ def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
         elif not low - slack <= value <= high + slack:
             yield f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
         yield from _wilson(entry, value, low, high)
+
+
+def _of_protocol(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
+    """No more prompts count than the protocol has."""
+    prompts = finite((facts.protocols.get(entry["protocol"]) or {}).get("num_prompts"))
+    n = finite(entry["n"])
+    if prompts is not None and n is not None and n > prompts:
+        yield f"n is {n:g}, and its protocol has {prompts:g} prompts"
+
+
+def _of_rows(facts: CardFacts) -> Iterator[str]:
+    """Rows that were read were kept or dropped."""
+    for which, counts in (facts.reports.get("data") or {}).items():
+        known = [finite(counts.get(key)) for key in ("read", "kept")] if counts else [None]
+        if which in ("sft", "rl") and None not in known:
+            read, kept = known
+            dropped = sum((counts.get("dropped") or {}).values())
+            if read != kept + dropped:
+                yield (
+                    f"facts.reports.data.{which}: {read:g} rows were read, and {kept:g} kept + "
+                    f"{dropped:g} dropped"
+                )
 
 
 def _wilson(entry: Mapping[str, Any], value: float, low: float, high: float) -> Iterator[str]:

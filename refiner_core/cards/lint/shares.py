@@ -50,7 +50,7 @@ def impossible_shares(
         if not 0 <= q.figure.value <= whole:
             continue
         stated = _denominators(q.metric, q.n, repeats)
-        if can_be_share(q.figure, stated or [q.n, q.n * highest], whole):
+        if can_be_share(q.figure, stated or _usual(q.metric, q.n, highest), whole):
             continue
         surely = stated is not None
         yield (
@@ -78,6 +78,11 @@ def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] 
     if k == 1:
         return [n, *(n * r for r in repeats)]
     return [n, *(n * comb(r, k) for r in repeats if r > k)]
+
+
+def _usual(metric: Metric, n: int, highest: int) -> list[int]:
+    """As nobody says how often each case was tried: pass@k of k tries, and pass@1 of the same."""
+    return [n, n * highest] if metric.k == 1 else [n]
 
 
 def _message(q: Quantity, whole: int, surely: bool) -> str:

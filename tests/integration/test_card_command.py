@@ -1,0 +1,290 @@
+"""`refiner card`: a card is held against its evidence, files and records, wherever it lies."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from refiner_core.cards.template import shipped_template
+from tests.support.command import Finished, refiner
+from tests.support.git_hub import LoopbackHub
+from tests.support.recorded_run import RecordedRun
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A run that has published its last checkpoint, with its numbers."""
+    root = tmp_path_factory.mktemp("card") / "runs"
+    run = RecordedRun(root, "evaluate.models=[base,grpo]")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.evaluate("evaluate-base", quality=0.5)
+    run.evaluate("evaluate-grpo")
+    run.carry_out("publish")
+    run.carry_out("card")
+    return run
+
+
+@pytest.fixture
+def folder(run: RecordedRun, tmp_path: Path) -> Path:
+    """A copy of what was published, to change."""
+    copy = tmp_path / "publication"
+    shutil.copytree(run.published("publish"), copy)
+    return copy
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> Finished:
+    """The command, in this process."""
+    code = main(["card", *args])
+    said = capsys.readouterr()
+    return Finished(code, said.out, said.err)
+
+
+def change(path: Path, old: str, new: str) -> int:
+    """Replace the first ``old``; the line in which it stood."""
+    text = path.read_text()
+    assert old in text, f"{old!r} is not in {path.name}"
+    path.write_text(text.replace(old, new, 1))
+    return text.count("\n", 0, text.index(old)) + 1
+
+
+def first_number(card: Path) -> str:
+    """The first value of the table of results, as it stands there."""
+    row = next(x for x in card.read_text().splitlines() if x.startswith("| `reward`"))
+    return row.split("|")[2].split()[0]
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+# ---------------------------------------------------------------- check
+
+
+def test_what_was_published_is_clean(folder: Path) -> None:
+    done = refiner("card", "check", str(folder))
+    assert done.code == 0, done.stdout + done.stderr
+    assert "is what its evidence gives, number by number" in done.stdout
+
+
+def test_a_number_that_somebody_changed_is_traced_to_its_record(
+    folder: Path, capsys: Captured
+) -> None:
+    card = folder / "README.md"
+    number = first_number(card)
+    line = change(card, f"| {number} ", "| 9.999 ")
+    done = call(capsys, "check", str(card))
+    assert done.code == 3
+    (told,) = [x for x in done.stdout.splitlines() if "9.999" in x and ": evidence: " in x]
+    assert told.startswith(f"{card}:{line}: evidence: ")
+    assert f"the evidence gives {number!r}" in told
+    assert "(fact evaluations." in told
+    assert "from stages/evaluate-" in told
+    assert f"refiner card check {card}" in done.stderr
+
+
+def test_findings_for_scripts_are_json(folder: Path, capsys: Captured) -> None:
+    line = change(folder / "README.md", "# ", "# not ")
+    done = call(capsys, "check", str(folder), "--json")
+    assert done.code == 3
+    value = done.json
+    assert (value["version"], value["errors"], value["warnings"]) == (1, 1, 0)
+    (found,) = value["findings"]
+    assert set(found) == {"line", "rule", "severity", "message", "fix"}
+    assert (found["line"], found["rule"], found["severity"]) == (line, "evidence", "error")
+
+
+def test_a_number_changed_in_the_card_and_its_evidence_alike_is_found(
+    folder: Path, capsys: Captured
+) -> None:
+    """Who changes both leaves the counts behind."""
+    evidence = folder / "refiner.json"
+    content = json.loads(evidence.read_text())
+    entry = next(e for e in content["facts"]["evaluations"] if e["metric"] == "format_valid")
+    entry["value"] = entry["value"] / 2
+    evidence.write_text(json.dumps(content))
+    done = call(capsys, "check", str(folder))
+    assert done.code == 3
+    assert "evidence-inconsistent: facts.evaluations." in done.stdout
+
+
+def test_weights_that_are_not_those_of_the_evidence_are_found(
+    folder: Path, capsys: Captured
+) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    (folder / "config.json").unlink()
+    done = call(capsys, "check", str(folder))
+    assert done.code == 3
+    assert "file-differs: config.json is missing" in done.stdout
+    assert "file-differs: model.safetensors has SHA-256" in done.stdout
+    only_card = call(capsys, "check", str(folder / "README.md"))
+    assert only_card.code == 0, "of a card alone, only the card is looked at"
+
+
+def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
+    folder: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    elsewhere = tmp_path / "evidence.json"
+    (folder / "refiner.json").rename(elsewhere)
+    done = call(capsys, "check", str(folder))
+    assert done.code == 0
+    assert "evidence-missing (warning): its evidence (refiner.json) is not here" in done.stdout
+    again = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
+    assert "is what its evidence gives" in again.stdout
+
+
+def test_a_card_comes_from_a_pipe(
+    folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (folder / "README.md").read_bytes() + b"\nSee [it](https://github.com/).\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    done = call(capsys, "check", "-")
+    assert done.code == 3
+    last = text.decode().count("\n")
+    assert f"<stdin>:{last}: bare-link: " in done.stdout
+
+
+def test_a_command_that_the_card_tells_to_give_has_to_parse(folder: Path, capsys: Captured) -> None:
+    line = change(folder / "README.md", "refiner run tiny", "refiner run tiny grpo.betta=1")
+    done = call(capsys, "check", str(folder / "README.md"))
+    assert f"README.md:{line}: command: " in done.stdout
+    assert "Did you mean 'grpo.beta'?" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "told"),
+    [
+        ("nothing.md", 2, "There is no nothing.md."),
+        ("no/such/folder/at/all", 2, "There is no no/such/folder/at/all."),
+        (".", 2, "has no README.md"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    target: str, code: int, told: str, tmp_path: Path, capsys: Captured, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call(capsys, "check", target)
+    assert done.code == code
+    assert told in done.stderr
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe")
+    done = call(capsys, "check", str(tmp_path))
+    assert done.code == 3
+    assert "is not text in UTF-8" in done.stderr
+
+
+# ---------------------------------------------------------------- on a Hub
+
+
+def test_a_card_on_a_hub_is_checked_by_card_and_evidence_alone(
+    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LoopbackHub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.chdir(tmp_path)
+        first = hub.add_folder("me/refiner", folder)
+        good = call(capsys, "check", "me/refiner")
+        assert good.code == 0, good.stdout + good.stderr
+        assert not any("safetensors" in request.path for request in hub.log)
+        line = change(folder / "README.md", "| 0.", "| 7.")
+        hub.add("me/refiner", {"README.md": (folder / "README.md").read_bytes()})
+        wrong = call(capsys, "check", "me/refiner")
+        assert wrong.code == 3
+        assert f"me/refiner/README.md:{line}: evidence: " in wrong.stdout
+        assert call(capsys, "check", f"me/refiner@{first}").code == 0
+        missing = call(capsys, "check", "me/another")
+        assert missing.code == 9
+        assert "me/another" in missing.stderr
+
+
+# ---------------------------------------------------------------- show, template
+
+
+def test_the_same_records_give_the_same_card(run: RecordedRun, capsys: Captured) -> None:
+    where = f"workspace={run.workspace.root}"
+    published = (run.published("publish") / "README.md").read_text()
+    done = call(capsys, "show", where)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout == published
+    assert call(capsys, "show", run.run.run, "card", where).stdout == published
+    before = call(capsys, "show", "publish", where).stdout
+    assert "No evaluation of this checkpoint is recorded." in before
+    assert call(capsys, "show", where, "--json").json["as_published"] is True
+
+
+def test_a_record_that_changed_changes_the_card_and_is_told(
+    run: RecordedRun, tmp_path: Path, capsys: Captured
+) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(run.workspace.root, root)
+    result = root / "stages" / run.stage("grpo").id / "result.json"
+    content = json.loads(result.read_text())
+    content["report"]["episodes"] = 777
+    result.write_text(json.dumps(content))
+    done = call(capsys, "show", f"workspace={root}")
+    assert done.code == 0
+    assert "777 rollouts" in done.stdout
+    assert "is not what was published" in done.stderr
+    assert any(x.strip().startswith("+") and "777" in x for x in done.stderr.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["card-step9"], "card-step9 of"),
+        (["publish-best"], "Expected one of: card, publish"),
+        (["nothing"], "has no run 'nothing'"),
+        (["a", "b", "c"], "was given 3 words"),
+    ],
+)
+def test_a_card_that_is_not_there_cannot_be_shown(
+    words: list[str], told: str, run: RecordedRun, capsys: Captured
+) -> None:
+    done = call(capsys, "show", *words, f"workspace={run.workspace.root}")
+    assert done.code == 2
+    assert told in done.stderr
+
+
+def test_an_empty_workspace_has_no_card(tmp_path: Path, capsys: Captured) -> None:
+    done = call(capsys, "show", f"workspace={tmp_path / 'none'}")
+    assert done.code == 2
+    assert "No run is recorded" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_template_is_printed_as_it_is_shipped(capsys: Captured) -> None:
+    assert call(capsys, "template").stdout == shipped_template()
+
+
+@pytest.mark.parametrize(
+    ("argv", "light"),
+    [
+        (["card", "--help"], True),
+        (["card", "template"], False),
+        (["card", "check", "{folder}/README.md"], False),
+    ],
+)
+def test_who_only_looks_waits_for_nothing_heavy(argv: list[str], light: bool, folder: Path) -> None:
+    heavy = ["torch", "transformers", "prefect", "submitit", "wandb", "huggingface_hub", "pandas"]
+    heavy += ["numpy", "jinja2", "omegaconf"] if light else []
+    script = (
+        "import sys\nfrom flows.cli.main import main\nmain(sys.argv[1:])\n"
+        f"print('HEAVY', sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)\n"
+    )
+    words = [a.format(folder=folder) for a in argv]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
+    )
+    assert "HEAVY []" in done.stderr, done.stderr
