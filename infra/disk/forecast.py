@@ -24,7 +24,8 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, PlannedStage
 
 #: What a stage's records, log and metrics take, and how many files they are.
-_CONTROL_BYTES, _CONTROL_INODES = 1 << 20, 40
+_CONTROL_BYTES, _CONTROL_INODES = 256 << 10, 40
+_METRICS_BYTES = 2 << 10  # of one step
 _CHECKPOINT_INODES = 6
 _TRAINED = ("sft", "grpo")
 #: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
@@ -32,6 +33,8 @@ _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _MOST_FILES = 10  # of an exported model besides its shards
+#: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
+_MUON_SAVES = 3.5
 _CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
@@ -221,7 +224,7 @@ def _training_need(
     config = plan.config
     section = config.sft if stage.kind == "sft" else config.grpo
     dtype, parameters = config.model.dtype, model.parameters or 0
-    one = history.checkpoint_bytes or parameters * STATE_BYTES[dtype]
+    one = history.checkpoint_bytes or int(parameters * _state_bytes(stage.kind, config))
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
@@ -234,7 +237,7 @@ def _training_need(
     if stage.kind == "grpo":
         step = history.rollout_step_bytes or _rollout_step_bytes(config)
         rollouts, files = step * steps, steps
-    rest = rollouts + output + _CONTROL_BYTES
+    rest = rollouts + output + _CONTROL_BYTES + steps * _METRICS_BYTES
     measured = history.checkpoint_bytes is not None
     return StageNeed(
         stage,
@@ -248,6 +251,12 @@ def _training_need(
         basis="measured" if measured else model.source,
         known=measured or model.parameters is not None,
     )
+
+
+def _state_bytes(kind: str, config: RecipeConfig) -> float:
+    """Bytes of a checkpoint per parameter."""
+    is_muon = kind == "sft" and config.sft.optimizer == "muon"
+    return STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
 
 
 def _held(stage: PlannedStage, plan: Plan) -> int:

@@ -22,7 +22,7 @@ from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_di
 from infra.disk.history import failures_of, suggest_save_freq
 from infra.disk.modelsize import STATE_BYTES, ModelSize, model_size
 from infra.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, GrpoConfig, RecipeConfig
+from refiner_core.contract.config import DiskConfig, GrpoConfig, PublishConfig, RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome
 from tests.support.disk import finish, save
@@ -244,11 +244,11 @@ def test_plan_says_so_where_it_does_not_fit_and_proposes_what_does(tmp_path: Pat
     where = f"workspace={tmp_path / 'none'}"
     assert "disk:" not in run(plan_command, "tiny", where).output
     assert "fits" in run(plan_command, "tiny", where, "--disk").output
-    tight = (where, "disk.limit_gb=0.14")
+    tight = (where, "disk.limit_gb=0.125")
     assert "does not fit" in run(plan_command, "tiny", *tight).output
     output = run(plan_command, "tiny", *tight, "--fit").output
     assert "dispatch.max_parallel=1" in output
-    assert f"refiner run tiny {where} disk.limit_gb=0.14 dispatch.max_parallel=1" in output
+    assert f"refiner run tiny {where} disk.limit_gb=0.125 dispatch.max_parallel=1" in output
     value = json.loads(run(plan_command, "tiny", *tight, "--fit", "--json").stdout)["disk"]
     assert value["fit"] == ["dispatch.max_parallel=1"]
     assert not value["fits"]
@@ -352,3 +352,46 @@ def test_the_recorded_disk_section_counts_and_overrides_change_it(workspace: Wor
 
 def test_the_size_of_a_recipe_s_model_is_found() -> None:
     assert size_of_model(RecipeConfig()).parameters is not None
+
+
+# ---------------------------------------------------------------- publications
+
+
+def publishing_plan(which: str = "every-save", target: str = "folder", **grpo: Any) -> Plan:
+    config = small_config("data", "grpo", "publish")
+    settings = GrpoConfig(num_training_steps=200, save_freq=50, **grpo)
+    publish = PublishConfig(which=which, target=target)  # type: ignore[arg-type]
+    model = replace(config.model, dtype="bfloat16")
+    return make_plan(replace(config, grpo=settings, publish=publish, model=model), SOURCES)
+
+
+def test_each_exported_step_is_one_more_set_of_weights_and_a_folder_one_more_copy(
+    workspace: Workspace,
+) -> None:
+    known, weights = Knowledge(workspace, lambda _: FOUR_B), 4 * 10**9 * 2
+    final = forecast_disk([publishing_plan("final")], known).final_bytes
+    every = forecast_disk([publishing_plan()], known).final_bytes
+    one_held = 4 * 10**9 * 14
+    assert every - final == pytest.approx(3 * 2 * weights + one_held, rel=1e-3), "steps 50 to 150"
+    hub = forecast_disk([publishing_plan(target="hub")], known).final_bytes
+    assert every - hub == pytest.approx(4 * weights, rel=1e-3), "nothing of it lies here"
+
+
+def test_a_checkpoint_is_held_beside_those_that_are_kept_while_its_export_waits(
+    workspace: Workspace,
+) -> None:
+    alone = need(publishing_plan("final", keep=1), workspace)
+    beside = need(publishing_plan(keep=1), workspace)
+    one = 4 * 10**9 * 14
+    assert beside.peak - alone.peak == one
+    assert beside.final - alone.final == one
+    assert beside.kept == alone.kept, "it may go once the export is done"
+
+
+def test_an_export_takes_what_its_training_was_measured_to_leave(workspace: Workspace) -> None:
+    plan = publishing_plan()
+    stage = claim(workspace, plan, "grpo")
+    finish(workspace, stage.id, model_safetensors=os.urandom(3 * MIB))
+    found = need(plan, workspace, "export")
+    assert found.basis == "measured"
+    assert 3 * MIB <= found.final < 4 * MIB
