@@ -143,13 +143,13 @@ class HubClient:
             if response.status_code == 404:
                 return None
             hf_raise_for_status(response)
-            return str(response.content.decode())
+            return str(response.content.decode(errors="replace"))
 
     # ------------------------------------------------------------------ changing
     def create(self, *, private: bool) -> None:
         """Make the repository, unless it is there."""
-        with self._words("creating the repository"):
-            self._api.create_repo(self.repo_id, private=private, exist_ok=True)
+        with self._words("creating the repository"), _unless(409):
+            self._api.create_repo(self.repo_id, private=private)
 
     def commit(self, branch: str, parent: str, operations: Sequence[Any], message: str) -> str:
         """Send what operations bring, and commit them on top of ``parent``; the new commit.
@@ -186,6 +186,10 @@ class HubClient:
                 raise
             return str(done.oid)
 
+    def let_others_end(self, looks: int) -> None:
+        """Wait a little before the next look, if there is patience left for it."""
+        self._session.pause(looks)
+
     def pause(self, failures: int, why: str) -> None:
         """Wait before another try of what failed for the ``failures``-th time.
 
@@ -204,7 +208,7 @@ class HubClient:
 
     def delete_branch(self, branch: str) -> None:
         """Remove a branch, if it is there."""
-        with self._words(f"removing the branch {branch}"), _unless_gone():
+        with self._words(f"removing the branch {branch}"), _unless(404):
             self._api.delete_branch(self.repo_id, branch=branch)
 
     def create_tag(self, tag: str, commit: str) -> None:
@@ -214,7 +218,7 @@ class HubClient:
 
     def delete_tag(self, tag: str) -> None:
         """Remove a tag, if it is there."""
-        with self._words(f"moving the tag {tag}"), _unless_gone():
+        with self._words(f"moving the tag {tag}"), _unless(404):
             self._api.delete_tag(self.repo_id, tag=tag)
 
     @contextmanager
@@ -225,13 +229,14 @@ class HubClient:
 
 
 @contextmanager
-def _unless_gone() -> Iterator[None]:
+def _unless(status: int) -> Iterator[None]:
+    """For requests whose effect is there already if the Hub answers that."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
     except HfHubHTTPError as error:
-        if error.response.status_code != 404:
+        if error.response.status_code != status:
             raise
 
 

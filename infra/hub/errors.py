@@ -87,6 +87,8 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
     for link in chain:
         if isinstance(link, RefinerError):
             return link
+    if found := _of_text(error, repo_id):
+        return found
     for link in chain:
         if isinstance(link, theirs.HfHubHTTPError):
             said = str(link.server_message or link).strip()
@@ -107,7 +109,9 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
             return _bad_setting(str(link), doing)
         if isinstance(link, httpx2.HTTPError):
             return outage(_name(link), doing, repo_id)
-    return _of_text(chain, doing, repo_id)
+        if type(link).__module__.startswith("hf_xet"):
+            return outage(f"the Xet transfer failed: {link}", doing, repo_id)
+    return None
 
 
 def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
@@ -166,20 +170,18 @@ def name_taken(where: str, why: str) -> ConfigurationError:
     )
 
 
-def _of_text(chain: list[BaseException], doing: str, repo_id: str) -> RefinerError | None:
-    """Errors that have no class of their own: only a text, or only where they come from."""
-    for link in chain:
-        text = str(link)
-        if isinstance(link, ValueError) and text.startswith("LFS batch API returned errors"):
-            return refused(413 if _STORAGE.search(text) else 400, text, doing, repo_id)
-        if isinstance(link, ValueError) and text.startswith("Invalid metadata in README.md"):
-            return HubRefused(
-                f"The Hub refuses the card of {repo_id}: {_shown(text)}.",
-                expected="front matter that it understands",
-                fix="correct publish.card_template and publish.license",
-            )
-        if type(link).__module__.startswith("hf_xet") or "xet" in text.lower()[:200]:
-            return outage(f"the Xet transfer failed: {text}", doing, repo_id)
+def _of_text(error: BaseException, repo_id: str) -> RefinerError | None:
+    """Errors of the client that have no class of their own, only a text."""
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith("LFS batch API returned errors"):
+        status = 413 if _STORAGE.search(text) else 400
+        return refused(status, text, "sending files", repo_id)
+    if isinstance(error, ValueError) and text.startswith("Invalid metadata in README.md"):
+        return HubRefused(
+            f"The Hub refuses the card of {repo_id}: {_shown(text)}.",
+            expected="front matter that it understands",
+            fix="correct publish.card_template and publish.license",
+        )
     return None
 
 

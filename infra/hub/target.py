@@ -22,11 +22,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
-from infra.hub.errors import Moved, Rejected, masked, name_taken, outage
+from infra.hub.errors import Moved, Rejected, name_taken, outage
 from infra.publication_rules import (
     Lying,
     all_files,
@@ -38,7 +37,7 @@ from infra.publication_rules import (
 )
 from infra.targets import EVIDENCE, FileToPublish, Publication, Published, step_revision
 from refiner_core.contract.config import PublishConfig
-from refiner_core.contract.errors import HubRefused, StageFailed
+from refiner_core.contract.errors import HubRefused
 from refiner_core.contract.types import Progress
 
 log = logging.getLogger(__name__)
@@ -67,12 +66,13 @@ class HubTarget:
         """See :class:`infra.targets.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
-            for _ in range(ROUNDS):
+            for looks in range(1, ROUNDS + 1):
                 work = _Publishing(hub, self._config, publication, progress, should_stop)
                 try:
                     return work.publish()
                 except Moved as moved:
                     log.info("%s: %s; looking again", publication.repo_id, moved)
+                    hub.let_others_end(looks)
             raise outage("others keep on changing it", "publishing", publication.repo_id)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
@@ -336,27 +336,23 @@ def _git_oid(file: FileToPublish) -> str:
 
 
 def _check_sources(files: Sequence[FileToPublish]) -> None:
+    from infra.hub.upload import replaced
+
     for file in files:
         if file.source is None:
             continue
         size = file.source.stat().st_size if file.source.is_file() else None
         if size != file.bytes:
-            raise _replaced(file.source, "is gone" if size is None else f"has {size} bytes")
+            raise replaced(file, "is gone" if size is None else f"has {size} bytes")
 
 
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:
     """Raise if it is the file on this disk that is not what it was, and not the transfer."""
+    from infra.hub.upload import replaced
+
     for file in files:
         if file.source is not None:
             with file.source.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != file.sha256:
-                raise _replaced(file.source, "has other content")
-
-
-def _replaced(path: Path, why: str) -> StageFailed:
-    return StageFailed(
-        masked(f"{path} {why}, so it is not published: it was another file when its stage ended."),
-        expected="the output as the stage has left it",
-        fix="run the recipe again; a stage whose output is damaged is made again",
-    )
+                raise replaced(file, "has other content")

@@ -6,6 +6,7 @@ hashed again; while bytes go out, progress is told and a stop is noticed.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,14 @@ from typing import Any, BinaryIO
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+from infra.publication_rules import bytes_of
 from infra.targets import FileToPublish
-from refiner_core.contract.errors import Interrupted
+from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.types import Progress
 
+#: Smaller files are read and checked before they go out: the Hub may keep them in git itself, and
+#: then it knows no SHA-256 that would tell that one was replaced.
+READ_BYTES = 10 << 20
 #: Progress of a large file is told this often.
 _TELL_BYTES = 32 << 20
 
@@ -68,20 +73,40 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
     """A file whose hash is known."""
 
     def __init__(self, file: FileToPublish, sending: Sending) -> None:
-        super().__init__(file.name, file.content if file.content is not None else file.source)
+        small = file.source is None or file.bytes <= READ_BYTES
+        super().__init__(file.name, _checked(file) if small else file.source)
         self.upload_info.sha256 = bytes.fromhex(file.sha256)
         self._sending = sending
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
         """The bytes; ``with_tqdm`` is how the client says that it uploads them."""
-        if not with_tqdm or not isinstance(self.path_or_fileobj, str):
+        if with_tqdm and isinstance(self.path_or_fileobj, str):
+            with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
+                yield file
+        else:
             with super().as_file() as plain:
                 yield plain
-            return
-        with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
-            yield file
-        self._sending.moved(self.path_in_repo, 0)
+        if with_tqdm:
+            self._sending.moved(self.path_in_repo, 0)
+
+
+def _checked(file: FileToPublish) -> bytes:
+    """The bytes of a small file, if they still are what they were."""
+    data = bytes_of(file)
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise replaced(file, "has other content")
+    return data
+
+
+def replaced(file: FileToPublish, why: str) -> StageFailed:
+    """The error for a source that is no longer what its stage has left."""
+    return StageFailed(
+        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
+        "stage ended.",
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
+    )
 
 
 def operations(
@@ -90,7 +115,13 @@ def operations(
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> list[Any]:
-    """Operations that send ``wanted`` and delete ``gone``."""
+    """Operations that send ``wanted`` and delete ``gone``.
+
+    Raises
+    ------
+    StageFailed
+        A small file is not what its stage has left.
+    """
     sending = Sending(len(wanted), progress, should_stop)
     deleted = [CommitOperationDelete(name) for name in gone]
     return [*(_Addition(file, sending) for file in wanted), *deleted]

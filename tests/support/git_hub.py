@@ -244,7 +244,10 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             self.connection.shutdown(2)
 
         def _send(self, answer: Answer) -> None:
-            self.send_response(answer.status)
+            if "Date" in answer.headers:  # a clock of the test's own
+                self.send_response_only(answer.status)
+            else:
+                self.send_response(answer.status)
             for name, value in answer.headers.items():
                 self.send_header(name, value)
             if "Content-Length" not in answer.headers:

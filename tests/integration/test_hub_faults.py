@@ -1,0 +1,473 @@
+"""Publishing to a Hub that fails: interrupted at any request, refused, slow, corrupting, raced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from infra.hub import patience, upload
+from infra.hub.preflight import check_hub
+from infra.hub.target import SENDS, HubTarget
+from infra.targets import Publication, Published
+from refiner_core.contract.config import PublishConfig, RecipeConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    HubOutage,
+    HubRefused,
+    RefinerError,
+    StageFailed,
+)
+from tests.support.git_hub import EXPIRED, READ_ONLY, STRANGER, Fault, LoopbackHub, Request
+from tests.support.publications import REPO, publication
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHER = """
+import sys
+from pathlib import Path
+from infra.hub.target import HubTarget
+from refiner_core.contract.config import PublishConfig
+from tests.support.publications import publication
+config = PublishConfig(target="hub", which="every-save", patience_s=20.0)
+HubTarget(config).publish(publication(Path(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    monkeypatch.setattr(patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(upload, "READ_BYTES", 8)
+    with LoopbackHub(tmp_path / "hub") as found:
+        monkeypatch.setenv("HF_TOKEN", found.token)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield found
+
+
+def target(hub: LoopbackHub, **settings: Any) -> HubTarget:
+    settings = {"which": "every-save", "patience_s": 10.0, **settings}
+    return HubTarget(PublishConfig(target="hub", **settings), hub.url)
+
+
+def writes_to(*parts: str) -> Callable[[Request], bool]:
+    """Requests that may change something at such an address."""
+    return lambda r: r.writes and any(part in r.path for part in parts)
+
+
+def publisher(hub: LoopbackHub, folder: Path, step: int) -> subprocess.Popen[str]:
+    """A process of its own that publishes a step."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    env |= {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token}
+    return subprocess.Popen(
+        [sys.executable, "-c", PUBLISHER, str(folder), str(step)],
+        env={**env, "HF_HOME": str(folder / "hf")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---------------------------------------------------------------- interrupted anywhere
+
+Story = Callable[[Path, str], list[Publication]]
+STORIES: dict[str, tuple[str, Story]] = {
+    "the first step": ("tag", lambda at, repo: [publication(at, 50, repo_id=repo)]),
+    "a late step, whose tag moves": (
+        "tag",
+        lambda at, repo: [
+            publication(at, 100, repo_id=repo),
+            publication(at, 50, repo_id=repo),
+            publication(at / "new", 50, repo_id=repo, files={"other.safetensors": b"other"}),
+        ],
+    ),
+    "a branch of its own": (
+        "branch",
+        lambda at, repo: [publication(at, 50, repo_id=repo), publication(at, 100, repo_id=repo)],
+    ),
+    "a card": (
+        "tag",
+        lambda at, repo: [
+            publication(at, 50, repo_id=repo),
+            publication(at, 50, repo_id=repo, says="numbers", only_card=True),
+        ],
+    ),
+}
+
+
+def state(hub: LoopbackHub, repo_id: str) -> tuple[Any, ...]:
+    """Names, all that they lead to, and the large files that lie there."""
+    large = sorted(p.name for p in (hub.git(repo_id).folder / "lfs").iterdir())
+    histories = {n: hub.git(repo_id).history(c) for n, c in hub.refs(repo_id).items()}
+    return hub.refs(repo_id), histories, large
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_interrupted_at_any_request_and_repeated_it_ends_as_if_nothing_had_happened(
+    hub: LoopbackHub, tmp_path: Path, story: str
+) -> None:
+    per_step, told = STORIES[story]
+    sure, hasty = target(hub, per_step=per_step), target(hub, per_step=per_step, patience_s=0.0)
+
+    def begin(repo_id: str) -> Publication:
+        *before, last = told(tmp_path, repo_id)
+        for each in before:
+            sure.publish(each)
+        return last
+
+    last = begin("me/undisturbed")
+    start = len(hub.log)
+    undisturbed = sure.publish(last)
+    count, wanted = len(hub.log) - start, state(hub, "me/undisturbed")
+    assert count >= 8
+    for kind in ("drop-before", "drop-after"):
+        for index in range(count):
+            last = begin(f"me/{kind}-{index}")
+            start = len(hub.log)
+            hub.faults = [Fault(kind, at=start + index)]
+            with pytest.raises(HubOutage, match="goes on with what is not there yet"):
+                hasty.publish(last)
+            assert len(hub.log) == start + index + 1, "the client tries nothing behind our back"
+            published = sure.publish(last)
+            assert state(hub, last.repo_id) == wanted, f"{kind} at {hub.log[start + index]}"
+            assert (published.commit, published.files) == (undisturbed.commit, undisturbed.files)
+
+
+@pytest.mark.parametrize("kind", ["drop-before", "drop-after"])
+def test_lost_connections_are_borne_within_patience(
+    hub: LoopbackHub, tmp_path: Path, kind: Any
+) -> None:
+    """Every second request is lost; what went through unnoticed is not done twice."""
+    hub.faults = [Fault(kind, where=lambda r: r.index % 2 == 0, times=1000)]
+    published = target(hub).publish(publication(tmp_path, 50))
+    assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
+    assert len(hub.git(REPO).history("" + str(published.commit))) == 2, "one commit of ours"
+
+
+def test_a_publisher_that_is_killed_in_the_middle_of_an_upload_loses_nothing(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    dying = publisher(hub, tmp_path, 50)
+    died = threading.Event()
+
+    def kill(_: Request) -> None:
+        os.kill(dying.pid, signal.SIGKILL)
+        dying.wait(30)
+        died.set()
+
+    hub.faults = [Fault("call", where=lambda r: r.method == "PUT", does=kill)]
+    assert died.wait(60), dying.communicate()
+    assert set(hub.contents(REPO)) == {".gitattributes"}, "nothing counts before all of it is there"
+    published = target(hub).publish(publication(tmp_path, 50))
+    assert hub.refs(REPO) == {"heads/main": published.commit, "tags/step-50": published.commit}
+    assert hub.contents(REPO)["model.safetensors"] == b"weights of step 50"
+
+
+# ---------------------------------------------------------------- two at once
+
+
+@pytest.mark.parametrize(("first", "second"), [(50, 100), (100, 50), (50, 50)])
+def test_two_publishers_at_once_lose_nothing(
+    hub: LoopbackHub, tmp_path: Path, first: int, second: int
+) -> None:
+    """The second one does all of its work right before the first one's commit arrives."""
+    target(hub).publish(publication(tmp_path, 25))
+
+    def in_between(_: Request) -> None:
+        done = publisher(hub, tmp_path, second)
+        _, said = done.communicate(timeout=60)
+        assert done.returncode == 0, said
+
+    hub.faults = [Fault("call", where=writes_to("/commit/"), does=in_between)]
+    published = target(hub).publish(publication(tmp_path, first))
+    refs = hub.refs(REPO)
+    assert refs[f"tags/step-{first}"] == published.commit
+    assert refs["heads/main"] == refs[f"tags/step-{max(first, second)}"]
+    assert set(refs) == {"heads/main", *(f"tags/step-{s}" for s in {25, first, second})}
+    for step in (first, second):
+        files = hub.contents(REPO, f"step-{step}")
+        assert files["model.safetensors"] == b"weights of step %d" % step
+    assert [r.status for r in hub.log if "/commit/" in r.path].count(412) == 1
+
+
+def test_a_file_that_somebody_adds_meanwhile_is_kept(hub: LoopbackHub, tmp_path: Path) -> None:
+    target(hub).publish(publication(tmp_path, 50))
+    fault = Fault(
+        "call", where=writes_to("/commit/"), does=lambda _: hub.add(REPO, {"notes.txt": b"mine"})
+    )
+    hub.faults = [fault]
+    target(hub).publish(publication(tmp_path, 100))
+    assert hub.contents(REPO, "step-100")["notes.txt"] == b"mine"
+
+
+def test_others_that_never_let_one_through_are_an_outage(hub: LoopbackHub, tmp_path: Path) -> None:
+    target(hub).publish(publication(tmp_path, 50))
+    number = iter(range(1000))
+    fault = Fault(
+        "call",
+        where=writes_to("/commit/"),
+        times=1000,
+        does=lambda _: hub.add(REPO, {"notes.txt": b"%d" % next(number)}),
+    )
+    hub.faults = [fault]
+    with pytest.raises(HubOutage, match="others keep on changing it"):
+        target(hub).publish(publication(tmp_path, 100))
+
+
+# ---------------------------------------------------------------- limits, outages, transfers
+
+
+def test_a_rate_limit_is_waited_for(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.faults = [
+        Fault("answer", where=writes_to(part), status=429, headers={"Retry-After": "0"})
+        for part in ("/preupload/", "/put/", "/commit/", "/tag/")
+    ]
+    target(hub).publish(publication(tmp_path, 50))
+    assert [r.status for r in hub.log].count(429) == 4
+    assert "tags/step-50" in hub.refs(REPO)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Retry-After": "2700"},
+        {"Ratelimit": '"api";r=0;t=2700'},
+        {"Retry-After": "Sat, 01 Jan 2050 00:45:00 GMT", "Date": "Sat, 01 Jan 2050 00:00:00 GMT"},
+    ],
+)
+def test_a_rate_limit_that_is_too_long_to_wait_for_says_until_when(
+    hub: LoopbackHub, tmp_path: Path, headers: dict[str, str]
+) -> None:
+    hub.faults = [
+        Fault("answer", where=writes_to("/put/"), status=429, headers=headers, says="slow down")
+    ]
+    begun = time.monotonic()
+    with pytest.raises(HubOutage, match=r"429: slow down.*asks to wait 2700 s, until \d\d:\d\d"):
+        target(hub).publish(publication(tmp_path, 50))
+    assert time.monotonic() - begun < 5, "what is too long is not begun"
+
+
+def test_a_burst_of_errors_is_borne_and_a_long_one_is_an_outage(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    hub.faults = [Fault("answer", where=writes_to("/put/"), times=4, status=502)]
+    target(hub).publish(publication(tmp_path, 50))
+    hub.faults = [Fault("answer", times=1000, status=503, says="down for maintenance")]
+    begun = time.monotonic()
+    with pytest.raises(HubOutage, match="503: down for maintenance"):
+        target(hub, patience_s=0.3).publish(publication(tmp_path, 100))
+    assert time.monotonic() - begun < 5, "the client's own tries would take half a minute"
+
+
+def test_a_hub_that_does_not_answer_is_given_up_on(hub: LoopbackHub, tmp_path: Path) -> None:
+    held = threading.Event()
+    hub.faults = [Fault("call", times=1000, does=lambda _: held.wait(20))]
+    try:
+        with pytest.raises(HubOutage, match="ReadTimeout"):
+            target(hub, patience_s=0.2, request_timeout_s=0.1).publish(publication(tmp_path, 50))
+    finally:
+        held.set()
+
+
+def test_a_transfer_that_corrupts_is_repeated(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.faults = [Fault("corrupt", where=lambda r: r.method == "PUT")]
+    target(hub).publish(publication(tmp_path, 50))
+    assert hub.contents(REPO, "step-50")["model.safetensors"] == b"weights of step 50"
+    hub.faults = [Fault("corrupt", where=lambda r: r.method == "PUT", times=1000)]
+    before = len(hub.log)
+    with pytest.raises(HubOutage, match=f"not what was sent, {SENDS} times: sha256"):
+        target(hub).publish(publication(tmp_path, 100))
+    assert len([r for r in hub.log[before:] if r.method == "PUT"]) == SENDS
+    assert "tags/step-100" not in hub.refs(REPO)
+
+
+def test_a_source_that_was_replaced_meanwhile_is_not_published(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    wanted = publication(tmp_path, 50)
+    source = wanted.files[0].source
+    assert source is not None
+    source.write_bytes(source.read_bytes()[::-1])
+    with pytest.raises(StageFailed, match=r"model\.safetensors has other content"):
+        target(hub).publish(wanted)
+    source.write_bytes(b"cut")
+    with pytest.raises(StageFailed, match=r"model\.safetensors has 3 bytes"):
+        target(hub).publish(wanted)
+    source.unlink()
+    with pytest.raises(StageFailed, match=r"model\.safetensors is gone"):
+        target(hub).publish(wanted)
+    assert set(hub.contents(REPO)) == {".gitattributes"}
+
+
+def test_a_small_file_that_was_replaced_is_not_published_either(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    """The Hub knows no SHA-256 of small files, so nobody else would notice."""
+    wanted = publication(tmp_path, 50)
+    source = next(f.source for f in wanted.files if f.name == "config.json")
+    assert source is not None
+    source.write_bytes(b"[]")
+    with pytest.raises(StageFailed, match=r"config\.json has other content"):
+        target(hub).publish(wanted)
+    assert hub.refs(REPO).keys() == {"heads/main"}
+    assert set(hub.contents(REPO)) == {".gitattributes"}
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "says"),
+    [
+        (EXPIRED, REPO, r"401: User Access Token is expired.*`hf auth login`"),
+        ("hf_NobodyKnowsThisOne", REPO, r"401: Invalid username or password.*HF_TOKEN"),
+        ("", REPO, r"`hf auth login`"),
+        (STRANGER, REPO, r"403: You don\'t have the rights.*may write to me"),
+        (READ_ONLY, REPO, r"403: You don't have the rights.*may write to me"),
+    ],
+)
+def test_a_token_that_will_not_do_is_refused_with_what_mends_it(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    token: str,
+    repo_id: str,
+    says: str,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(HubRefused, match=says):
+        target(hub).publish(publication(tmp_path, 50, repo_id=repo_id))
+    config = RecipeConfig(publish=PublishConfig(target="hub", repo_id=repo_id))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    with pytest.raises(HubRefused, match="token"):
+        check_hub(config)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert check_hub(config) == []
+    target(hub).publish(publication(tmp_path, 50, repo_id=repo_id))
+
+
+def test_a_token_that_expires_on_the_way_is_refused_and_another_goes_on(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    hub.faults = [Fault("answer", where=writes_to("/commit/"), status=401, says="token expired")]
+    with pytest.raises(HubRefused, match="401: token expired"):
+        target(hub).publish(publication(tmp_path, 50))
+    before = len(hub.log)
+    target(hub).publish(publication(tmp_path, 50))
+    assert hub.large_bytes(before) == 0, "what was sent already is not sent again"
+
+
+def test_a_private_repository_of_others_looks_as_if_it_were_not_there(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    hub.create("else/model")
+    with pytest.raises(HubRefused, match=r"403.*may write to else"):
+        target(hub).publish(publication(tmp_path, 50, repo_id="else/model"))
+
+
+def test_a_full_storage_is_refused_until_there_is_room(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.quota = 10
+    with pytest.raises(HubRefused, match="storage of me on the Hub has no room for me/model"):
+        target(hub).publish(publication(tmp_path, 50))
+    hub.quota = None
+    target(hub).publish(publication(tmp_path, 50))
+
+
+def test_a_card_that_the_hub_does_not_understand_is_refused(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from infra.targets import FileToPublish
+
+    wanted = publication(tmp_path, 50)
+    bad = FileToPublish.of_text("README.md", "---\nlicense: [\n---\n")
+    files = tuple(bad if f.name == "README.md" else f for f in wanted.files)
+    with pytest.raises(HubRefused, match="refuses the card"):
+        target(hub).publish(replace(wanted, files=files))
+
+
+def test_a_name_that_is_none_is_refused(hub: LoopbackHub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"is no name of a repository.*repo_id"):
+        target(hub).publish(publication(tmp_path, 50, repo_id="me/-bad-"))
+
+
+def test_no_answer_of_the_hub_brings_a_token_into_an_error(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    """Canary: a Hub (or a proxy before it) that repeats what it was sent."""
+    echo = f"bad request with Bearer {hub.token} to https://x.example/?X-Amz-Signature=5ecre7"
+    for status in (400, 401, 403, 404, 409, 412, 422, 500, 507):
+        for part in ("create", "/preupload/", "batch", "/put/", "/commit/", "/tag/"):
+            hub.faults = [
+                Fault("answer", where=writes_to(part), status=status, says=echo, times=1000)
+            ]
+            repo_id = f"me/m{status}{part.strip('/')}"
+            with pytest.raises(RefinerError) as caught:
+                target(hub, patience_s=0.0).publish(publication(tmp_path, 50, repo_id=repo_id))
+            told = "".join(traceback.format_exception(caught.value))
+            assert hub.token not in told, told
+            assert "5ecre7" not in told, told
+
+
+# ---------------------------------------------------------------- before a run
+
+
+def test_before_a_run_the_repository_is_looked_at(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+
+    def check(repo_id: str, private: bool = True) -> list[str]:
+        publish = PublishConfig(target="hub", repo_id=repo_id, private=private)
+        return check_hub(RecipeConfig(publish=publish))
+
+    assert check("me/new") == check("lab/new-{fingerprint}-{step}") == []
+    assert len(hub.log) == 3, "two requests, one where the name is not known yet"
+    with pytest.raises(HubRefused, match=r"may not write to else.*: lab, me"):
+        check("else/model")
+    for bad in ("model", "me/a/b", "me/mo del", "me/" + "x" * 97):
+        with pytest.raises(ConfigurationError, match="no name of a repository"):
+            check(bad)
+    hub.create("me/taken")
+    hub.add("me/taken", {"thesis.tex": b"years of work"})
+    with pytest.raises(ConfigurationError, match="is taken"):
+        check("me/taken")
+    hub.create("me/public", private=False)
+    with pytest.raises(HubRefused, match="is public"):
+        check("me/public")
+    hub.create("me/private")
+    assert "stays private" in check("me/private", private=False)[0]
+
+
+def test_a_hub_that_cannot_be_reached_before_a_run_is_a_warning(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.hub.preflight._PATIENCE_S", 0.1)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    publish = PublishConfig(target="hub", repo_id="me/model")
+    warnings = check_hub(RecipeConfig(publish=publish))
+    assert "is not known" in warnings[0]
+    monkeypatch.setenv("HF_ENDPOINT", "127.0.0.1:9")
+    with pytest.raises(ConfigurationError, match="HF_ENDPOINT"):
+        check_hub(RecipeConfig(publish=publish))
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubRefused, match="HF_HUB_OFFLINE"):
+        check_hub(RecipeConfig(publish=publish))
+
+
+def test_a_publication_says_what_it_took(hub: LoopbackHub, tmp_path: Path) -> None:
+    published: Published = target(hub).publish(publication(tmp_path, 50))
+    assert (published.requests, published.sent_bytes) == (
+        len(hub.log),
+        sum(r.bytes for r in hub.log),
+    )
