@@ -206,6 +206,7 @@ def test_n_is_found_wherever_it_is_said(text: str, line: int) -> None:
         "12 of 48 prompts = 26.0% were dropped.",
         "28 of 88 prompts were dropped, none was cut: 26 `too_long`, 1 `duplicate`.",
         "It has 104% accuracy.",
+        table("| Set | Passed |", "| a | 48/50 = 95.0% |", "| b | 13/67 (19.40%) |"),
     ],
 )
 def test_parts_that_do_not_make_their_whole_are_found(text: str) -> None:
@@ -293,6 +294,8 @@ def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
         ("Accuracy is 30.0 points higher than that of the base.", ["comparison"]),
         ("A 3x improvement in speed over the base.", []),
         ("More than 1.9x better accuracy than the base.", []),
+        ("A 4x improvement in recall, from 14.3% to 59.0%.", []),
+        ("A 5x improvement in recall, from 14.3% to 59.0%.", ["comparison"]),
     ],
 )
 def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -> None:
@@ -412,6 +415,8 @@ def test_links_that_lead_somewhere_are_left_alone(text: str) -> None:
     ("text", "rule"),
     [
         ("The loss: nan", "not-finite"),
+        ("It ends at loss = nan after 3 steps.", "not-finite"),
+        ("0.5 [nan, 0.6]", "not-finite"),
         (table("| Set | Score |", "| a | NaN |"), "not-finite"),
         (table("| Set | Score |", "| a | 0.5 [nan, 0.6] |"), "not-finite"),
         ("From /home/me/run7.", "machine-path"),
@@ -429,6 +434,8 @@ def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
     "text",
     [
         "Training without loss scaling ends in NaN; Nan and Inf are words.",
+        "Failures are classes: NaN, out of memory, hung, NaN, bug.",
+        table("| Set | Passed |", "| a | 48/50 = 96.0% |", "| b | 13/67 (19.40%) |"),
         "`float('nan')`, `-inf`",
         "export HF_TOKEN=hf_xxxxxxxxxxxxxxxxxxxxxxxx",
         "Models lie in `~/.cache/huggingface`, temporary files in /tmp/x.",

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from refiner_core.cards.lint.figures import parse_number
+from refiner_core.cards.lint.figures import Figure, parse_figure, parse_number
 from refiner_core.cards.lint.findings import Finding
 from refiner_core.cards.lint.markdown import Document, Paragraph
 from refiner_core.cards.lint.names import metrics_in, role_of
@@ -35,6 +35,9 @@ _POINTS = re.compile(
     r"(?<![\d.])\+?(?P<value>\d+(?:\.\d+)?)\s?(?:%[- ]points?|percentage[- ]points?|pp|points?)\b"
     rf"[^.\n]{{0,30}}?\b(?:{_BETTER}|over|above)\b",
     re.IGNORECASE,
+)
+_FROM_TO = re.compile(
+    r"\bfrom\s+\**(?P<first>\d+(?:\.\d+)?\s?%?)\**\s+to\s+\**(?P<last>\d+(?:\.\d+)?\s?%?)"
 )
 _PROTOCOL = re.compile(
     r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
@@ -62,15 +65,19 @@ class Claim:
         return points * 100 if own.fractions and not own.figure.percent else points
 
     def holds(self, own: Quantity, base: Quantity) -> bool:
-        """Whether two printed numbers can give the claim."""
+        """Whether two numbers of tables can give the claim."""
+        whole = own.fractions and not own.figure.percent and not self.is_factor
+        return self.fits(own.figure, base.figure, 100 if whole else 1)
+
+    def fits(self, own: Figure, base: Figure, times: int = 1) -> bool:
+        """Whether two printed numbers, each so many ``times``, can give the claim."""
         step = Fraction(10) ** -self.decimals
         room = step if self.hedged else step / 2
-        a, b, ua, ub = own.figure.value, base.figure.value, own.figure.unit, base.figure.unit
+        a, b, ua, ub = (x * times for x in (own.value, base.value, own.unit, base.unit))
         if self.is_factor:
             low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
         else:
-            middle, slack = self.given_by(own, base), (ua + ub) / 2
-            low, high = middle - slack, middle + slack
+            low, high = a - b - (ua + ub) / 2, a - b + (ua + ub) / 2
         return low - room <= self.value <= high + room
 
 
@@ -112,6 +119,10 @@ def _context(paragraph: Paragraph, offset: int) -> str:
 def _judge(
     claim: Claim, known: Sequence[Quantity], impossible: Collection[Quantity]
 ) -> Iterator[Finding]:
+    stated = _from_to(claim)
+    if stated is not None:
+        yield from stated
+        return
     pairs = _pairs(claim, known)
     holding = [(own, base) for own, base in pairs if claim.holds(own, base)]
     clean = [p for p in holding if not set(p) & set(impossible)]
@@ -138,6 +149,25 @@ def _judge(
             f"{claim.text!r} does not recompute: {_computed(claim, own, base)}{more}",
             "say what it was computed from, or correct it",
         )
+
+
+def _from_to(claim: Claim) -> list[Finding] | None:
+    """A claim whose sentence has both numbers (``from 14.3 % to 59 %``), held against them; None
+    where it has not."""
+    found = list(_FROM_TO.finditer(claim.sentence))
+    if len(found) != 1:
+        return None
+    first, last = (parse_figure(found[0][name]) for name in ("first", "last"))
+    if first is None or last is None or first.value <= 0:
+        return None
+    if claim.fits(last, first):
+        return []
+    result = last.value / first.value if claim.is_factor else last.value - first.value
+    sign = "/" if claim.is_factor else "-"
+    message = f"{claim.text!r} does not recompute: {last.text} {sign} {first.text} = "
+    return [
+        Finding(claim.line, "comparison", f"{message}{float(result):.2f}", "correct one of them")
+    ]
 
 
 def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:

@@ -51,6 +51,10 @@ def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
     for paragraph in document.paragraphs:
         yield from _counts(paragraph)
         yield from _mentions(paragraph, known)
+    for table in document.tables:
+        for row in table.rows:
+            for found in _QUOTED.finditer(" ".join(f"{cell.text}\t" for cell in row.cells)):
+                yield from _quotient(row.line, found)
     yield from _twice(known)
 
 
@@ -66,7 +70,7 @@ def _counts(paragraph: Paragraph) -> Iterator[Finding]:
                 paragraph.line_of(found.start()), "parts", f"{found.group()}: more than there are"
             )
     for found in _QUOTED.finditer(text):
-        yield from _quotient(paragraph, found)
+        yield from _quotient(paragraph.line_of(found.start()), found)
     for found in _REASONS.finditer(paragraph.text):
         counts = [_int(n) for n in re.findall(rf"({_COUNT})\s+`", found["list"])]
         if sum(counts) != _int(found["part"]):
@@ -88,7 +92,7 @@ def _int(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def _quotient(paragraph: Paragraph, found: re.Match[str]) -> Iterator[Finding]:
+def _quotient(line: int, found: re.Match[str]) -> Iterator[Finding]:
     part, whole = _int(found["part"]), _int(found["whole"])
     figure = parse_figure(found["share"])
     if figure is None or whole == 0 or part > whole or 1900 < part <= whole < 2100:
@@ -98,7 +102,7 @@ def _quotient(paragraph: Paragraph, found: re.Match[str]) -> Iterator[Finding]:
     fits = [abs(figure.value - s) < room for s in (share, 100 - share)]
     if not any(fits):
         yield Finding(
-            paragraph.line_of(found.start()),
+            line,
             "parts",
             f"{found.group().rstrip()}: {part} of {whole} are "
             f"{float(share):.{max(figure.decimals, 1)}f} %",

@@ -30,10 +30,11 @@ _LINK = re.compile(
 _NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
 _NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
 _IN_CELL = re.compile(rf"(?:^|[\[(,±]\s*|\+/-\s*)(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE)
-_IN_PROSE = re.compile(
-    rf"(?:(?:[=:≈±]|\+/-)[\s*_]*|(?<=\[)|(?<=, ))(?P<what>{_NOT_A_NUMBER})"
-    r"(?=[\s*_]*(?:$|[\s,;.)%\]]))",
-    re.IGNORECASE | re.MULTILINE,
+_IN_PROSE = (
+    re.compile(rf"(?:[=≈±]|\+/-)[\s*_]*(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE),
+    re.compile(rf":[\s*_]*(?P<what>{_NOT_A_NUMBER})[\s*_.]*$", re.IGNORECASE | re.MULTILINE),
+    re.compile(rf"\[\s*(?P<what>{_NOT_A_NUMBER})\s*,", re.IGNORECASE),
+    re.compile(rf"\d\s*,\s*(?P<what>{_NOT_A_NUMBER})\s*\]", re.IGNORECASE),
 )
 #: Somebody's own; then what may be in a container, or what everybody has.
 _OWN_PATH = re.compile(
@@ -55,8 +56,9 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
     for paragraph in document.paragraphs:
         yield from _links(paragraph)
         yield from _paths(paragraph, is_ours)
-        for found in _IN_PROSE.finditer(paragraph.without_code):
-            yield _nan(paragraph.line_of(found.start("what")), found["what"])
+        for pattern in _IN_PROSE:
+            for found in pattern.finditer(paragraph.without_code):
+                yield _nan(paragraph.line_of(found.start("what")), found["what"])
     for table in document.tables:
         yield from _table(table, is_ours)
     for fence in document.fences:
