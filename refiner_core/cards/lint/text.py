@@ -29,7 +29,11 @@ _LINK = re.compile(
 )
 _NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
 _NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
-_IN_CELL = re.compile(rf"(?:^|[\[(,±]\s*|\+/-\s*)(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE)
+_IN_CELL = re.compile(
+    rf"(?:^(?P<what>{_NOT_A_NUMBER})(?=\s*(?:$|%|±|,\s*n\s*=|[\[(]\s*(?:[-\d]|{_NOT_A_NUMBER})))"
+    rf"|(?:[\d\])]|[\[(±,])\s*(?P<later>{_NOT_A_NUMBER})(?=\s*(?:$|[,\])%])))",
+    re.IGNORECASE,
+)
 _IN_PROSE = (
     re.compile(rf"(?:[=≈±]|\+/-)[\s*_]*(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE),
     re.compile(rf":[\s*_]*(?P<what>{_NOT_A_NUMBER})[\s*_.]*$", re.IGNORECASE | re.MULTILINE),
@@ -145,7 +149,7 @@ def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
         for position, cell in enumerate(row.cells):
             found = _IN_CELL.search(cell.text) if position else None
             if found:
-                yield _nan(row.line, found["what"])
+                yield _nan(row.line, found["what"] or found["later"])
             for _, path, severity in _found_paths(cell.text, is_ours):
                 yield _path(row.line, path, severity)
 
