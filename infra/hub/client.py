@@ -7,6 +7,7 @@ bounded in time, and can be stopped; uploads go through huggingface_hub.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from infra.hub.errors import Moved, Rejected, in_our_words, masked, outage, rejection
+from infra.hub.errors import (
+    Moved,
+    Rejected,
+    in_our_words,
+    masked,
+    outage,
+    rejection,
+    translated,
+)
 from refiner_core.contract.config import PublishConfig
 
 if TYPE_CHECKING:
@@ -81,6 +90,8 @@ class HubClient:
         self.repo_id, self.endpoint = repo_id, endpoint
         self._session = session
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
+        #: Whether large files go by Xet, the official Hub's own transfer, which is no HTTP of ours.
+        self.by_xet = has_xet()
 
     @property
     def traffic(self) -> Traffic:
@@ -165,6 +176,7 @@ class HubClient:
 
         with self._words("sending files"):
             try:
+                self._send_by_xet(branch, operations)
                 done = self._api.create_commit(
                     self.repo_id,
                     list(operations),
@@ -185,6 +197,29 @@ class HubClient:
                     raise Rejected(words) from None
                 raise
             return str(done.oid)
+
+    def _send_by_xet(self, branch: str, operations: Sequence[Any]) -> None:
+        """Large files one after the other, so that progress is told and a stop noticed between.
+
+        What the transfer reads it hashes on the way, which is how a replaced source is noticed.
+        """
+        for operation in operations if self.by_xet else ():
+            if not getattr(operation, "is_large", False):
+                continue
+            try:
+                self._api.preupload_lfs_files(
+                    self.repo_id,
+                    [operation],
+                    revision=branch,
+                    num_threads=THREADS,
+                    free_memory=False,
+                )
+            except (RuntimeError, ConnectionError, TimeoutError) as error:
+                why = f"the Xet transfer failed: {error}"
+                found = translated(error, self._session.doing, self.repo_id)
+                raise found or outage(why, self._session.doing, self.repo_id) from None
+            operation.check_sent()
+            self.traffic.sent_bytes += operation.upload_info.size  # at most: known parts are not
 
     def let_others_end(self, looks: int) -> None:
         """Wait a little before the next look, if there is patience left for it."""
@@ -238,6 +273,13 @@ def _unless(status: int) -> Iterator[None]:
     except HfHubHTTPError as error:
         if error.response.status_code != status:
             raise
+
+
+def has_xet() -> bool:
+    """Whether the client sends large files by Xet."""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
 
 
 def _choose_transfer(endpoint: str) -> None:

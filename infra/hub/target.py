@@ -249,7 +249,9 @@ class _Publishing:
     def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
         from infra.hub.upload import operations
 
-        todo = operations(wanted, gone, self._progress, self._should_stop)
+        todo = operations(
+            wanted, gone, self._progress, self._should_stop, trusted=not self._hub.by_xet
+        )
         sends = 0
         while True:
             try:

@@ -34,7 +34,8 @@ class Sending:
         self, total: int, progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         self._total, self._progress, self._should_stop = total, progress, should_stop
-        self._done, self._bytes, self._untold = 0, 0, 0
+        self._done: set[str] = set()
+        self._bytes, self._untold = 0, 0
         self._lock = threading.Lock()
 
     def moved(self, name: str, count: int) -> None:
@@ -47,12 +48,13 @@ class Sending:
         with self._lock:
             self._bytes += count
             self._untold += count
-            self._done += not count
-            if count and self._untold < _TELL_BYTES:
+            if not count:
+                self._done.add(name)
+            elif self._untold < _TELL_BYTES:
                 return
             self._untold = 0
-            done, values = min(self._done, self._total), {"sent_bytes": float(self._bytes)}
-            self._progress(Progress(done, self._total, f"sending {name}", values))
+            values = {"sent_bytes": float(self._bytes)}
+            self._progress(Progress(len(self._done), self._total, f"sending {name}", values))
 
 
 class _Told(io.FileIO):
@@ -70,13 +72,35 @@ class _Told(io.FileIO):
 
 
 class _Addition(CommitOperationAdd):  # type: ignore[misc]
-    """A file whose hash is known."""
+    """A file whose hash is known; ``trusted`` is whether the receiver will check it.
 
-    def __init__(self, file: FileToPublish, sending: Sending) -> None:
+    Attributes
+    ----------
+    is_large
+        Its bytes are read from disk while it is sent.
+    """
+
+    def __init__(self, file: FileToPublish, sending: Sending, *, trusted: bool) -> None:
         small = file.source is None or file.bytes <= READ_BYTES
         super().__init__(file.name, _checked(file) if small else file.source)
-        self.upload_info.sha256 = bytes.fromhex(file.sha256)
-        self._sending = sending
+        self.is_large = not small
+        if small or trusted:
+            self.upload_info.sha256 = bytes.fromhex(file.sha256)
+        self._file, self._sending = file, sending
+
+    def check_sent(self) -> None:
+        """After a transfer that has hashed what it read: was it the file that was meant?
+
+        Raises
+        ------
+        StageFailed
+            It was another one.
+        """
+        info = self.upload_info
+        if info.is_hashed and info.sha256.hex() != self._file.sha256:
+            raise replaced(self._file, "has other content")
+        info.sha256 = bytes.fromhex(self._file.sha256)
+        self._sending.moved(self._file.name, 0)
 
     @contextmanager
     def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
@@ -114,8 +138,13 @@ def operations(
     gone: Sequence[str],
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    *,
+    trusted: bool = True,
 ) -> list[Any]:
     """Operations that send ``wanted`` and delete ``gone``.
+
+    ``trusted`` says that who receives large files checks their hashes; otherwise the transfer
+    computes them as it reads.
 
     Raises
     ------
@@ -124,4 +153,4 @@ def operations(
     """
     sending = Sending(len(wanted), progress, should_stop)
     deleted = [CommitOperationDelete(name) for name in gone]
-    return [*(_Addition(file, sending) for file in wanted), *deleted]
+    return [*(_Addition(file, sending, trusted=trusted) for file in wanted), *deleted]
