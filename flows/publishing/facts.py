@@ -72,14 +72,8 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
 def collect(subject: Subject) -> Collected:
     """What a `publish` or `card` stage says."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
-    weights = weights_of(subject)
-    choice = None
-    role = "weights" if "weights" in weights else next(iter(weights))
-    if subject.spec.name == "publish-best":
-        steps = {r: int(need_result(workspace, i).report["steps"]) for r, i in weights.items()}
-        choice = choose(workspace, subject.inputs, steps, model, config.publish)
-        role = choice.best.role
-    made = behind(workspace, weights[role])
+    role, weights, choice = _published(subject)
+    made = behind(workspace, weights)
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
@@ -120,6 +114,21 @@ def collect(subject: Subject) -> Collected:
         records=records,
     )
     return Collected(facts, made, decided, choice)
+
+
+def _published(subject: Subject) -> tuple[str, str, Choice | None]:
+    """The weights that a publication is about: their role, the stage that has them, and how they
+    were chosen, where there are several."""
+    weights, config = weights_of(subject), subject.config.publish
+    if subject.spec.name != "publish-best":
+        ((role, stage_id),) = weights.items()
+        return role, stage_id, None
+    steps = {
+        role: int(need_result(subject.workspace, stage_id).report["steps"])
+        for role, stage_id in weights.items()
+    }
+    choice = choose(subject.workspace, subject.inputs, steps, subject.spec.model, config)
+    return choice.best.role, weights[choice.best.role], choice
 
 
 def _measured_as(made: Behind, role: str, model: str) -> str:

@@ -29,6 +29,8 @@ from refiner_core.evaluation.statistics import Estimate
 #: Metric of a training step -> what of a rollout it is the mean of.
 _OF_ROLLOUTS = {"scores": "reward"}
 _FEW = 3
+#: Whose samples have a file of their own.
+COPIER = "random_copier"
 
 
 class SampleValue(NamedTuple):
@@ -160,7 +162,7 @@ def _of_evaluation(
     assert folder is not None, "a result names its folder"
     paths = workspace.layout.attempt(figure.stage_id, result.attempt)
     files["results"] = str(folder / RESULTS_FILE)
-    samples = folder / str(figure.entry["samples_file"])
+    samples = folder / _samples_file(figure)
     files["samples"] = str(samples)
     config = from_json(RecipeConfig, workspace.read_control(paths.config) or {})
     inputs = workspace.read_control(paths.inputs) or {}
@@ -184,6 +186,12 @@ def _of_evaluation(
         files=files,
         notes=tuple(notes),
     )
+
+
+def _samples_file(figure: Figure) -> str:
+    """Its name, also where the evidence of a card does not have it."""
+    named = figure.entry.get("samples_file")
+    return str(named or f"samples-{COPIER if figure.model == COPIER else figure.decoding}.parquet")
 
 
 def _same(again: Estimate, entry: Mapping[str, Any]) -> bool:

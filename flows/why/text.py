@@ -105,10 +105,11 @@ def _how_lines(found: Explanation) -> Iterator[str]:
     figure, entry, again = found.figure, found.figure.entry, found.recomputed
     if figure.kind == "evaluation":
         yield ""
-        yield (
-            f"value     {entry.get('numerator'):.6g} / {entry.get('denominator')} samples = "
-            f"{figure.value:.6g}, over n = {entry['n']} prompts"
-        )
+        if entry.get("numerator") is not None:
+            yield (
+                f"value     {entry['numerator']:.6g} / {entry.get('denominator')} samples = "
+                f"{figure.value:.6g}, over n = {entry['n']} prompts"
+            )
         how = _INTERVALS.get(str(entry.get("interval")), str(entry.get("interval")))
         yield from _wrapped("interval  ", f"{_interval(entry) or 'none'}, 95 %: {how}")
     elif again is not None:

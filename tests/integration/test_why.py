@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flows.cli.main import main
 from flows.cli.why import why_command
+from flows.why import parse_query
 from refiner_core.evaluation.samples import load_samples
 from tests.support.command import refiner
 from tests.support.recorded_run import RecordedRun
@@ -147,6 +150,14 @@ def test_a_cards_number_is_followed_by_the_evidence_beside_it(
     (fact,) = figures(run, "1800", "--card", str(folder))
     assert fact["metric"] == "reports.grpo.tokens"
     assert fact["record"] == f"stages/{run.stage('grpo').id}/result.json#report"
+
+
+@given(st.floats(-1e6, 1e6), st.integers(0, 6))
+def test_a_number_is_found_however_many_digits_somebody_sees(value: float, digits: int) -> None:
+    assert parse_query([f"{value:.{digits}f}"]).means(value)
+    assert parse_query([f"{100 * value:.{digits}f}%"]).means(value)
+    assert parse_query([f"{value:.{digits}e}"]).means(value)
+    assert not parse_query([f"{value:.{digits}f}"]).means(value + 2.0)
 
 
 @pytest.mark.parametrize(

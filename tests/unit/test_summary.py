@@ -1,0 +1,66 @@
+"""What `refiner run` says at its end about what it has published."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from flows.calls import RunOutcome
+from flows.summary import summary_lines
+from refiner_core.contract.views import StageView
+from tests.support.recorded_run import RecordedRun
+
+
+def said(run: RecordedRun) -> list[str]:
+    """The closing lines, as far as they are about publications."""
+    views = {}
+    for stage in run.plan.stages:
+        result = run.workspace.read_result(stage.id)
+        report = {} if result is None else result.report
+        state = "waiting" if result is None else "done"
+        views[stage.name] = StageView(
+            stage.name, stage.kind, stage.fingerprint, state, report=report
+        )
+    lines = list(summary_lines(RunOutcome(run.run.run, run.plan, views)))
+    return [line for line in lines if "published" in line]
+
+
+def published_steps(root: Path) -> RecordedRun:
+    run = RecordedRun(root, "publish.which=every-save")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.carry_out("publish")  # the last one is there first
+    for step in (4, 2):
+        run.export(step)
+        run.carry_out(f"publish-step{step}")
+    return run
+
+
+def test_each_publication_is_one_line_by_step_and_the_last_checkpoint_comes_last(
+    tmp_path: Path,
+) -> None:
+    run = published_steps(tmp_path / "runs")
+    assert said(run) == [
+        f"published: {run.published(f'publish{name}')} (step {step}, revision step-{step})"
+        for name, step in (("-step2", 2), ("-step4", 4), ("", 6))
+    ]
+
+
+def test_a_single_publication_names_its_step_alone(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.carry_out("publish")
+    assert said(run) == [f"published: {run.published('publish')} (step 6)"]
+
+
+def test_what_is_gone_is_not_called_published_but_how_to_make_it_again(tmp_path: Path) -> None:
+    run = published_steps(tmp_path / "runs")
+    shutil.rmtree(run.published("publish-step2"))
+    first, *rest = said(run)
+    folder = run.workspace.layout.stage(run.stage("publish-step2").id).control
+    assert first.startswith("publish-step2 is done, but ")
+    assert first.endswith(f"To make it again: delete {folder}")
+    assert len(rest) == 2
