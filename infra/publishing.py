@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from infra import atomic, targets
+from infra import atomic
 from infra.disk.room import no_space_guard
 from infra.publication_rules import (
     Lying,
@@ -31,102 +30,16 @@ from infra.publication_rules import (
     read_evidence,
 )
 from infra.swap import swap_in
-from infra.targets import CARD, EVIDENCE, FileToPublish, Publication, step_revision
+from infra.targets import CARD, EVIDENCE, FileToPublish, Publication, Published, step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
-from refiner_core.contract.records import OutputFile, from_json, to_json
+from refiner_core.contract.records import OutputFile, from_json
 from refiner_core.contract.types import Progress
 
 #: The manifest of publications that are older than the evidence file.
 MARKER = ".refiner.json"
 _PAPERS = (CARD, EVIDENCE)
 _CHUNK = 4 << 20
-_FILES = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "model*.safetensors",
-        "model.safetensors.index.json",
-    ),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template.*", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"),
-)
-
-
-class Published(NamedTuple):
-    """What lies in a target now; ``changed`` names the files that this call wrote."""
-
-    path: Path
-    files: tuple[OutputFile, ...]
-    changed: tuple[str, ...]
-
-
-def publish_to_folder(weights_dir: Path, card: str, target: Path) -> Published:
-    """Publish an export. The same export and card again change nothing.
-
-    Raises
-    ------
-    ConfigurationError
-        ``target`` holds something that refiner has not published, or may not
-        be written.
-    StageFailed
-        ``weights_dir`` is not an export in the layout of the Hub.
-    NoSpaceError
-        It did not fit; the target is as it was.
-    """
-    sources = _sources(weights_dir)
-    before = {f.path: f for f in _owned(target)}
-    with no_space_guard(target.parent, f"publishing to {target}"), _refused_by_name(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        manifest = [_described(name, path) for name, path in sources.items()]
-        text = card.encode()
-        manifest.append(OutputFile(CARD, len(text), hashlib.sha256(text).hexdigest()))
-        manifest.sort(key=lambda f: f.path)
-        changed = tuple(f.path for f in manifest if not _unchanged(target, before, f))
-        if not changed and set(before) == {f.path for f in manifest}:
-            return Published(target, tuple(manifest), ())
-        temporary = atomic.temporary_name(target)
-        try:
-            temporary.mkdir()
-            for file in manifest:
-                if file.path not in changed and _linked(target / file.path, temporary / file.path):
-                    continue
-                if file.path == CARD:
-                    (temporary / CARD).write_bytes(text)
-                else:
-                    shutil.copyfile(sources[file.path], temporary / file.path)
-            _write_marker(temporary, manifest)
-            atomic.sync_tree(temporary)
-            swap_in(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return Published(target, tuple(manifest), changed)
-
-
-def update_card(target: Path, card: str) -> Published:
-    """Replace the card of a published folder; weights stay as they are.
-
-    Raises
-    ------
-    ConfigurationError
-        ``target`` was not published by refiner.
-    """
-    files = _owned(target)
-    if not files:
-        raise ConfigurationError(
-            f"{target} holds no published model",
-            expected="a folder that `refiner publish` has made",
-            fix="publish first",
-        )
-    text = card.encode()
-    new = OutputFile(CARD, len(text), hashlib.sha256(text).hexdigest())
-    if new in files:
-        return Published(target, files, ())
-    manifest = sorted([*(f for f in files if f.path != CARD), new], key=lambda f: f.path)
-    with no_space_guard(target, "updating the card"):
-        atomic.write_bytes(target / CARD, text)
-        _write_marker(target, manifest)
-    return Published(target, tuple(manifest), (CARD,))
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
@@ -169,7 +82,7 @@ class FolderTarget:
         publication: Publication,
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> targets.Published:
+    ) -> Published:
         """See :class:`infra.targets.Target`."""
         revision = step_revision(self._config, publication.step, final=publication.final)
         place, main = (self._place(publication.repo_id, r) for r in (revision, "main"))
@@ -183,7 +96,7 @@ class FolderTarget:
             if moves_main(before, publication):
                 work.bring(main, donors=(place,))
         changed = tuple(sorted(work.changed))
-        return targets.Published("folder", str(place), revision, files, changed)
+        return Published("folder", str(place), revision, files, changed)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
         """See :class:`infra.targets.Target`."""
@@ -373,52 +286,6 @@ def _refused_by_name(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _sources(folder: Path) -> dict[str, Path]:
-    found = {
-        path.name: path
-        for path in sorted(folder.iterdir() if folder.is_dir() else ())
-        if path.is_file() and any(fnmatch.fnmatch(path.name, p) for p in _FILES)
-    }
-    missing = [n for n in ("config.json", "tokenizer_config.json") if n not in found]
-    if not any(name.endswith(".safetensors") for name in found):
-        missing.append("model.safetensors")
-    if missing:
-        raise StageFailed(
-            f"{folder} cannot be published: {', '.join(missing)} not there",
-            expected="an export with config, safetensors and tokenizer",
-            fix="delete the training stage's folder in the workspace and run the recipe again",
-        )
-    return found
-
-
-def _owned(target: Path) -> tuple[OutputFile, ...]:
-    """The manifest of what refiner has published at ``target``; empty if nothing is there."""
-    if not target.exists():
-        return ()
-    if target.is_dir():
-        marker: dict[str, Any] | None = atomic.read_json(target / MARKER)
-        if marker is not None:
-            return tuple(from_json(OutputFile, f) for f in marker["files"])
-        if not any(target.iterdir()):
-            return ()
-    raise ConfigurationError(
-        f"{target} exists and was not published by refiner",
-        expected="a folder of its own for each published model",
-        fix="name another one with `publish.path=` or `publish.repo_id=`, or move that one away",
-    )
-
-
-def _described(name: str, path: Path) -> OutputFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return OutputFile(name, path.stat().st_size, digest)
-
-
-def _unchanged(target: Path, before: dict[str, OutputFile], file: OutputFile) -> bool:
-    path = target / file.path
-    return before.get(file.path) == file and path.is_file() and path.stat().st_size == file.bytes
-
-
 def _linked(old: Path, new: Path) -> bool:
     try:
         os.link(old, new)
@@ -427,7 +294,3 @@ def _linked(old: Path, new: Path) -> bool:
             raise
         return False
     return True
-
-
-def _write_marker(folder: Path, manifest: list[OutputFile]) -> None:
-    atomic.write_json(folder / MARKER, {"format": 1, "files": to_json(manifest)})

@@ -13,7 +13,13 @@ import os
 import re
 from collections.abc import Iterator
 
-from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    HubOutage,
+    HubRefused,
+    Interrupted,
+    RefinerError,
+)
 
 MASK = "***"
 _WORDS = 300
@@ -158,6 +164,14 @@ def outage(why: str, doing: str, repo_id: str, *, when: str = "") -> HubOutage:
         f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).{when}",
         expected="an answer within publish.patience_s",
         fix="nothing is lost: the same command goes on with what is not there yet",
+    )
+
+
+def stopped() -> Interrupted:
+    """A stop was asked for while something was on its way."""
+    return Interrupted(
+        "Publishing was stopped on request.",
+        fix="run the same command again; what was sent already is not sent again",
     )
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from refiner_core.contract.errors import Interrupted
+from infra.hub.errors import stopped
 
 FIRST_S, LONGEST_S = 0.25, 30.0
 #: A stop is noticed within this time, however long the wait.
@@ -49,10 +49,7 @@ class Patience:
     def check(self) -> None:
         """Raise :class:`Interrupted` if a stop was asked for."""
         if self._should_stop():
-            raise Interrupted(
-                "Publishing was stopped on request.",
-                fix="run the same command again; what was sent already is not sent again",
-            )
+            raise stopped()
 
     def wait(self, failures: int, asked_s: float | None, since: float) -> bool:
         """Wait after the ``failures``-th failure in a row of a request begun at ``since``.

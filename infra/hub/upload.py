@@ -15,9 +15,10 @@ from typing import Any, BinaryIO
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
+from infra.hub.errors import stopped
 from infra.publication_rules import bytes_of
 from infra.targets import FileToPublish
-from refiner_core.contract.errors import Interrupted, StageFailed
+from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Progress
 
 #: Smaller files are read and checked before they go out: the Hub may keep them in git itself, and
@@ -41,10 +42,7 @@ class Sending:
     def moved(self, name: str, count: int) -> None:
         """``count`` more bytes of a file are on their way; 0 is its end."""
         if self._should_stop():
-            raise Interrupted(
-                "Publishing was stopped on request.",
-                fix="run the same command again; what was sent already is not sent again",
-            )
+            raise stopped()
         with self._lock:
             self._bytes += count
             self._untold += count

@@ -9,12 +9,14 @@ from pathlib import Path
 from infra.checkpoints import CheckpointStore
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank
-from infra.publishing import publish_to_folder
+from infra.publishing import FolderTarget
+from infra.targets import report_of
 from infra.workspace import Workspace
-from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import OutputFile, StageResult, to_json
+from refiner_core.contract.records import OutputFile, StageResult
 from tests.support.plans import claim
+from tests.support.publications import card, publication
 
 MIB = 1 << 20
 CONFIG = b'{"model_type": "qwen3"}'
@@ -60,8 +62,15 @@ def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Pa
     finish(workspace, sft, **files, tokenizer_config_json=b"{}")
     weights = workspace.layout.attempt(sft, 1).output / "model"
     (weights / "tokenizer.config.json").rename(weights / "tokenizer_config.json")
-    done = publish_to_folder(weights, "# card", target)
-    report = {"target": str(target), "files": to_json(done.files), "card": "# card"}
+    sent = publication(
+        tmp_path / "sent",
+        1,
+        files={p.name: p.read_bytes() for p in weights.iterdir()},
+        final=True,
+        repo_id=target.name,
+    )
+    done = FolderTarget(target.parent, PublishConfig()).publish(sent)
+    report = {**report_of(done, sent), "card": card()}
     finish(workspace, plan.by_name["publish"].id, report=report)
     return sft, target
 

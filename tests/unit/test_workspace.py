@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import stat
 import threading
 from dataclasses import replace
@@ -17,18 +16,16 @@ import pytest
 from infra import atomic
 from infra.explain import explain_difference, observe_actions
 from infra.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.publishing import publish_to_folder, target_damage, update_card
 from infra.snapshot import snapshot_code
 from infra.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     NoSpaceError,
-    StageFailed,
     WorkspaceError,
 )
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
+from refiner_core.contract.records import Outcome, OutputFile, StageResult
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
 
 
@@ -551,84 +548,3 @@ def test_other_input_data_is_named(workspace: Workspace, plan: Plan) -> None:
     assert explain_difference(other.by_name["data"], workspace) == [
         "source data.sft: rows-1 → rows-9"
     ]
-
-
-# ---------------------------------------------------------------- publishing into a folder
-
-
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    folder = tmp_path / "export"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "optimizer.pt"):
-        (folder / name).write_text(f'"{name}"')
-    (folder / "model.safetensors").write_bytes(b"w" * 1000)
-    return folder
-
-
-def test_a_published_folder_has_the_layout_of_the_hub(export: Path, tmp_path: Path) -> None:
-    published = publish_to_folder(export, "# card", tmp_path / "out" / "name")
-    names = {f.path for f in published.files}
-    assert names == {
-        *("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"),
-        "README.md",
-    }
-    assert set(published.changed) == names
-    assert (tmp_path / "out/name/README.md").read_text() == "# card"
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["name"]
-
-
-def test_publishing_again_touches_nothing_and_a_new_card_no_weights(
-    export: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "name"
-    publish_to_folder(export, "# card", target)
-    inode = (target / "model.safetensors").stat().st_ino
-    assert publish_to_folder(export, "# card", target).changed == ()
-    assert update_card(target, "# numbers").changed == ("README.md",)
-    assert publish_to_folder(export, "# other", target).changed == ("README.md",)
-    assert (target / "model.safetensors").stat().st_ino == inode
-    assert (target / "README.md").read_text() == "# other"
-
-
-def test_a_folder_of_somebody_else_is_refused(export: Path, tmp_path: Path) -> None:
-    target = tmp_path / "mine"
-    target.mkdir()
-    (target / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigurationError, match="was not published by refiner"):
-        publish_to_folder(export, "# card", target)
-    with pytest.raises(ConfigurationError):
-        update_card(target, "# card")
-    assert [p.name for p in target.iterdir()] == ["thesis.tex"]
-
-
-def test_what_was_published_is_known_to_be_gone_or_replaced(export: Path, tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    files = publish_to_folder(export, "card", target).files
-    published = {"target": str(target), "files": to_json(files), "card": "card"}
-    card = {"target": str(target), "card": "card with numbers"}
-    assert target_damage(card) == f"{target / 'README.md'} has been replaced by another publication"
-    update_card(target, "card with numbers")
-    assert target_damage(published) is None, "a new card replaces nothing that was published"
-    assert target_damage(card) is None
-    (export / "model.safetensors").write_bytes(b"v" * 1000)
-    publish_to_folder(export, "card with numbers", target)
-    assert "model.safetensors has been replaced" in str(target_damage(published))
-    shutil.rmtree(target)
-    assert str(target_damage(published)).endswith("is gone")
-    assert target_damage(card) == f"{target / 'README.md'} is gone"
-
-
-def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
-    export: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):
-        publish_to_folder(export, "card", tmp_path / "file" / "refiner" / "x")
-
-
-def test_an_export_without_weights_is_refused(export: Path, tmp_path: Path) -> None:
-    (export / "model.safetensors").unlink()
-    with pytest.raises(StageFailed, match=r"model\.safetensors"):
-        publish_to_folder(export, "# card", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
