@@ -61,17 +61,31 @@ def command_problem(
 def _recipe_problem(
     recipe: str, overrides: Sequence[str], folder: Path | None, *, whole: bool
 ) -> str | None:
-    found = recipe
-    if recipe not in shipped_recipes():
-        path = (folder or Path()) / recipe
-        if not path.is_file():
-            if "/" not in recipe and not recipe.endswith((".yaml", ".yml")):
-                return f"there is no recipe {recipe!r}.{suggest(recipe, shipped_recipes())}"
-            missing = f"there is no {recipe} beside the card"
-            return _unknown_fields(overrides) or (missing if whole else None)
-        found = str(path)
+    is_file = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if recipe not in shipped_recipes() and not is_file:
+        return f"there is no recipe {recipe!r}.{suggest(recipe, shipped_recipes())}"
+    unknown = _unknown_fields(overrides)
+    if unknown is not None or _asks_back([*overrides]):
+        return unknown
+    if recipe in shipped_recipes():
+        return _refusal(recipe, overrides)
+    beside = folder / recipe if folder is not None and "/" not in recipe else None
+    if beside is None or not beside.is_file():
+        return f"there is no {recipe} beside the card" if whole else None
+    if _asks_back([beside.read_text(encoding="utf-8", errors="replace")]):
+        return None
+    return _refusal(str(beside), overrides)
+
+
+def _asks_back(texts: Sequence[str]) -> bool:
+    """Whether a text asks for something that is filled in here: other files, or the environment of
+    whoever checks the card, which a finding must not show."""
+    return any("${" in text or "include:" in text for text in texts)
+
+
+def _refusal(recipe: str, overrides: Sequence[str]) -> str | None:
     try:
-        load_recipe(found, overrides)
+        load_recipe(recipe, overrides)
     except RefinerError as error:
         return error.what
     return None

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from flows.card_commands import command_problem
@@ -189,11 +189,17 @@ def _files(folder: Path, evidence: str) -> list[Finding]:
     present: dict[str, OutputFile | None] = {}
     for file in read.files:
         path = folder / file.path
-        there = path.is_file()
+        there = not _leaves(file.path) and path.is_file()
         present[file.path] = OutputFile(file.path, path.stat().st_size, "") if there else None
         if there and path.stat().st_size == file.bytes:
             present[file.path] = OutputFile(file.path, file.bytes, _sha256(path))
     return file_findings(read, present)
+
+
+def _leaves(name: str) -> bool:
+    """Whether a name leads out of the folder that it is looked for in."""
+    parts = PurePosixPath(name).parts
+    return name.startswith("/") or ".." in parts
 
 
 def _sha256(path: Path) -> str:

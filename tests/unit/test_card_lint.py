@@ -486,14 +486,30 @@ def test_a_command_that_cannot_be_meant_is_found(line: str, problem: str | None)
     assert all(problem and problem in f.message for f in found)
 
 
+def test_a_strangers_command_does_not_get_at_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A finding shows what is wrong with a value: of a card from anywhere, that could be a key of
+    whoever checks it."""
+    monkeypatch.setenv("CANARY", "canary-4711")
+    (tmp_path / "recipe.yaml").write_text("seed: ${oc.env:CANARY}\n")
+    for words in (["run", "tiny", "seed=${oc.env:CANARY}"], ["run", "recipe.yaml"]):
+        assert "canary" not in str(command_problem(words, tmp_path, whole=True))
+    outside = tmp_path / "card"
+    outside.mkdir()
+    assert "beside the card" in str(command_problem(["run", "../recipe.yaml"], outside, whole=True))
+
+
 def test_a_recipe_that_lies_beside_the_card_is_read(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("include: [tiny]\n".replace("[tiny]", "[]"))
+    (tmp_path / "recipe.yaml").write_text("grpo:\n  beta: 0.01\n")
     words = ["run", "recipe.yaml", "seed=3"]
     assert command_problem(words, tmp_path) is None
     missing = command_problem(["run", "other.yaml"], tmp_path, whole=True)
     assert missing is not None
     assert "no other.yaml beside the card" in missing
     assert "grpo.beta" in str(command_problem([*words, "grpo.betta=1"], tmp_path))
+    (tmp_path / "recipe.yaml").write_text("grpo:\n  beta: much\n")
+    assert "`grpo.beta` is 'much'" in str(command_problem(words, tmp_path))
 
 
 # ---------------------------------------------------------------- against evidence
