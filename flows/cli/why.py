@@ -12,7 +12,7 @@ import click
 from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from flows.why import Figure, Query
+    from flows.why import Figure
     from infra.workspace import Workspace
     from refiner_core.cards import Evidence
     from refiner_core.contract.records import RunRecord
@@ -44,7 +44,7 @@ def why_command(
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    query, figures = _find(workspace, rest, card)
+    figures = _find(workspace, rest, card)
     asked = " ".join(rest)
     if len(figures) > 1:
         if as_json:
@@ -54,7 +54,7 @@ def why_command(
         with until_nobody_reads():
             for line in candidate_lines(figures, asked):
                 click.echo(line)
-        _next(figures, query, words, card)
+        _next(figures, words, card)
         return
     there = workspace if workspace.stage_ids() else None
     found = explain(figures[0], there, sample)
@@ -71,9 +71,7 @@ def why_command(
         click.echo(f"\nNext:\n  {command}", err=True)
 
 
-def _find(
-    workspace: Workspace, words: Sequence[str], card: str | None
-) -> tuple[Query, list[Figure]]:
+def _find(workspace: Workspace, words: Sequence[str], card: str | None) -> list[Figure]:
     """The numbers that are meant.
 
     Raises
@@ -88,7 +86,7 @@ def _find(
         evidence = _evidence(Path(card))
         query = parse_query(words)
         if found := figures_of_card(query, evidence):
-            return query, found
+            return found
         others = figures_of_card(Query(names=query.names), evidence)
         others = others or figures_of_card(Query(), evidence)
         raise nothing_found(query, others, f"the evidence of {card}")
@@ -97,10 +95,10 @@ def _find(
     everything = workspace.stage_ids()
     newest = list(run.stages.values()) if run is not None else everything
     if found := figures_of_stages(query, workspace, newest):
-        return query, found
+        return found
     named = len(names) < len(words)
     if not named and (found := figures_of_stages(query, workspace, everything)):
-        return query, found
+        return found
     where = f"run {run.run}" if named and run is not None else str(workspace.root)
     ids = newest if named else everything
     others = figures_of_stages(Query(names=query.names), workspace, ids)
@@ -146,12 +144,14 @@ def _card(card: str | None) -> list[str]:
     return [] if card is None else ["--card", card]
 
 
-def _next(figures: Sequence[Figure], query: Query, words: Sequence[str], card: str | None) -> None:
+def _next(figures: Sequence[Figure], words: Sequence[str], card: str | None) -> None:
     """How to say which one is meant: the names of the first two."""
+    from flows.why.figures import words_apart
+
     others = [w for w in words if w.startswith("workspace=")]
     commands = [
-        shlex.join(["refiner", "why", *figure.words, *others, *_card(card)])
-        for figure in figures[:2]
+        shlex.join(["refiner", "why", *said, *others, *_card(card)])
+        for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
         if figure.kind != "fact"
     ]
     if commands:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.why.figures import Figure
+from flows.why.figures import FLOOR, Figure
 from infra.checkpoints import step_name
 from infra.stage_io import read_rollouts
 from infra.workspace import Workspace
@@ -29,8 +29,6 @@ from refiner_core.evaluation.statistics import Estimate
 #: Metric of a training step -> what of a rollout it is the mean of.
 _OF_ROLLOUTS = {"scores": "reward"}
 _FEW = 3
-#: Whose samples have a file of their own.
-COPIER = "random_copier"
 
 
 class SampleValue(NamedTuple):
@@ -191,7 +189,7 @@ def _of_evaluation(
 def _samples_file(figure: Figure) -> str:
     """Its name, also where the evidence of a card does not have it."""
     named = figure.entry.get("samples_file")
-    return str(named or f"samples-{COPIER if figure.model == COPIER else figure.decoding}.parquet")
+    return str(named or f"samples-{FLOOR if figure.model == FLOOR else figure.decoding}.parquet")
 
 
 def _same(again: Estimate, entry: Mapping[str, Any]) -> bool:

@@ -24,7 +24,9 @@ from refiner_core.evaluation.samples import METRICS
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _DECODINGS = ("greedy", "sampled")
-_MODELS = ("base", "random_copier", "sft", "grpo", "command")
+#: Whose answers are the floor of every evaluation; they have a file of their own.
+FLOOR = "random_copier"
+_MODELS = ("base", FLOOR, "sft", "grpo", "command")
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
 
@@ -95,12 +97,13 @@ class Figure:
     @property
     def names(self) -> tuple[str, ...]:
         """The words that it can be asked for by."""
-        return tuple(n for n in (self.metric, self.model, self.decoding) if n)
+        return tuple(n for n in (self.metric, self.model, self.decoding, self.stage_id) if n)
 
     @property
     def words(self) -> list[str]:
-        """The words that mean this one and no other."""
-        return [*self.names, *([f"step{self.step}"] if self.step is not None else [])]
+        """The words that mean it, and no other of its run."""
+        step = [f"step{self.step}"] if self.step is not None else []
+        return [n for n in (self.metric, self.model, self.decoding) if n] + step
 
 
 def parse_query(words: Sequence[str]) -> Query:
@@ -141,8 +144,9 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
         else:
             continue
         for figure in figures:
-            # All evaluations repeat the random copier's floor.
-            key = (*figure.words, figure.entry.get("protocol"), figure.value, figure.matched)
+            # All evaluations repeat the floor; attempts at a training repeat steps.
+            stage = "" if figure.model == FLOOR else stage_id
+            key = (*figure.words, figure.entry.get("protocol"), figure.value, stage)
             found.setdefault(key, figure)
     return _asked_for(list(found.values()), query)
 
@@ -288,6 +292,16 @@ def _rank(model: str) -> tuple[int, int, str]:
     return order, int(step) if step.isdigit() else 10**12, model
 
 
+def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
+    """For each number the words that mean it and none of the others: its stage's id with them,
+    where two runs have one of the same names."""
+    said = [figure.words for figure in figures]
+    return [
+        [*words, figure.stage_id] if said.count(words) > 1 and figure.stage_id else words
+        for figure, words in zip(figures, said, strict=True)
+    ]
+
+
 def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
     """What to say where no number is meant.
 
@@ -302,7 +316,7 @@ def nothing_found(query: Query, others: Sequence[Figure], where: str) -> Configu
         return ConfigurationError(
             f"Nothing in {where} is called {unknown[0]!r}.{suggest(unknown[0], known)}",
             expected="a number as it is printed, or a metric, a model, a decoding: "
-            + ", ".join(sorted({n for f in others for n in f.names})[:12] or METRICS),
+            + ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS),
             fix="name one of these",
         )
     asked = " ".join([query.number or "", *query.names]).strip()

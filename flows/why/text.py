@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flows.why.evidence import Explanation, Sample, SampleValue
-from flows.why.figures import Figure
+from flows.why.figures import Figure, words_apart
 
 #: Version of the JSON that `why --json` prints.
 OUTPUT_VERSION = 1
@@ -45,9 +45,11 @@ def candidate_lines(figures: Sequence[Figure], asked: str) -> Iterator[str]:
     """Several numbers that may be meant, and how to say which."""
     yield f"{asked} is {len(figures)} recorded numbers:"
     yield ""
-    for figure in figures[:_LISTED]:
+    apart = words_apart(figures)
+    for figure, words in list(zip(figures, apart, strict=True))[:_LISTED]:
+        where = f"  {figure.stage_id}" if words[-1] == figure.stage_id else ""
         part = "" if figure.matched == "value" else f"  (the {figure.matched} end of its interval)"
-        yield f"  {one_line(figure)}{part}"
+        yield f"  {one_line(figure)}{part}{where}"
     if len(figures) > _LISTED:
         yield f"  … and {len(figures) - _LISTED} more"
 

@@ -116,6 +116,24 @@ def test_several_numbers_are_listed_with_how_to_narrow(run: RecordedRun) -> None
     assert len(figures(run, "format_valid", "base", "greedy")) == 1
 
 
+def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
+    run: RecordedRun, tmp_path: Path
+) -> None:
+    copy = tmp_path / "runs"
+    shutil.copytree(run.workspace.root, copy)
+    other = RecordedRun(copy, "reward.paper_citation_weight=0.5")
+    other.evaluate("evaluate-sft", quality=0.5)
+    RecordedRun(copy, "seed=8")  # the newest run has measured nothing, so all are looked at
+    done = CliRunner().invoke(why_command, ["format_valid", "sft", f"workspace={copy}"])
+    ids = {run.stage("evaluate-sft").id, other.stage("evaluate-sft").id}
+    assert len(ids) == 2
+    for stage_id in ids:
+        assert f"format_valid sft greedy {stage_id}" in done.stderr
+        words = ["format_valid", "sft", stage_id, "--json", f"workspace={copy}"]
+        (found,) = json.loads(CliRunner().invoke(why_command, words).stdout)["figures"]
+        assert found["stage_id"] == stage_id
+
+
 def test_an_end_of_an_interval_leads_to_its_number(run: RecordedRun) -> None:
     high = entry(run, "grpo", "rubric_score")["high"]
     found = figures(run, f"{high:.5f}")
