@@ -17,8 +17,8 @@ from refiner_core.contract.loading import load_recipe, shipped_recipes, suggest
 from refiner_core.contract.marks import walk
 
 _ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
-#: Keys of a recipe file that are no field of the configuration.
-_OTHER_KEYS = ("include",)
+#: A key of a recipe file that is no field of the configuration.
+_INCLUDE = "include"
 
 
 def command_problem(
@@ -91,14 +91,21 @@ def _refusal(recipe: str, overrides: Sequence[str]) -> str | None:
     return None
 
 
+def _sections(path: str) -> list[str]:
+    """``grpo`` and ``grpo.resources`` of ``grpo.resources.gpus``."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
 def _unknown_fields(overrides: Sequence[str]) -> str | None:
     """Of a recipe that is not here, the names of its fields can be checked all the same."""
     known = [path for path, _ in walk(RecipeConfig)]
-    sections = {path.partition(".")[0] for path in known} | set(_OTHER_KEYS)
+    sections = {section for path in known for section in _sections(path)} | {_INCLUDE}
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals:
             return f"override {override!r} is not of the form key=value."
-        if key not in known and key not in sections:
+        inside = any(key.startswith(f"{path}.") for path in known)  # of a field with names in it
+        if key not in known and key not in sections and not inside:
             return f"there is no field {key!r}.{suggest(key, known)}"
     return None
