@@ -182,8 +182,9 @@ def _show_publications(report: dict[str, Any]) -> None:
         click.echo(f"  held: {kept} for {hold['waiting']}: {why}")
     for export in report["idle_exports"]:
         click.echo(
-            f"  export that nothing will read again, published on no other quota: {export['stage_id']} "
-            f"({gib(export['bytes'])}); it is yours to publish or to delete: {export['path']}"
+            "  export that nothing will read again, published on no other quota: "
+            f"{export['stage_id']} ({gib(export['bytes'])}); it is yours to publish or to delete: "
+            f"{export['path']}"
         )
 
 
