@@ -684,6 +684,13 @@ def test_evidence_is_held_against_itself(changes: dict[str, Any], told: str | No
     assert bool(found) == (told is not None)
 
 
+def test_a_bootstrap_that_does_not_hold_its_value_stops_no_publication() -> None:
+    odd = evaluation("grpo", "reward", 0.5, low=0.6, high=0.7, interval="bootstrap over prompts")
+    card, evidence = published(facts(evaluations=[odd]))
+    assert lint_card(card, evidence) == []
+    assert [f.severity for f in check_card(card, evidence)] == ["warning"]
+
+
 @pytest.mark.parametrize("step", [49, None])
 def test_evidence_that_is_about_something_else_or_nothing_is_told(step: int | None) -> None:
     card, evidence = published(facts())

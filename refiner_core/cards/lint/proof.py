@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from refiner_core.cards.evidence import Evidence
@@ -35,6 +36,14 @@ def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
     for place, entry in enumerate(facts.evaluations):
         for problem in [*_of_number(entry), *_of_protocol(facts, entry)]:
             yield _finding(f"{_name(facts, place, entry)}: {problem}")
+        if _is_outside(entry):
+            bootstrap = str(entry.get("interval", "")).startswith("bootstrap")
+            value, low, high = entry["value"], entry["low"], entry["high"]
+            message = f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
+            yield replace(
+                _finding(f"{_name(facts, place, entry)}: {message}"),
+                severity="warning" if bootstrap else "error",
+            )
 
 
 def file_findings(evidence: Evidence, present: Mapping[str, OutputFile | None]) -> list[Finding]:
@@ -76,12 +85,19 @@ def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
     if denominator is not None and n is not None and denominator < n:
         yield f"{n:g} prompts have {denominator:g} samples"
     if low is not None and high is not None:
-        slack = _CLOSE * max(1.0, abs(value))
         if low > high:
             yield f"its interval [{low!r}, {high!r}] ends before it begins"
-        elif not low - slack <= value <= high + slack:
-            yield f"{value!r} does not lie in its interval [{low!r}, {high!r}]"
         yield from _wilson(entry, value, low, high)
+
+
+def _is_outside(entry: Mapping[str, Any]) -> bool:
+    """Whether a value does not lie in its interval; few prompts and a skew can bring a bootstrap
+    there, nothing brings a Wilson interval there."""
+    value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
+    if value is None or low is None or high is None or low > high:
+        return False
+    slack = _CLOSE * max(1.0, abs(value))
+    return not low - slack <= value <= high + slack
 
 
 def _of_protocol(facts: CardFacts, entry: Mapping[str, Any]) -> Iterator[str]:
