@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.targets import CARD, EVIDENCE, FileToPublish, Publication
+from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import OutputFile
 
@@ -85,13 +86,16 @@ def holds(lying: Lying | None, publication: Publication) -> bool:
     return known and lying.fingerprint in (None, publication.fingerprint)
 
 
-def moves_main(lying: Lying | None, publication: Publication) -> bool:
+def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
     """Whether ``main`` of a shared repository moves to this step.
 
-    It never goes back: a step that comes late gets its own name only.
+    It never goes back: a step that comes late gets its own name only. With ``publish.which=best``
+    one step is published, and main is it, whichever was before.
     """
     if publication.only_these:
         return holds(lying, publication)
+    if config.which == "best":
+        return True
     return lying is None or lying.step is None or lying.step <= publication.step
 
 

@@ -93,7 +93,7 @@ class FolderTarget:
         else:
             check_same_run(before, publication, str(main))
             files = work.bring(place, donors=(main,))
-            if moves_main(before, publication):
+            if moves_main(before, publication, self._config):
                 work.bring(main, donors=(place,))
         changed = tuple(sorted(work.changed))
         return Published("folder", str(place), revision, files, changed)

@@ -170,7 +170,7 @@ class HubClient:
         Moved
             The branch is no longer at ``parent``, or is gone.
         Rejected
-            A large file has not arrived as it was announced.
+            The storage of large files has not taken one.
         """
         from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 

@@ -43,7 +43,7 @@ class Moved(Exception):
 
 
 class Rejected(Exception):
-    """Bytes have arrived otherwise than they were announced."""
+    """The Hub's storage has not taken a file."""
 
 
 def masked(text: str) -> str:
@@ -243,14 +243,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def rejection(error: BaseException) -> str | None:
-    """The Hub's words where it refuses bytes that are not what was announced; None otherwise."""
+    """The Hub's words where its storage does not take a file, or has it no more; None for others.
+
+    A file that has arrived otherwise than announced, or an address that was signed too long ago:
+    asked again, the Hub gives new addresses for what it lacks.
+    """
     from huggingface_hub import errors as theirs
 
     for link in _chain(error):
-        if isinstance(link, theirs.HfHubHTTPError) and link.response.status_code in (400, 409, 422):
-            request = link.response.request
+        if isinstance(link, theirs.HfHubHTTPError):
+            request, status = link.response.request, link.response.status_code
             path = str(request.url.path)
-            storage = request.method == "PUT" or "/lfs/objects/" in path
-            if storage and not path.endswith("/batch"):
+            if request.method == "PUT":
+                known = status in (400, 403, 404, 409, 422)
+            else:
+                known = "/lfs/objects/" in path and status in (400, 404, 409, 422)
+            if known and not path.endswith("/batch"):
                 return _shown(str(link.server_message or link))
     return None

@@ -9,7 +9,9 @@ raises only what is final.
 from __future__ import annotations
 
 import email.utils
+import functools
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +65,7 @@ class HubSession(httpx2.Client):
     """A session that bears with the Hub as long as ``patience`` lasts."""
 
     def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
-        super().__init__(follow_redirects=True, timeout=timeout_s)
+        super().__init__(follow_redirects=True, timeout=timeout_s, verify=_certificates())
         self.traffic = Traffic()
         #: What is being done, for messages.
         self.doing = "asking for the repository"
@@ -155,6 +157,12 @@ def asked_wait(response: httpx2.Response) -> float | None:
         return max(0.0, (until - there).total_seconds())
     except (TypeError, ValueError):
         return None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    return httpx2.create_ssl_context()
 
 
 def _passing(response: httpx2.Response) -> bool:

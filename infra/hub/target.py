@@ -166,13 +166,13 @@ class _Publishing:
             self._hub.create_branch(branch, main.commit)
         before = self._read(refs.branches[branch]) if branch in refs.branches else main
         commit = self._bring(branch, before)
-        if moves_main(main.lying, self._publication):
+        if moves_main(main.lying, self._publication, self._config):
             self._bring("main", main)
         return commit
 
     def _tagged(self, tag: str, refs: Refs, main: _Revision) -> str:
         aside = f"refiner-{tag}"
-        if moves_main(main.lying, self._publication):
+        if moves_main(main.lying, self._publication, self._config):
             commit = self._bring("main", main)
         else:
             commit = self._aside(aside, tag, refs, main)
@@ -261,7 +261,7 @@ class _Publishing:
                 sends += 1
                 if sends == SENDS:
                     raise outage(
-                        f"what arrives is not what was sent, {SENDS} times: {rejected}",
+                        f"its storage does not take what is sent, {SENDS} times: {rejected}",
                         "sending files",
                         self._publication.repo_id,
                     ) from None

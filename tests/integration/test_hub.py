@@ -138,6 +138,16 @@ def test_a_card_update_moves_the_tag_and_main_only_where_main_is_that_step(
     assert set(hub.refs(REPO)) == {"heads/main", "tags/step-50", "tags/step-100"}
 
 
+def test_main_is_the_best_also_where_an_earlier_step_turns_out_to_be_it(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    best = target(hub, which="best")
+    best.publish(publication(tmp_path, 100, final=True))
+    published = best.publish(publication(tmp_path, 50))
+    refs = hub.refs(REPO)
+    assert refs["heads/main"] == refs["tags/step-50"] == published.commit != refs["tags/step-100"]
+
+
 def test_each_step_can_have_a_branch_and_the_last_is_main_too(
     hub: LoopbackHub, tmp_path: Path
 ) -> None:

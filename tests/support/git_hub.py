@@ -11,6 +11,7 @@ things by hand: ``python -m tests.support.git_hub [FOLDER]``.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 import threading
@@ -139,6 +140,11 @@ class LoopbackHub:
         self.create(repo_id, private=private)
         found = (p for p in sorted(folder.rglob("*")) if p.is_file())
         return self.add(repo_id, {p.relative_to(folder).as_posix(): p.read_bytes() for p in found})
+
+    def copy(self, repo_id: str, other: str) -> None:
+        """Another repository that has come as far as this one."""
+        shutil.copytree(self.git(repo_id).folder, self.api.root / f"{other}.git")
+        self.create(other, private=self.api.repos[repo_id].private)
 
     def git(self, repo_id: str) -> GitStore:
         """The repository behind an id."""

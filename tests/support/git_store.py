@@ -38,10 +38,12 @@ def pointer_text(sha256: str, size: int) -> bytes:
 
 
 class GitStore:
-    """One bare repository at ``folder``, with one commit to begin with."""
+    """One bare repository at ``folder``, with one commit to begin with unless it is there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / "HEAD").exists():
+            return
         for name in ("objects", "refs/heads", "refs/tags", "lfs"):
             (folder / name).mkdir(parents=True)
         (folder / "HEAD").write_text("ref: refs/heads/main\n")

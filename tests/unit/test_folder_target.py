@@ -87,6 +87,15 @@ def test_each_step_has_a_folder_and_main_is_the_last_of_them(root: Path, tmp_pat
     assert inode(main) == inode(last), "main and its step share their bytes"
 
 
+def test_main_is_the_best_also_where_an_earlier_step_turns_out_to_be_it(
+    root: Path, tmp_path: Path
+) -> None:
+    target = FolderTarget(root, PublishConfig(which="best"))
+    for step in (100, 50):
+        target.publish(publication(tmp_path, step))
+    assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 50"
+
+
 def test_a_card_of_a_step_changes_main_only_where_main_is_that_step(
     root: Path, tmp_path: Path
 ) -> None:
