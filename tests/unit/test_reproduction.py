@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,23 @@ def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> Non
     found = reproduce(made)
     assert found.command == "refiner run tiny model.name_or_path=model"
     assert fingerprint(found, made) == made.fingerprint
+
+
+def test_given_where_the_files_are_the_command_needs_no_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What somebody else does who has the same files: by the command line itself."""
+    from refiner_core.models import tiny_model_dir
+
+    path = rows_file(tmp_path)
+    (path.parent / "model").symlink_to(tiny_model_dir())
+    made = run_of(
+        "tiny", f"data.rl_path={path}", f"model.name_or_path={path.parent / 'model'}", "seed=3"
+    )
+    _, _, recipe, *overrides = shlex.split(reproduce(made).command)
+    monkeypatch.chdir(path.parent)
+    plan = make_recipe_plan(recipe, overrides)
+    assert plan.by_name["grpo"].fingerprint == made.fingerprint
 
 
 def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path) -> None:
