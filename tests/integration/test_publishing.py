@@ -84,7 +84,10 @@ def test_a_stage_that_is_repeated_late_brings_no_older_card_back(
     run.carry_out("card-step2")
     before, refs = text(hub, "step-2"), hub.refs(REPO)
     shutil.rmtree(run.workspace.layout.stage(run.stage("publish-step2").id).control)
+    asked = len(hub.log)
     assert run.carry_out("publish-step2")["card"] == before
+    assert len(hub.log) - asked <= 10, [r.path for r in hub.log[asked:]]
+    assert not any(r.writes for r in hub.log[asked:])
     assert text(hub, "step-2") == before
     assert hub.refs(REPO) == refs, "nothing was committed"
 
