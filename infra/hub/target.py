@@ -66,8 +66,8 @@ class HubTarget:
         """See :class:`infra.targets.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
+            work = _Publishing(hub, self._config, publication, progress, should_stop)
             for looks in range(1, ROUNDS + 1):
-                work = _Publishing(hub, self._config, publication, progress, should_stop)
                 try:
                     return work.publish()
                 except Moved as moved:
@@ -90,7 +90,7 @@ class _Revision(NamedTuple):
 
 
 class _Publishing:
-    """One look at the repository, and what follows from it."""
+    """Looks at the repository, and what follows from each."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Publishing:
         self._evidence: Lying | None = None
 
     def publish(self) -> Published:
-        """Bring the repository to what the publication says.
+        """Look once, and bring the repository to what the publication says.
 
         Raises
         ------
@@ -188,14 +188,13 @@ class _Publishing:
             if not self._differs(tagged):
                 self._evidence = tagged.lying
                 return tagged.commit
-        else:
+        elif branch not in refs.branches:  # it outlives a tag that is gone while it is moved
             self._nothing_to_update(tag)
             tagged = main
-        if branch in refs.branches:
-            tagged = self._read(refs.branches[branch])
-        else:
-            self._hub.create_branch(branch, tagged.commit)
         self._made_aside = True
+        if branch in refs.branches:
+            return self._bring(branch, self._read(refs.branches[branch]))
+        self._hub.create_branch(branch, tagged.commit)
         return self._bring(branch, tagged)
 
     def _nothing_to_update(self, revision: str) -> None:
@@ -221,8 +220,8 @@ class _Publishing:
         wanted, gone = self._difference(before)
         if not wanted and not gone:
             return before.commit
-        commit = self._send(branch, before.commit, wanted, gone)
         self._changed |= {f.name for f in wanted}
+        commit = self._send(branch, before.commit, wanted, gone)
         after = self._hub.tree(commit)
         wrong = [f.name for f in publication.files if not _same(after.get(f.name), f)]
         wrong += [name for name in gone if name in after]

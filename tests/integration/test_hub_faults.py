@@ -92,6 +92,14 @@ STORIES: dict[str, tuple[str, Story]] = {
         "branch",
         lambda at, repo: [publication(at, 50, repo_id=repo), publication(at, 100, repo_id=repo)],
     ),
+    "a card of a late step": (
+        "tag",
+        lambda at, repo: [
+            publication(at, 100, repo_id=repo),
+            publication(at, 50, repo_id=repo),
+            publication(at, 50, repo_id=repo, says="numbers", only_card=True),
+        ],
+    ),
     "a card": (
         "tag",
         lambda at, repo: [
