@@ -261,7 +261,7 @@ def test_a_rate_limit_that_is_too_long_to_wait_for_says_until_when(
     begun = time.monotonic()
     with pytest.raises(HubOutage, match=r"429: slow down.*asks to wait 2700 s, until \d\d:\d\d"):
         target(hub).publish(publication(tmp_path, 50))
-    assert time.monotonic() - begun < 5, "what is too long is not begun"
+    assert time.monotonic() - begun < 60, "what is too long is not begun"
 
 
 def test_a_burst_of_errors_is_borne_and_a_long_one_is_an_outage(
@@ -273,7 +273,7 @@ def test_a_burst_of_errors_is_borne_and_a_long_one_is_an_outage(
     begun = time.monotonic()
     with pytest.raises(HubOutage, match="503: down for maintenance"):
         target(hub, patience_s=0.3).publish(publication(tmp_path, 100))
-    assert time.monotonic() - begun < 5, "the client's own tries would take half a minute"
+    assert time.monotonic() - begun < 20, "the client's own tries would take 23 s and more"
 
 
 def test_a_hub_that_does_not_answer_is_given_up_on(hub: LoopbackHub, tmp_path: Path) -> None:
