@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_numbers_of_the_same_names_from_two_evaluations_are_told_apart(
     shutil.copytree(run.workspace.root, copy)
     other = RecordedRun(copy, "reward.paper_citation_weight=0.5")
     other.evaluate("evaluate-sft", quality=0.5)
-    RecordedRun(copy, "seed=8")  # the newest run has measured nothing, so all are looked at
+    newest = replace(RecordedRun(copy, "seed=8").run, run="29990101-000000-tiny-ffff")
+    other.workspace.write_run(newest)  # it has measured nothing, so all are looked at
     done = CliRunner().invoke(why_command, ["format_valid", "sft", f"workspace={copy}"])
     ids = {run.stage("evaluate-sft").id, other.stage("evaluate-sft").id}
     assert len(ids) == 2
