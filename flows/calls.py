@@ -81,6 +81,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     """
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
+    check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
         workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
@@ -263,6 +264,23 @@ def in_folder_of(run: RunRecord) -> Iterator[None]:
         return
     with contextlib.chdir(folder):
         yield
+
+
+def check_hub_access(config: RecipeConfig) -> None:
+    """Find out before hours are spent whether the Hub will take what the recipe publishes; a Hub
+    that does not answer is only said.
+
+    Raises
+    ------
+    HubRefused, ConfigurationError
+        The token, its rights, or the repository's name.
+    """
+    if config.publish.target != "hub" or "publish" not in config.stages:
+        return
+    from infra.hub.preflight import check_hub
+
+    for warning in check_hub(config):
+        _say(warning)
 
 
 def check_supported(config: RecipeConfig) -> None:

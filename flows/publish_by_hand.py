@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from flows.calls import check_supported, record_run, with_room
+from flows.calls import check_hub_access, check_supported, record_run, with_room
 from flows.sources import resolve_sources
 from flows.status import find_run
 from infra.checkpoints import CheckpointStore
 from infra.dispatch import make_router
 from infra.workspace import Workspace
 from refiner_core.contract.checks import check_config
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.publications import final_model
+from refiner_core.contract.publications import final_model, published_steps, publishes_final
 from refiner_core.contract.records import RunRecord, from_json
 
 #: What may be different from how the run was begun: where it goes, and how jobs run.
@@ -67,7 +67,7 @@ def plan_publication(
             fix="publish it with the version that trained it",
         )
     _check_steps(workspace, whole, steps)
-    names = _about_publishing(whole, evaluate=evaluate)
+    names = _about_publishing(whole, steps)
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
     return Prepared(plan, run, sources)
@@ -85,12 +85,13 @@ def begin_publication(
     :func:`plan_publication`."""
     prepared = plan_publication(workspace, run_id, steps, overrides, evaluate=evaluate)
     plan, run = prepared.plan, prepared.run
+    check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
         room = Workspace.open(workspace.root)
         make_router(plan.config.dispatch, room).check(plan.stages)
         recipe = str(run.provenance.get("recipe") or run.recipe)
-        words = [*run.overrides, *_words(steps), *overrides]
+        words = [*run.overrides, *_words(plan.config.publish), *overrides]
         more = {"sources": prepared.sources, "publishes": run.run}
         record = record_run(plan, room, recipe, words, **more)
         room.write_run(record)
@@ -135,21 +136,29 @@ def _config(
         )
     config = from_json(RecipeConfig, run.config)
     stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
-    publish = replace(
-        config.publish,
-        which="listed" if steps else "final",
-        steps=tuple(sorted(set(steps))),
-        evaluate=evaluate,
-    )
+    publish = replace(_with_steps(config, steps), evaluate=evaluate)
     config = replace(config, stages=stages, publish=publish, only=(), workspace=str(workspace.root))
     return check_config(apply_overrides(config, overrides))
 
 
-def _words(steps: Sequence[int]) -> list[str]:
+def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
+    """The `publish` section with these steps beside those that the run publishes anyway: its last
+    card goes on to tell of those."""
+    publish, last = config.publish, config.grpo.num_training_steps
+    own: set[int] = set()
+    if publish.which in ("every-save", "listed"):
+        own = {*published_steps(config), *([last] if publishes_final(config) else [])}
+    if set(steps) <= own and (steps or publishes_final(config)):
+        return publish
     if not steps:
-        return []
-    listed = ",".join(map(str, sorted(set(steps))))
-    return ["publish.which=listed", f"publish.steps=[{listed}]"]
+        return replace(publish, which="final", steps=())
+    return replace(publish, which="listed", steps=tuple(sorted(own | set(steps))))
+
+
+def _words(publish: PublishConfig) -> list[str]:
+    """Overrides that say which checkpoints are published."""
+    listed = ",".join(map(str, publish.steps))
+    return [f"publish.which={publish.which}", f"publish.steps=[{listed}]"]
 
 
 def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
@@ -162,14 +171,19 @@ def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
     return found
 
 
-def _about_publishing(plan: Plan, *, evaluate: bool) -> tuple[str, ...]:
-    """Names of the stages that publish, and of those that measure what they publish."""
-    wanted = [s.name for s in plan.stages if s.kind in ("export", "publish", "card")]
-    if evaluate:
-        measured = {n for s in plan.stages if s.kind == "card" for n in s.inputs.values()}
-        wanted += [s.name for s in plan.stages if s.kind == "evaluate" and s.name in measured]
-    else:
-        wanted = [n for n in wanted if plan.by_name[n].kind != "card"]
+def _about_publishing(plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
+    """Names of the stages that publish ``steps`` (none: the last), of those that measure them for
+    their cards, and of the exports that these need."""
+    wanted = {f"{kind}-step{s}" for s in steps for kind in ("export", "publish", "card")}
+    wanted &= plan.by_name.keys()
+    if not wanted or plan.config.grpo.num_training_steps in steps:
+        wanted |= {"publish", "card"}
+    if not plan.config.publish.evaluate:
+        wanted -= {s.name for s in plan.stages if s.kind == "card"}
+    for stage in reversed(plan.stages):
+        if stage.name in wanted:
+            read = (plan.by_name[n] for n in stage.inputs.values())
+            wanted |= {s.name for s in read if s.kind in ("export", "evaluate")}
     return tuple(s.name for s in plan.stages if s.name in wanted)
 
 

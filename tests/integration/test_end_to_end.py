@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def published(finished: Finished) -> Path:
     return Path(next(s["target"] for s in finished.json["stages"] if s["stage"] == "publish"))
 
 
-KINDS = ["data", "sft", "grpo", "publish", "evaluate", "evaluate", "evaluate", "card"]
+KINDS = ["data", "sft", "grpo", "evaluate", "evaluate", "evaluate", "publish", "card"]
 
 
 @pytest.fixture(scope="session")
@@ -185,10 +186,14 @@ def test_every_number_of_the_card_is_one_of_the_results(
     assert known.keys() <= shown
 
 
-def test_the_cards_command_plans_the_same_fingerprints(finished: Finished, workspace: Path) -> None:
+def test_the_cards_command_plans_the_same_fingerprints(
+    finished: Finished, workspace: Path, trained: Path
+) -> None:
+    """Given where the local files are that it names without their folders."""
     card = (published(finished) / "README.md").read_text()
     line = next(x for x in card.splitlines() if x.startswith("refiner run tiny "))
-    again = refiner("plan", *line.split()[2:], f"workspace={workspace}", "--json").json
+    words = (*shlex.split(line)[2:], f"workspace={workspace}", "--json")
+    again = refiner("plan", *words, cwd=trained.parent).json
     assert [s["fingerprint"] for s in again["stages"]] == [
         s["fingerprint"] for s in finished.json["stages"]
     ]

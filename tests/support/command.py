@@ -32,6 +32,7 @@ SMALL = (
     "evaluate.num_samples=2",
     "evaluate.bootstrap_samples=200",
     "tracking.wandb=disabled",
+    "dispatch.nice=0",
 )
 #: What a clock has to do with; never part of a comparison of two runs.
 TIMED = ("time/", "tokens_per_second")

@@ -1,0 +1,204 @@
+"""Checkpoints publish themselves while training goes on, and by hand; training never waits for it.
+
+Real runs through the command, a real Hub client, a Hub on loopback over real git.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.records import from_json
+from refiner_core.training.export import export_checkpoint
+from tests.support.command import Finished, Stage, refiner, start, wait_until
+from tests.support.git_hub import EXPIRED, Fault, LoopbackHub
+from tests.support.stage_io import FolderStageIO
+
+STEPS = (
+    *("stages=[data,grpo,publish,evaluate]", "evaluate.models=[grpo]"),
+    *("grpo.num_training_steps=6", "grpo.save_freq=3", "grpo.keep=1"),
+    *("evaluate.decoding=[greedy]", "evaluate.max_prompts=2"),
+)
+HUB = ("publish.target=hub", "publish.repo_id=me/refiner", "publish.private=false")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A Hub that `refiner` of this test talks to."""
+    with LoopbackHub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        yield hub
+
+
+def events(workspace: Path) -> list[dict[str, Any]]:
+    """The event log of the only run."""
+    (path,) = workspace.glob("runs/*/events.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def when(told: list[dict[str, Any]], stage: str, state: str) -> int:
+    """The position of the first event in which a stage was in a state."""
+    found = (i for i, e in enumerate(told) if (e.get("stage"), e.get("state")) == (stage, state))
+    return next(found)
+
+
+# ---------------------------------------------------------------- while training goes on
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps") / "runs"
+
+
+@pytest.fixture(scope="module")
+def published(workspace: Path, small: tuple[str, ...]) -> Finished:
+    """A run that publishes every save to a folder. It keeps one checkpoint: the trainer would have
+    deleted the others long before it ends."""
+    done = refiner(
+        *("run", "tiny", f"workspace={workspace}", *small, *STEPS),
+        *("publish.which=every-save", "--no-server", "--json"),
+    )
+    assert done.code == 0, done.stderr
+    return done
+
+
+def target(done: Finished, name: str) -> Path:
+    return Path(next(s["target"] for s in done.json["stages"] if s["name"] == name))
+
+
+def test_every_save_is_published_and_the_first_one_before_training_has_ended(
+    published: Finished, workspace: Path
+) -> None:
+    told = events(workspace)
+    assert when(told, "export-step3", "running") < when(told, "grpo", "done")
+    folders = [target(published, n) for n in ("publish-step3", "publish")]
+    assert len(set(folders)) == 2
+    weights = {(f / "model.safetensors").read_bytes() for f in folders}
+    assert len(weights) == 2, "each step has weights of its own"
+    held = list(workspace.glob("stages/*/holds/*"))
+    assert held == [], "nothing is held any more"
+
+
+def test_the_card_of_a_step_says_which_one_and_has_its_numbers(published: Finished) -> None:
+    card = (target(published, "publish-step3") / "README.md").read_text()
+    assert "step 3" in card
+    assert "No evaluation of this checkpoint is recorded" not in card
+    last = (target(published, "publish") / "README.md").read_text()
+    assert "step 3" in last, "the last one tells how it came there"
+
+
+def test_an_export_has_the_bytes_that_training_would_have_left(
+    published: Finished, workspace: Path, tmp_path: Path
+) -> None:
+    grpo = Stage(workspace, "grpo")
+    assert grpo.folder is not None
+    config = from_json(RecipeConfig, json.loads((grpo.attempts[-1] / "config.json").read_text()))
+    (checkpoint,) = grpo.folder.glob("checkpoints/step-*6")
+    report = export_checkpoint(
+        config,
+        checkpoint=checkpoint,
+        model_ref=config.model.name_or_path,
+        output_dir=tmp_path,
+        io=FolderStageIO(tmp_path / "io"),
+    )
+    final = grpo.attempts[-1] / "output" / "model"
+    names = {p.name for p in final.iterdir()}
+    assert names == {p.name for p in (tmp_path / "model").iterdir()}
+    for name in names:
+        assert (tmp_path / "model" / name).read_bytes() == (final / name).read_bytes(), name
+    told = grpo.result()["report"]
+    assert {k: told[k] for k in ("steps", "episodes", "counts", "curves")} == {
+        k: report[k] for k in ("steps", "episodes", "counts", "curves")
+    }
+
+
+def test_by_hand_what_is_published_is_not_published_again(
+    published: Finished, workspace: Path
+) -> None:
+    again = refiner(
+        "publish", f"workspace={workspace}", "--step", "3", "--step", "6", "--json", "--no-server"
+    )
+    assert again.code == 0, again.stderr
+    assert {s["state"] for s in again.json["stages"]} == {"skipped"}
+    gone = refiner("publish", f"workspace={workspace}", "--step", "8")
+    assert gone.code == 2
+    assert "up to 6" in gone.stderr
+    other = refiner("publish", f"workspace={workspace}", "grpo.beta=0.5")
+    assert other.code == 2
+    assert "what was trained is recorded" in other.stderr
+
+
+# ---------------------------------------------------------------- when something is in the way
+
+
+def test_of_a_run_that_died_a_step_is_published_by_hand_and_it_goes_on_all_the_same(
+    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    workspace = tmp_path / "runs"
+    arguments = ("run", "tiny", f"workspace={workspace}", *small, *STEPS, "stages=[data,grpo]")
+    run = start(*arguments, "--no-server")
+    grpo = Stage(workspace, "grpo")
+    wait_until(lambda: list(workspace.glob("stages/grpo-*/checkpoints/step-*3")), "a checkpoint")
+    run.send_signal(signal.SIGKILL)
+    worker = wait_until(lambda: grpo.worker, "the worker")
+    worker.kill_group()
+    run.communicate(timeout=60)
+    done = refiner("publish", f"workspace={workspace}", "--step", "3", *HUB, "--no-server")
+    steps = [p.name for p in workspace.glob("stages/grpo-*/checkpoints/step-*")]
+    assert done.code == 0, (done.stderr, steps)
+    assert "tags/step-3" in hub.refs("me/refiner")
+    assert "model.safetensors" in hub.contents("me/refiner", "step-3")
+    on = refiner(*arguments, "--no-server", "--quiet")
+    assert on.code == 0, on.stderr
+    assert grpo.result()["report"]["steps"] == 6
+
+
+def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_later(
+    hub: LoopbackHub, small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token expires while the run trains."""
+    workspace = tmp_path / "runs"
+    arguments = (
+        *("run", "tiny", f"workspace={workspace}", *small, *STEPS, *HUB),
+        *("stages=[data,grpo,publish]", "publish.which=every-save", "publish.patience_s=2"),
+        *("dispatch.backoff_s=0.2", "--no-server"),
+    )
+    refused = Fault("answer", where=lambda r: r.writes, times=1e9, status=401, says="expired")
+    hub.faults = [refused]
+    first = refiner(*arguments, "--json")
+    assert first.code == 9, first.stderr
+    states = {s["name"]: s["state"] for s in first.json["stages"]}
+    assert states["grpo"] == "done"
+    assert states["export-step3"] == "done"
+    assert states["publish-step3"] == "interrupted"
+    hub.faults = []
+    second = refiner(*arguments, "--json")
+    assert second.code == 0, second.stderr
+    states = {s["name"]: s["state"] for s in second.json["stages"]}
+    assert states["grpo"] == "skipped"
+    assert {states["publish-step3"], states["publish"]} == {"done"}
+    refs = hub.refs("me/refiner")
+    assert "tags/step-3" in refs
+    main = hub.contents("me/refiner")
+    final = Stage(workspace, "grpo").attempts[-1] / "output" / "model" / "model.safetensors"
+    assert main["model.safetensors"] == final.read_bytes(), "main ends at the last step"
+
+
+def test_a_token_that_is_no_good_is_said_before_anything_is_trained(
+    hub: LoopbackHub, tmp_path: Path, small: tuple[str, ...]
+) -> None:
+    os.environ["HF_TOKEN"] = EXPIRED  # put back by the fixture of `hub`
+    workspace = tmp_path / "runs"
+    done = refiner("run", "tiny", f"workspace={workspace}", *small, *HUB, "--no-server")
+    assert done.code == 9
+    assert "token" in done.stderr
+    assert EXPIRED not in done.stderr
+    assert not workspace.exists() or not list(workspace.glob("stages/*"))
