@@ -155,7 +155,7 @@ def _trained_from(work: StageWork, stage_id: str) -> str:
 
 
 def run_publish(work: StageWork) -> dict[str, Any]:
-    """Final weights and a card to a folder in Hub layout."""
+    """Weights and a card to a folder in Hub layout, or to the Hub."""
     from flows.publishing import publish
 
     return publish(work)
