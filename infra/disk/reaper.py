@@ -32,6 +32,7 @@ from infra import atomic
 from infra.checkpoints import MARKER, CheckpointStore
 from infra.disk.copies import FreshLook
 from infra.disk.marks import Reason, pins, write_reclaimed
+from infra.disk.room import is_no_space
 from infra.disk.stock import StageFacts, Stock, Weights, protection_of
 from infra.disk.usage import Item
 from infra.holds import held_steps
@@ -263,8 +264,13 @@ def _delete_checkpoint(workspace: Workspace, candidate: Candidate) -> None:
         path.rename(hidden)
     except FileNotFoundError:
         return  # the trainer has been faster
+    except OSError as error:
+        if not is_no_space(error):
+            raise
+        hidden = path  # a full quota may refuse even a new name, and takes deletions alone
     if candidate.step in held_steps(stage):
-        hidden.rename(path)
+        if hidden != path:
+            hidden.rename(path)
         return
     # Marker first: a deletion that is cut short leaves no complete-looking remains.
     atomic.remove_quietly(hidden / MARKER)
