@@ -284,8 +284,9 @@ def has_xet() -> bool:
 
 def _choose_transfer(endpoint: str) -> None:
     """Other Hubs than the official one have no Xet storage, and the client knows no way back."""
-    if endpoint == OFFICIAL or "HF_HUB_DISABLE_XET" in os.environ:
+    if endpoint == OFFICIAL:
         return
-    os.environ["HF_HUB_DISABLE_XET"] = "1"
+    if os.environ.setdefault("HF_HUB_DISABLE_XET", "1").upper() not in ("1", "ON", "YES", "TRUE"):
+        return  # the user says that there is
     if constants := sys.modules.get("huggingface_hub.constants"):
         constants.HF_HUB_DISABLE_XET = True  # type: ignore[attr-defined]  # it was read at import
