@@ -177,6 +177,8 @@ class CheckpointStore:
         complete = [c for c in self.complete() if c.step < before and c.step not in held]
         count -= read_checkpoint(spare) is not None
         for old in complete[: max(0, len(complete) - max(0, count))]:
+            if old.step in self._held():  # somebody has asked for it in the meantime
+                continue
             # Marker first: a deletion that is cut short leaves no complete-looking remains.
             atomic.remove_quietly(old.path / MARKER)
             atomic.remove_tree(old.path)

@@ -133,10 +133,15 @@ def require_finite(stage: str, step: int, **values: float) -> None:
             )
 
 
-def curve(values: Sequence[float]) -> list[list[float]]:
-    """At most about a hundred ``[step, value]`` points of a curve; the last one always."""
-    stride = max(1, math.ceil(len(values) / CURVE_POINTS))
-    points = list(range(0, len(values), stride))
-    if values and points[-1] != len(values) - 1:
-        points.append(len(values) - 1)
-    return [[i + 1, values[i]] for i in points]
+def curve(values: Sequence[float | None]) -> list[list[float]]:
+    """At most about a hundred ``[step, value]`` points of a curve; the last one always.
+
+    ``values`` has one entry per step; None where a step has no such number (a step whose groups
+    were all dropped has no KL).
+    """
+    known = [[step, value] for step, value in enumerate(values, 1) if value is not None]
+    stride = max(1, math.ceil(len(known) / CURVE_POINTS))
+    points = known[::stride]
+    if known and points[-1] != known[-1]:
+        points.append(known[-1])
+    return points

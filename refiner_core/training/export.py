@@ -53,7 +53,7 @@ def export_checkpoint(
 
 def progress_report(progress: dict[str, Any]) -> dict[str, Any]:
     """What a training has come to, by the progress that its checkpoint holds."""
-    curves = {name: curve(values) for name, values in progress.get("curves", {}).items() if values}
+    curves = {n: points for n, v in progress.get("curves", {}).items() if (points := curve(v))}
     report = {"steps": progress["step"], "episodes": progress.get("episode"), "curves": curves}
     if losses := progress.get("losses"):
         report["train_loss"] = {"first": losses[0], "final": losses[-1], "curve": curve(losses)}

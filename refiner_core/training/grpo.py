@@ -179,7 +179,7 @@ class _GrpoRun:
 
     def report(self) -> dict[str, Any]:
         """What came out, from the progress alone: the same whether or not it was interrupted."""
-        curves = {name: curve(values) for name, values in self.progress["curves"].items() if values}
+        curves = {n: p for n, v in self.progress["curves"].items() if (p := curve(v))}
         return {
             "steps": self.progress["step"],
             "episodes": self.progress["episode"],
@@ -256,8 +256,7 @@ class _GrpoRun:
         for name in COUNTS:
             progress["counts"][name] += metrics[name]
         for name in CURVES:
-            if name in metrics:
-                progress["curves"][name].append(metrics[name])
+            progress["curves"][name].append(metrics.get(name))  # one entry per step, or None
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
 
     def _tell(self, step: int, phase: str) -> None:

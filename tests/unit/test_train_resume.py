@@ -255,3 +255,14 @@ def test_another_seed_is_another_run(reference, stage):
     stage.config = replace(stage.config, seed=8)
     stage.run()
     assert stage.outcome()["weights"] != reference[2]["weights"]
+
+
+def test_a_point_of_a_curve_stands_at_its_step_also_after_steps_without_that_number() -> None:
+    from refiner_core.training.boundary import curve
+
+    assert curve([0.5, None, 0.7]) == [[1, 0.5], [3, 0.7]]
+    assert curve([None, None]) == []
+    long = curve([float(i) for i in range(1000)])
+    assert len(long) <= 101
+    assert long[0] == [1, 0.0]
+    assert long[-1] == [1000, 999.0]
