@@ -1,10 +1,10 @@
 """Resume checkpoints: complete or invisible, in order, and never one too few.
 
 In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
-(``COMPLETE.json``: step, attempt, sizes of its files, what it cost: seconds, bytes, and for how
-long the attempt had run by then). The engine writes into a temporary folder; that is fsynced, marked, fenced (an attempt that is no longer the
-newest may not make it visible) and renamed. Readers ignore what has no marker or whose files are
-not as long as the marker says.
+(``COMPLETE.json``: step, attempt, sizes of its files, and what it cost: seconds, bytes, and for how
+long its attempt had run). The engine writes into a temporary folder; that is fsynced, marked,
+fenced (an attempt that is no longer the newest may not make it visible) and renamed. Readers ignore
+what has no marker or whose files are not as long as the marker says.
 
 Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
 deleted before its successor is complete.

@@ -39,8 +39,8 @@ class JobRequest:
     ``comment`` is the attempt's unique mark; ``code`` the folder that the job imports our packages
     from (none: those of this process); ``threads`` the compute threads of one process.
     ``save_s`` is the longest that a checkpoint has taken so far: the warning before a time limit
-    comes that much earlier. ``avoid`` names nodes that have failed this stage. ``nice`` is how far it
-    gives way to other local jobs (0: not at all).
+    comes that much earlier. ``avoid`` names nodes that have failed this stage. ``nice`` is how far
+    it gives way to other local jobs (0: not at all).
     """
 
     stage_id: str
