@@ -237,14 +237,22 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
     """Every number of the plan's finished evaluations, the random copier's floor last."""
     numbers: list[dict[str, Any]] = []
     floor: dict[tuple[str, ...], dict[str, Any]] = {}
-    for stage in plan.stages:
-        result = workspace.read_result(stage.id) if stage.kind == "evaluate" else None
+    evaluations = [s for s in plan.stages if s.kind == "evaluate"]
+    for stage in sorted(evaluations, key=lambda s: _place(s.model)):
+        result = workspace.read_result(stage.id)
         if result is None:
             continue
         numbers += [_number(e) for e in result.report["evaluations"]]
         for entry in result.report["reference"]:
             floor[tuple(str(entry[k]) for k in ("protocol", "metric"))] = _number(entry)
     return [*numbers, *floor.values()]
+
+
+def _place(model: str) -> tuple[int, int]:
+    """Where a model stands among others: in the order of training, steps before the end."""
+    family, _, step = model.partition("-step")
+    order = ("base", "sft", "rft", "grpo", "command")
+    return (order.index(family) if family in order else len(order), int(step) if step else 1 << 62)
 
 
 def _number(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,7 +294,10 @@ class PublishConfig:
         legacy_value=(),
     )
     card_template: str | None = identity(
-        None, doc="a Jinja file to make the card from; none is the shipped one", legacy_value=None
+        None,
+        doc="a Jinja file to make the card from, which goes along in refiner.json; none is the "
+        "shipped one",
+        legacy_value=None,
     )
     request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
     patience_s: float = execution(
