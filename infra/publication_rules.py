@@ -89,14 +89,17 @@ def holds(lying: Lying | None, publication: Publication) -> bool:
 def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
     """Whether ``main`` of a shared repository moves to this step.
 
-    It never goes back: a step that comes late gets its own name only. With ``publish.which=best``
-    one step is published, and main is it, whichever was before.
+    It never goes back: a step that comes late gets its own name only, and what says no step (older
+    than the evidence file) is the last one of its run. With ``publish.which=best`` one step is
+    published, and main is it, whichever was before.
     """
     if publication.only_these:
         return holds(lying, publication)
-    if config.which == "best":
+    if config.which == "best" or lying is None:
         return True
-    return lying is None or lying.step is None or lying.step <= publication.step
+    if lying.step is None:
+        return publication.final
+    return lying.step <= publication.step
 
 
 def check_same_run(lying: Lying | None, publication: Publication, where: str) -> None:

@@ -96,6 +96,24 @@ def test_main_is_the_best_also_where_an_earlier_step_turns_out_to_be_it(
     assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 50"
 
 
+def test_a_step_does_not_replace_the_last_one_that_an_older_version_has_published(
+    root: Path, tmp_path: Path
+) -> None:
+    """Those versions published nothing but the last checkpoint, and did not say which step it is."""
+    last = publication(tmp_path, 100, final=True)
+    FolderTarget(root, FINAL).publish(last)
+    (root / REPO / "refiner.json").unlink()
+    listed = [{"path": f.name, "bytes": f.bytes, "sha256": f.sha256} for f in last.files[:2]]
+    (root / REPO / ".refiner.json").write_text(json.dumps({"files": listed}))
+    weights = root / REPO / "model.safetensors"
+    FolderTarget(root, STEPS).publish(publication(tmp_path, 50))
+    assert weights.read_bytes() == b"weights of step 100", "main never goes back"
+    assert (root / f"{REPO}@step-50" / "model.safetensors").exists()
+    FolderTarget(root, STEPS).publish(publication(tmp_path, 120, final=True))
+    assert weights.read_bytes() == b"weights of step 120"
+    assert names(root / REPO) == set(ALL), "the old manifest has gone"
+
+
 def test_a_card_of_a_step_changes_main_only_where_main_is_that_step(
     root: Path, tmp_path: Path
 ) -> None:
