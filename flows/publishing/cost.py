@@ -21,7 +21,8 @@ _DIGITS = 6
 
 def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[str, Any]:
     """The cost of a model, as :class:`refiner_core.cards.CardFacts` has it; empty where nothing is
-    known (weights that were adopted).
+    known (weights that were adopted). Where it is not known of one attempt how long it took (a
+    checkpoint of a version that did not say), nothing is said of its stage, and there is no total.
 
     Parameters
     ----------
@@ -30,12 +31,15 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
     """
     hours = dict.fromkeys(("gpu_hours", "core_hours", "lost_gpu_hours", "lost_core_hours"), 0.0)
     seconds: dict[str, float] = {}
+    unknown: set[str] = set()
     for name, attempts in made.attempts.items():
         if made.reports.get(name, {}).get("adopted"):
             continue
         stage_id, kind = made.ids[name], made.records[name].spec.kind
         for place, attempt in enumerate(attempts):
             if attempt.seconds is None:
+                if attempt.started_at is not None:
+                    unknown.add(name)
                 continue
             asked = _resources(workspace, stage_id, attempt.number, kind)
             used = {"gpu_hours": asked.gpus * asked.nodes, "core_hours": asked.cpus * asked.nodes}
@@ -44,10 +48,11 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
                 hours[unit] += count * attempt.seconds / _HOUR_S
                 hours[f"lost_{unit}"] += lost * count * attempt.seconds / _HOUR_S
             seconds[name] = seconds.get(name, 0.0) + attempt.seconds
-    if not seconds:
-        return {}
+    known = {name: round(value, 3) for name, value in seconds.items() if name not in unknown}
+    if unknown or not known:
+        return {"seconds": known} if known else {}
     found: dict[str, Any] = {key: round(value, _DIGITS) for key, value in hours.items()}
-    found["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
+    found["seconds"] = known
     if config.publish.price_per_gpu_hour is not None:
         found["price"] = config.publish.price_per_gpu_hour
         found["currency"] = config.publish.currency

@@ -185,6 +185,20 @@ def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
     assert (cost["price"], cost["currency"]) == (2.5, "EUR")
 
 
+def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_path: Path) -> None:
+    """Checkpoints of older versions do not say it; a sum without the training would look cheap."""
+    run = trained_run(tmp_path / "runs", *EVERY, "publish.price_per_gpu_hour=2.5")
+    run.begin("grpo")
+    run.export(2, attempt=1, elapsed_s=None)
+    run.carry_out("publish-step2")
+    cost = facts_of_stage(run.workspace, run.stage("publish-step2").id).cost
+    assert set(cost) == {"seconds"}
+    assert set(cost["seconds"]) == {"data", "sft"}
+    card = run.report("publish-step2")["card"]
+    assert "data" in card.partition("**Time of the successful attempts:**")[2]
+    assert "all attempts together" not in card
+
+
 def test_an_online_runs_address_stands_in_the_card_and_an_offline_one_has_none(
     tmp_path: Path,
 ) -> None:
