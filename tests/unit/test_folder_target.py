@@ -99,7 +99,7 @@ def test_main_is_the_best_also_where_an_earlier_step_turns_out_to_be_it(
 def test_a_step_does_not_replace_the_last_one_that_an_older_version_has_published(
     root: Path, tmp_path: Path
 ) -> None:
-    """Those versions published nothing but the last checkpoint, and did not say which step it is."""
+    """Those versions published nothing but the last checkpoint, and did not say its step."""
     last = publication(tmp_path, 100, final=True)
     FolderTarget(root, FINAL).publish(last)
     (root / REPO / "refiner.json").unlink()
