@@ -212,17 +212,27 @@ def _sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Shown:
-    """A card made from records now, and what was published then (None if it is not recorded)."""
+    """A card made from records now, and what was published then (None if it is not recorded);
+    ``folder`` is the record of the stage that did it."""
 
     run: str
     stage: str
     card: str
     published: str | None
+    folder: Path
 
     @property
     def differs(self) -> bool:
         """Whether it is no longer what was published."""
         return self.published is not None and self.published != self.card
+
+    @property
+    def again(self) -> list[str]:
+        """The words of the command that does the stage anew."""
+        if self.stage == "publish-best":  # by hand, steps are named
+            return ["resume", self.run]
+        step = self.stage.partition("-step")[2]
+        return ["publish", self.run, *(["--step", step] if step else [])]
 
     def difference(self, most: int = 20) -> list[str]:
         """The first lines of what has changed since."""
@@ -276,7 +286,8 @@ def show(workspace: Workspace, words: Sequence[str]) -> Shown:
     facts = facts_of_stage(workspace, run.stages[wanted])
     result = workspace.read_result(run.stages[wanted])
     published = result.report.get("card") if result is not None else None
-    return Shown(run.run, wanted, build_card(facts), published)
+    folder = workspace.layout.stage(run.stages[wanted]).control
+    return Shown(run.run, wanted, build_card(facts), published, folder)
 
 
 def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:

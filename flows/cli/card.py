@@ -113,8 +113,10 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"{shown.stage} of {shown.run} is not what was published:", err=True)
         for line in shown.difference():
             click.echo(f"  {line}", err=True)
-        again = shlex.join(["refiner", "publish", shown.run, f"workspace={where}"])
-        click.echo(f"Next, to publish it as it is now:\n  {again}", err=True)
+        # A stage that is done is not done again while its record is there.
+        again = (["rm", "-r", str(shown.folder)], ["refiner", *shown.again, f"workspace={where}"])
+        lines = "\n".join(f"  {shlex.join(commands)}" for commands in again)
+        click.echo(f"Next, to publish it as it is now:\n{lines}", err=True)
 
 
 @card_command.command("template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -238,6 +239,10 @@ def test_a_record_that_changed_changes_the_card_and_is_told(
     assert "777 rollouts" in done.stdout
     assert "is not what was published" in done.stderr
     assert any(x.strip().startswith("+") and "777" in x for x in done.stderr.splitlines())
+    # While the stage's record is there, nothing is published again.
+    folder, publish = (shlex.split(line) for line in done.stderr.splitlines()[-2:])
+    assert folder == ["rm", "-r", str(root / "stages" / run.stage("card").id)]
+    assert publish == ["refiner", "publish", run.run.run, f"workspace={root}"]
 
 
 @pytest.mark.parametrize(
