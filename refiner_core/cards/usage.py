@@ -20,7 +20,7 @@ _ANSWER = "<answer><snippet id=S_a1B9xQ2>The bridge has been open since 1932.</s
 _CODE = '''\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-name = "{repo_id}"
+name = "{name}"
 tokenizer = AutoTokenizer.from_pretrained(name{revision})
 model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
 
@@ -64,11 +64,20 @@ def _modes(facts: CardFacts) -> tuple[str, ...]:
 
 
 def usage_code(facts: CardFacts) -> str:
-    """Python that loads this very step and refines one search result."""
+    """Python that loads this very step and refines one search result.
+
+    A folder has no revisions, and transformers would pass over one without a word: there a step is
+    loaded from the folder of its own, ``OWNER/NAME@step-50``.
+    """
     stops = facts.config.grpo.stop_strings
+    name, revision = facts.repo_id, ""
+    if facts.revision != "main" and facts.config.publish.target == "folder":
+        name = f"{name}@{facts.revision}"
+    elif facts.revision != "main":
+        revision = f', revision="{facts.revision}"'
     return _CODE.format(
-        repo_id=facts.repo_id,
-        revision="" if facts.revision == "main" else f', revision="{facts.revision}"',
+        name=name,
+        revision=revision,
         evidence=_EVIDENCE,
         thinking="\n    enable_thinking=False," if output_format(facts).answer_only else "",
         tokens=facts.config.grpo.response_length,

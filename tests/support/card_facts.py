@@ -31,7 +31,7 @@ CONFIG = RecipeConfig(
     grpo=GrpoConfig(deepspeed_stage=3, num_training_steps=100),
     reward=RewardConfig(rubric_source="instance+static"),
     judge=JudgeConfig(kind="openai", model="Qwen/Qwen3.5-35B-A3B", revision="33cc"),
-    publish=PublishConfig(which="every-save"),
+    publish=PublishConfig(target="hub", which="every-save"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,24 @@ def test_the_usage_section_runs_as_a_reader_would_run_it(
         exec(code.replace(given.repo_id, str(exported)), space)  # the point of this test
     assert space["output"].shape[1] > space["inputs"]["input_ids"].shape[1]
     assert printed.getvalue() == space["answer"] + "\n"
+
+
+@pytest.mark.parametrize("revision", ["main", "step-50"])
+def test_the_usage_section_of_a_folder_loads_the_folder_of_that_step(
+    revision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has no revisions: transformers would load what main is, and say nothing."""
+    config = replace_fields(CONFIG, {"publish.target": "folder", "grpo.response_length": 6})
+    given = full_facts(config=config, revision=revision)
+    usage = section(build_card(given), "Usage")
+    code = usage.split("```python\n")[1].split("\n```")[0]
+    assert "revision=" not in code
+    here = given.repo_id if revision == "main" else f"{given.repo_id}@{revision}"
+    shutil.copytree(exported, tmp_path / here)
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {}
+    exec(code, space)  # the point of this test
+    assert space["name"] == here
 
 
 def test_the_output_format_follows_the_modes_of_the_rows() -> None:
