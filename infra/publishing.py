@@ -40,6 +40,8 @@ from refiner_core.contract.types import Progress
 MARKER = ".refiner.json"
 _PAPERS = (CARD, EVIDENCE)
 _CHUNK = 4 << 20
+#: What the system says where nobody may make a file.
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
@@ -52,10 +54,13 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
     if "target" not in report or report.get("where", "folder") != "folder":
         return None
     target = Path(str(report["target"]))
-    wanted = {f["path"]: f["sha256"] for f in report.get("files", ()) if f["path"] not in _PAPERS}
+    weights = [f for f in report.get("files", ()) if f["path"] not in _PAPERS]
+    wanted = {f["path"]: f["sha256"] for f in weights}
     if report.get("only_these") or not wanted:
         wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
     try:
+        if not target.exists():
+            return f"{target} is gone"
         lying = _lying(target)
         there = {f.path: f.sha256 for f in lying.files} if lying else {}
         gone = [name for name in wanted if not (target / name).exists()]
@@ -68,6 +73,10 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
     for name, digest in wanted.items():
         if there.get(name) != digest:
             return f"{target / name} has been replaced by another publication"
+    for file in weights:
+        path = target / file["path"]
+        if (size := path.stat().st_size) != file["bytes"]:
+            return f"{path} has {size} bytes instead of {file['bytes']}"
     return None
 
 
@@ -278,7 +287,10 @@ def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
 def _refused_by_name(target: Path) -> Iterator[None]:
     try:
         yield
-    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+    except OSError as error:
+        nowhere = error.errno == errno.ENOENT and not target.parent.is_dir()
+        if error.errno not in _NO_PLACE and not nowhere:
+            raise
         raise ConfigurationError(
             f"{target} cannot be written: {error.strerror}: {error.filename or target}.",
             expected="a folder in which you may create files",

@@ -235,6 +235,9 @@ def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
     (root / "me").touch()
     with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):
         FolderTarget(root, FINAL).publish(publication(tmp_path, 1, final=True))
+    nowhere = FolderTarget(Path("/proc/refiner"), FINAL)
+    with pytest.raises(ConfigurationError, match=r"cannot be written.*`publish.path=`"):
+        nowhere.publish(publication(tmp_path, 1, final=True))
 
 
 # ---------------------------------------------------------------- what is known of it later
@@ -256,8 +259,19 @@ def test_what_was_published_is_known_to_be_gone_or_replaced(root: Path, tmp_path
     target.publish(publication(tmp_path, 100, final=True, files=files))
     assert "model.safetensors has been replaced" in str(target_damage(published))
     shutil.rmtree(root)
-    assert str(target_damage(published)).endswith("is gone")
-    assert str(target_damage(updated)).endswith("is gone")
+    assert target_damage(published) == f"{root / REPO} is gone"
+    assert target_damage(updated) == f"{root / REPO} is gone"
+
+
+def test_weights_of_another_size_are_told_though_the_manifest_is_as_it_was(
+    root: Path, tmp_path: Path
+) -> None:
+    target, last = FolderTarget(root, FINAL), publication(tmp_path, 100, final=True)
+    published = {**report_of(target.publish(last), last), "card": card()}
+    path = root / REPO / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-1])
+    assert target_damage(published) == f"{path} has {size - 1} bytes instead of {size}"
 
 
 def test_a_hub_is_not_asked_whether_it_still_has_it() -> None:
