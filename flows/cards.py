@@ -42,7 +42,8 @@ class Source:
     Attributes
     ----------
     name
-        What findings call it: ``README.md``, ``OWNER/NAME/README.md``.
+        What findings call it: ``README.md``, ``OWNER/NAME/README.md``, and after ``@`` a revision
+        that was asked for.
     text, evidence
         Of the card and of its ``refiner.json``; None where there is none.
     folder
@@ -98,7 +99,7 @@ def check(target: str, evidence: Path | None = None) -> Checked:
     """
     source = find_card(target)
     if evidence is not None:
-        source = replace(source, evidence=_read(evidence))
+        source = replace(source, evidence=_read(evidence, is_card=False))
 
     def problem(words: Sequence[str]) -> str | None:
         return command_problem(words, source.folder, whole=source.whole)
@@ -150,17 +151,18 @@ def _from_hub(repo_id: str, revision: str) -> Source:
                 expected="a repository with a card that this token may see",
                 fix="check name and revision; private ones need a token (`hf auth login`)",
             )
-        return Source(f"{repo_id}/{CARD}", card, hub.text(revision, EVIDENCE))
+        named = repo_id if revision == "main" else f"{repo_id}@{revision}"
+        return Source(f"{named}/{CARD}", card, hub.text(revision, EVIDENCE))
 
 
 def _read_beside(folder: Path) -> str | None:
     path = folder / EVIDENCE
-    return _read(path) if path.is_file() else None
+    return _read(path, is_card=False) if path.is_file() else None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, is_card: bool = True) -> str:
     try:
-        return _text(path.read_bytes(), str(path))
+        return _text(path.read_bytes(), str(path), is_card=is_card)
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no file {path}.",
@@ -169,14 +171,16 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _text(data: bytes, name: str) -> str:
+def _text(data: bytes, name: str, *, is_card: bool = True) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name} is not text in UTF-8 (byte {error.start})",
-            expected="a card in Markdown",
-            fix="name a README.md, or save it as UTF-8",
+            expected="a card in Markdown" if is_card else f"the {EVIDENCE} of a card, in JSON",
+            fix="name a README.md, or save it as UTF-8"
+            if is_card
+            else f"take the {EVIDENCE} that was published with the card",
         ) from error
 
 

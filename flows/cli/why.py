@@ -129,6 +129,12 @@ def _evidence(path: Path) -> Evidence:
     from refiner_core.contract.errors import ConfigurationError
 
     file = (path if path.is_dir() else path.parent) / EVIDENCE
+    if not path.exists():
+        raise ConfigurationError(
+            f"There is no {path}.",
+            expected=f"a card that refiner has published, with its {EVIDENCE} beside it",
+            fix="check the path; or leave --card out and name the run's workspace=DIR",
+        )
     try:
         return load_evidence(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -100,7 +100,7 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
             said = str(link.server_message or link).strip()
             return refused(link.response.status_code, said, doing, repo_id)
         if isinstance(link, theirs.LocalTokenNotFoundError):
-            return _no_token(f"There is no token for the Hub, which is needed for {doing}.")
+            return _no_token("There is no token for the Hub.")
         if isinstance(link, theirs.OfflineModeIsEnabled):
             return HubRefused(
                 f"HF_HUB_OFFLINE is set, so the Hub is not asked for {repo_id}.",

@@ -141,6 +141,10 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
     assert "evidence-missing (warning): its evidence (refiner.json) is not here" in done.stdout
     again = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
     assert "is what its evidence gives" in again.stdout
+    elsewhere.write_bytes(b"\xff\xfe")
+    junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
+    assert junk.code == 3
+    assert "Expected the refiner.json of a card, in JSON." in junk.stderr
 
 
 def test_a_card_comes_from_a_pipe(
@@ -204,7 +208,9 @@ def test_a_card_on_a_hub_is_checked_by_card_and_evidence_alone(
         wrong = call(capsys, "check", "me/refiner")
         assert wrong.code == 3
         assert f"me/refiner/README.md:{line}: evidence: " in wrong.stdout
-        assert call(capsys, "check", f"me/refiner@{first}").code == 0
+        at_first = call(capsys, "check", f"me/refiner@{first}")
+        assert at_first.code == 0
+        assert at_first.stdout.startswith(f"me/refiner@{first}/README.md: ")
         missing = call(capsys, "check", "me/another")
         assert missing.code == 9
         assert "me/another" in missing.stderr

@@ -186,7 +186,8 @@ def test_a_number_is_found_however_many_digits_somebody_sees(value: float, digit
         (("0.123456",), "nearest are"),
         (("rewardd",), "Did you mean 'reward'?"),
         (("0.1", "0.2"), "ask for one number at a time"),
-        (("reward", "--card", "/nowhere"), "refiner.json cannot be read"),
+        (("reward", "--card", "/nowhere"), "There is no /nowhere."),
+        (("reward", "--card", "/proc"), "/proc/refiner.json cannot be read"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(
