@@ -49,14 +49,22 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
 
 
 def _template_digest(path: Path) -> str:
+    """The identity of a template that can be parsed: nobody trains for days to learn that it
+    cannot."""
+    from refiner_core.cards import check_template
+
     try:
-        return hashlib.sha256(path.expanduser().read_bytes()).hexdigest()
-    except OSError as error:
+        data = path.expanduser().read_bytes()
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise ConfigurationError(
-            f"publish.card_template {path} cannot be read ({error.strerror}).",
+            f"publish.card_template {path} cannot be read ({why}).",
             expected="a Jinja file such as `refiner card template` prints",
             fix="correct publish.card_template, or drop it for the shipped one",
         ) from error
+    check_template(text)
+    return hashlib.sha256(data).hexdigest()
 
 
 def model_digest(name_or_path: str, revision: str) -> str:

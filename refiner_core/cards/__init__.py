@@ -18,7 +18,7 @@ from refiner_core.cards.evidence import (
 from refiner_core.cards.facts import AttemptNote, CardFacts, attempt_notes, record_of
 from refiner_core.cards.lint import lint_card
 from refiner_core.cards.numbers import CardNumber, card_numbers
-from refiner_core.cards.template import shipped_template
+from refiner_core.cards.template import check_template, shipped_template
 
 __all__ = [
     "AttemptNote",
@@ -28,6 +28,7 @@ __all__ = [
     "attempt_notes",
     "build_card",
     "card_numbers",
+    "check_template",
     "evidence_text",
     "facts_from_json",
     "facts_to_json",

@@ -26,6 +26,24 @@ def shipped_template() -> str:
     return files("refiner_core.cards").joinpath("card.md.jinja").read_text(encoding="utf-8")
 
 
+def check_template(text: str) -> None:
+    """Find out before there is anything to publish whether a template can be read at all.
+
+    Raises
+    ------
+    ConfigurationError
+        It does not parse; names the line.
+    """
+    try:
+        _compiled(text)
+    except TemplateSyntaxError as e:
+        raise ConfigurationError(
+            f"The card template fails at line {_line(e)}: {e}.",
+            expected="a template that Jinja can parse",
+            fix=_FIX,
+        ) from e
+
+
 def render(template: str | None, variables: Mapping[str, Any]) -> str:
     """The card's text; ends with one line feed.
 

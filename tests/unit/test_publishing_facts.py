@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from flows.publishing import facts_of_stage
+from flows.sources import resolve_sources
 from infra.tracking import ADDRESS_FILE
 from infra.workspace import Workspace
 from refiner_core.cards import build_card, lint_card, load_evidence
-from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.records import Outcome
 from tests.support.recorded_run import RecordedRun
 
@@ -317,6 +320,20 @@ def test_a_template_that_leaves_the_licence_out_publishes_nothing(tmp_path: Path
     with pytest.raises(StageFailed, match=r"(?s)licen[cs]e.*publish\.card_template"):
         run.carry_out("publish")
     assert not (tmp_path / "runs" / "published").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"# {{ name }}\n{% if %}\n", "fails at line 2"), (b"\xff\xfe", "not text in UTF-8")],
+)
+def test_a_template_that_cannot_be_parsed_is_refused_before_anything_is_trained(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    template = tmp_path / "card.jinja"
+    template.write_bytes(content)
+    config = replace_fields(RecipeConfig(), {"publish.card_template": str(template)})
+    with pytest.raises(ConfigurationError, match=said):
+        resolve_sources(config)
 
 
 def test_only_files_that_were_asked_for_go_along_and_a_model_is_whole(tmp_path: Path) -> None:
