@@ -170,6 +170,8 @@ def load_model(ref: str, config: ModelConfig) -> Any:
 def load_architecture(ref: str, config: ModelConfig) -> Any:
     """The model of ``ref`` without its weights (they are random numbers), for who has others.
 
+    It is not meant to run: ``model.attn_implementation``, which may need a GPU, is left aside.
+
     Raises
     ------
     ConfigurationError
@@ -182,9 +184,7 @@ def load_architecture(ref: str, config: ModelConfig) -> Any:
     try:
         architecture = AutoConfig.from_pretrained(**source)
         model = AutoModelForCausalLM.from_config(
-            architecture,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            architecture, dtype=getattr(torch, config.dtype), attn_implementation="eager"
         )
     except MemoryError:
         raise

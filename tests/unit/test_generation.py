@@ -18,7 +18,7 @@ from refiner_core.contract.errors import ConfigurationError, StageFailed, Unsupp
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
 from refiner_core.generation.batches import plan_batches
-from refiner_core.generation.load import load_model, load_tokenizer
+from refiner_core.generation.load import load_architecture, load_model, load_tokenizer
 from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models import tiny_model_dir
@@ -394,6 +394,16 @@ def test_a_saved_model_is_loaded_with_the_configured_type(model: Any, tmp_path: 
     assert loaded.dtype == torch.bfloat16
     assert loaded.config._attn_implementation == "eager"
     assert not loaded.training
+
+
+def test_a_model_that_is_only_exported_needs_no_attention_kernel() -> None:
+    """The job that exports a checkpoint has no GPU, whatever the trainer computes attention with;
+    what it writes is the same."""
+    trainer = ModelConfig(attn_implementation="flash_attention_2")
+    exported = load_architecture("builtin:tiny", trainer)
+    trained = load_model("builtin:tiny", ModelConfig())
+    assert exported.config.to_dict() == trained.config.to_dict()
+    assert exported.state_dict().keys() == trained.state_dict().keys()
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(model: Any, tmp_path: Path) -> None:
