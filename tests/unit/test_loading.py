@@ -35,6 +35,8 @@ def test_the_seed_recipe_has_every_value_of_its_card() -> None:
         "lihaoxin2020/rl_hard_gpt5_sft_gpt54rubric",
         "train",
     )
+    exports = c.publish.resources  # 4B weights of 2 bytes, twice in memory
+    assert (exports.gpus, exports.memory_gb) == (0, 32)
     assert c.reward.rubric_source == "instance+static"
     assert c.reward.static_rubrics == "v3"
     assert c.reward.verification_reward == 10.0
