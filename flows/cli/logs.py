@@ -20,11 +20,10 @@ _FOLLOW_S = 0.5
 
 
 @click.command("logs")
-@click.argument("stage", metavar="STAGE")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
+@click.argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
 @click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
 @click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
-def logs_command(stage: str, words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
+def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
     """Print the log of STAGE's newest attempt in RUN (default: the newest run).
 
     With -f it goes over to the next attempt when there is one, and ends when the stage does.
@@ -32,8 +31,11 @@ def logs_command(stage: str, words: tuple[str, ...], follow: bool, attempt: int 
     from infra.workspace import Workspace
 
     where, rest = split_workspace(words)
+    if not rest:
+        raise click.UsageError("Missing argument 'STAGE'.")
+    stage, *runs = rest
     workspace = Workspace.read_only(where)
-    stage_id, run_id = _find(workspace, stage, rest[0] if rest else None)
+    stage_id, run_id = _find(workspace, stage, runs[0] if runs else None)
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     if attempt is not None and attempt not in numbers:
         raise _no_attempt(stage, attempt, numbers)

@@ -208,6 +208,8 @@ def test_logs_show_what_the_launcher_said_of_a_worker_that_never_began(
     assert main(["logs", "sft", f"workspace={workspace.root}"]) == 0
     assert "no such interpreter" in capsys.readouterr().out
     assert main(["logs", "sft", "--attempt", "7", f"workspace={workspace.root}"]) == 2
+    assert main(["logs", f"workspace={workspace.root}", "sft"]) == 0, "as other commands take it"
+    assert main(["logs", f"workspace={workspace.root}"]) == 2
     assert "one of: 1" in capsys.readouterr().err
 
 
