@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 from infra.workspace import Workspace
 from refiner_core.cards.facts import finite
+from refiner_core.cards.results import SMALLER_IS_BETTER
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import StageFailed
-
-#: Of these the smallest value is the best.
-_SMALLER_IS_BETTER = frozenset({"uncited", "judge_failed"})
 
 
 class Candidate(NamedTuple):
@@ -110,7 +108,7 @@ def choose(
         entries = result.report["evaluations"] if result is not None else ()
         found.append(Candidate(role, name, step, _number(entries, step, config)))
     _refuse_mixed(found)
-    sign = -1.0 if config.best_metric in _SMALLER_IS_BETTER else 1.0
+    sign = -1.0 if config.best_metric in SMALLER_IS_BETTER else 1.0
     best = max(found, key=lambda c: (sign * c.value, -c.step))
     return Choice(best, tuple(found))
 

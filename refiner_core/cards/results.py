@@ -27,6 +27,8 @@ _LABELS = {
     "command": "external",
 }
 _STEP = re.compile(r"(\w+)-step(\d+)")
+#: Of these metrics the smallest value is the best.
+SMALLER_IS_BETTER = frozenset({"uncited", "judge_failed"})
 #: Metrics of the table that follows a run; the others of a step stand in its own card.
 PROGRESSION = ("reward", "rubric_score", "citation_f1", "format_valid", "oracle", "fact_recall")
 
@@ -229,11 +231,14 @@ def without_value(facts: CardFacts) -> list[str]:
 
 
 def preferred_step(facts: CardFacts) -> Line | None:
-    """Which of the measured steps has the highest number, by the recipe's own choice of metric.
+    """Which of the measured steps has the best number, by the recipe's own choice of metric.
 
     None unless this model and another step of its run were measured under one protocol.
     """
     publish = facts.config.publish
+    sign, highest, higher = 1.0, "highest", "higher"
+    if publish.best_metric in SMALLER_IS_BETTER:
+        sign, highest, higher = -1.0, "lowest", "lower"
     for (protocol, decoding), group in by_protocol(facts).items():
         measured = [
             (step, entry)
@@ -246,15 +251,17 @@ def preferred_step(facts: CardFacts) -> Line | None:
         mine = [entry for _, entry in measured if entry.values["stage"] == facts.own]
         if not mine or len(measured) < 2:
             continue
-        step, best = min(measured, key=lambda m: (-m[1].values["value"], m[1] != mine[0], m[0]))
+        step, best = min(
+            measured, key=lambda m: (-sign * m[1].values["value"], m[1] != mine[0], m[0])
+        )
         name = f"`{publish.best_metric}` ({decoding}, protocol `{protocol[:12]}`)"
         front = f"Of the {len(measured)} steps that were measured, "
         if best == mine[0]:
-            text = front + f"none has a higher {name} than this one: " + cell(best)
+            text = front + f"none has a {higher} {name} than this one: " + cell(best)
         else:
-            text = front + f"step {step} has the highest {name}: " + cell(best)
+            text = front + f"step {step} has the {highest} {name}: " + cell(best)
             text = text + "; this one has " + cell(mine[0])
-        return text + ". A highest number among several flatters its step."
+        return text + f". A {highest} number among several flatters its step."
     return None
 
 

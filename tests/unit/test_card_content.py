@@ -92,6 +92,17 @@ def test_the_best_of_several_says_so_and_a_tie_is_no_defeat() -> None:
     assert "flatters" in use
 
 
+def test_of_a_number_that_should_be_small_the_smallest_is_preferred() -> None:
+    """As `publish.which=best` chooses; the card of the best must not name another step."""
+    shares = {25: 0.4, 50: 0.1, 75: 0.2}
+    entries = [evaluation(f"grpo-step{s}", "uncited", v) for s, v in shares.items()]
+    facts = full_facts(evaluations=entries)
+    config = replace_fields(facts.config, {"publish.best_metric": "uncited"})
+    use = section(build_card(replace(facts, config=config)), "Intended use")
+    assert "none has a lower `uncited`" in use
+    assert "A lowest number among several flatters" in use
+
+
 def test_the_last_checkpoint_stands_among_the_steps_of_its_run() -> None:
     entries = [
         evaluation("grpo-step50", "citation_f1", 0.5),
