@@ -243,15 +243,17 @@ class AttemptRun:
         return self.io.resumed_step if progress is None else progress.done
 
     def check_inputs(self) -> None:
-        """Raise if what an input stage has made is not there any more.
+        """Raise if what an input stage has made is not there any more; of an input of which a
+        checkpoint is read, its output does not matter.
 
         Raises
         ------
         WorkspaceError
             Names the file, and the folder to delete so that it is made again.
         """
-        for stage_id in self.input_stages.values():
-            self.workspace.check_output(stage_id)
+        for role, stage_id in self.input_stages.items():
+            if role not in self.spec.at_step:
+                self.workspace.check_output(stage_id)
 
     def check_fence(self) -> None:
         """Raise if this attempt may no longer make anything visible."""

@@ -12,11 +12,12 @@ import pytest
 
 from flows.publishing import facts_of_stage
 from flows.sources import resolve_sources
+from infra.attempt import AttemptRun
 from infra.tracking import ADDRESS_FILE
 from infra.workspace import Workspace
 from refiner_core.cards import build_card, lint_card, load_evidence
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
 from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.records import Outcome
 from tests.support.recorded_run import RecordedRun
@@ -186,6 +187,21 @@ def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
     assert cost["lost_gpu_hours"] == pytest.approx(2 * (0.25 + 0.5), rel=0.01)
     assert cost["lost_core_hours"] == pytest.approx(8 * (0.25 + 0.5), rel=0.01)
     assert (cost["price"], cost["currency"]) == (2.5, "EUR")
+
+
+def test_a_checkpoint_is_exported_though_the_weights_of_the_end_are_gone(tmp_path: Path) -> None:
+    """They may have been reclaimed, once the Hub had them; the checkpoint is another thing."""
+    run = trained_run(tmp_path / "runs", *EVERY)
+    run.train("grpo")
+    (weights,) = run.workspace.layout.stage(run.stage("grpo").id).data.rglob("model.safetensors")
+    weights.unlink()
+    run.export(2)
+    export = AttemptRun(run.workspace, run.stage("export-step2").id, 1, own_log=False)
+    export.check_inputs()
+    run.carry_out("publish-step2")
+    last = AttemptRun(run.workspace, run.stage("publish").id, run.claim("publish"), own_log=False)
+    with pytest.raises(WorkspaceError, match="is gone"):
+        last.check_inputs()
 
 
 def test_there_is_no_total_where_nobody_knows_how_long_an_attempt_had_run(tmp_path: Path) -> None:
