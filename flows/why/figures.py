@@ -23,6 +23,7 @@ from refiner_core.evaluation.samples import METRICS
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
+_INTERVAL = re.compile(r"\[[^\]]*\]")
 _DECODINGS = ("greedy", "sampled")
 #: Whose answers are the floor of every evaluation; they have a file of their own.
 FLOOR = "random_copier"
@@ -107,19 +108,21 @@ class Figure:
 
 
 def parse_query(words: Sequence[str]) -> Query:
-    """What the words ask for.
+    """What the words ask for; an interval that was copied along with its number is passed over.
 
     Raises
     ------
     ConfigurationError
         There are none, or two numbers.
     """
+    given, text = words, _INTERVAL.sub("", "\n".join(words))
+    words = [w.strip() for w in text.split("\n") if w.strip()]
     numbers = [w for w in words if _NUMBER.fullmatch(w)]
     steps = [m.group(1) for w in words if (m := _STEP.fullmatch(w))]
     names = tuple(w for w in words if not _NUMBER.fullmatch(w) and not _STEP.fullmatch(w))
     if len(numbers) > 1 or len(steps) > 1 or not words:
         raise ConfigurationError(
-            f"`refiner why` was given {' '.join(words) or 'nothing'}.",
+            f"`refiner why` was given {' '.join(given) or 'nothing'}.",
             expected="one number as it is printed, or names of one: `0.512`, `citation_f1 grpo "
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
@@ -319,7 +322,8 @@ def nothing_found(query: Query, others: Sequence[Figure], where: str) -> Configu
             + ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS),
             fix="name one of these",
         )
-    asked = " ".join([query.number or "", *query.names]).strip()
+    step = [] if query.step is None else [f"step{query.step}"]
+    asked = " ".join([query.number or "", *query.names, *step]).strip()
     if query.number is None or not others:
         return ConfigurationError(
             f"{where} has no number that is {asked!r}.",
