@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
     args = [a for a in args if a != "--debug"]
+    args = _detach_in_full(args)
     as_json = "--json" in args
     try:
         _check_text(args)
@@ -118,6 +119,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             70,
             as_json,
         )
+
+
+def _detach_in_full(args: list[str]) -> list[str]:
+    """``--detach`` where no way follows is the first way: what stands behind it, such as an
+    override, is not its value."""
+    follows = [*args[1:], ""]
+    return [
+        "--detach=process" if a == "--detach" and b not in ("process", "job") else a
+        for a, b in zip(args, follows, strict=True)
+    ]
 
 
 def _say(message: str, code: int, as_json: bool) -> int:

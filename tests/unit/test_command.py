@@ -41,6 +41,15 @@ def test_a_refusal_is_json_too_where_json_was_asked_for(
     assert error["error"] in shown.err
 
 
+def test_an_override_behind_detach_is_not_taken_for_its_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "tiny", "--detach", "seed=x"]) == 2
+    assert "`seed` is 'x'" in capsys.readouterr().err
+    assert main(["run", "tiny", "seed=x", "--detach", "job"]) == 2
+    assert "`seed` is 'x'" in capsys.readouterr().err
+
+
 def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny", os.fsdecode(b"workspace=caf\xe9")]) == 2
     assert "is not UTF-8" in capsys.readouterr().err
