@@ -328,7 +328,7 @@ def _finished(workspace: Workspace, run: RunRecord) -> dict[str, str]:
 
 def _latest(done: Mapping[str, str]) -> str:
     """That of the last checkpoint, with its numbers where they have come."""
-    for name in ("card", "publish", "publish-best"):
+    for name in ("card-progression", "card", "publish", "publish-best"):
         if name in done:
             return name
 

@@ -67,7 +67,7 @@ def plan_publication(
             fix="publish it with the version that trained it",
         )
     _check_steps(workspace, whole, steps)
-    names = _about_publishing(whole, steps)
+    names = _about_publishing(workspace, whole, steps)
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
     return Prepared(plan, run, sources)
@@ -171,13 +171,13 @@ def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
     return found
 
 
-def _about_publishing(plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
+def _about_publishing(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
     """Names of the stages that publish ``steps`` (none: the last), of those that measure them for
     their cards, and of the exports that these need."""
     wanted = {f"{kind}-step{s}" for s in steps for kind in ("export", "publish", "card")}
     wanted &= plan.by_name.keys()
     if not wanted or plan.config.grpo.num_training_steps in steps:
-        wanted |= {"publish", "card"}
+        wanted |= {"publish", "card", *_progression(workspace, plan, steps)}
     if not plan.config.publish.evaluate:
         wanted -= {s.name for s in plan.stages if s.kind == "card"}
     for stage in reversed(plan.stages):
@@ -185,6 +185,20 @@ def _about_publishing(plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
             read = (plan.by_name[n] for n in stage.inputs.values())
             wanted |= {s.name for s in read if s.kind in ("export", "evaluate")}
     return tuple(s.name for s in plan.stages if s.name in wanted)
+
+
+def _progression(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
+    """The stage that tells in the last card of the steps before, if they are all there to tell of:
+    measured already, or to be measured by this call."""
+    card = plan.by_name.get("card-progression")
+    if card is None:
+        return ()
+    asked = {f"step{step}" for step in steps}
+    for name in (n for n in card.inputs.values() if "-step" in n):
+        measured = workspace.read_result(plan.by_name[name].id) is not None
+        if not measured and name.rpartition("-")[2] not in asked:
+            return ()
+    return (card.name,)
 
 
 def _check_steps(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> None:

@@ -47,23 +47,23 @@ _NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
 def target_damage(report: Mapping[str, Any]) -> str | None:
     """What a target no longer has of what a publish or card stage put there; None if all is there.
 
-    A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest; of card
-    and evidence, which a later stage replaces, only the card of a stage that brought nothing else
-    is looked at.
+    A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
+    evidence are replaced by later stages of the same publication, so that their content is looked
+    at only where a report tells of nothing else.
     """
     if "target" not in report or report.get("where", "folder") != "folder":
         return None
     target = Path(str(report["target"]))
     weights = [f for f in report.get("files", ()) if f["path"] not in _PAPERS]
     wanted = {f["path"]: f["sha256"] for f in weights}
-    if report.get("only_these") or not wanted:
+    if not wanted:
         wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
     try:
         if not target.exists():
             return f"{target} is gone"
         lying = _lying(target)
         there = {f.path: f.sha256 for f in lying.files} if lying else {}
-        gone = [name for name in wanted if not (target / name).exists()]
+        gone = [name for name in (*wanted, CARD) if not (target / name).exists()]
         if CARD in wanted and not gone:
             there[CARD] = hashlib.sha256((target / CARD).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:

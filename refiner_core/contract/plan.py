@@ -206,6 +206,7 @@ class _Builder:
         *,
         model: str = "",
         at_step: Mapping[str, int] | None = None,
+        after: tuple[str, ...] = (),
     ) -> str:
         fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
         if kind == "command" and self.config.command.adopted:
@@ -236,6 +237,7 @@ class _Builder:
             model=model,
             needs_network=self._needs_network(kind),
             at_step=dict(at_step or {}),
+            after=after,
         )
         return name
 
@@ -243,8 +245,10 @@ class _Builder:
         """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
         return self.add(name, "publish", inputs, model=model)
 
-    def add_card(self, name: str, inputs: dict[str, str], model: str) -> str:
-        return self.add(name, "card", inputs, model=model)
+    def add_card(
+        self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
+    ) -> str:
+        return self.add(name, "card", inputs, model=model, after=after)
 
     def add_export(self, name: str, policy: str, model: str, step: int) -> str:
         return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})

@@ -10,7 +10,8 @@ and for each step before it (:func:`published_steps`), while training goes on:
     grpo @ step 50 ──> export-step50 ──┬─> publish-step50 ──────┬─> card-step50
                                        └─> evaluate-grpo-step50 ┘
 
-``export`` waits for the *checkpoint* of that step, not for the end of training. With
+``export`` waits for the *checkpoint* of that step, not for the end of training.
+``card-progression`` writes the steps' numbers into the last card, once all are there. With
 ``publish.which=best`` every saved step is exported and evaluated, and one ``publish-best`` has them
 all as inputs (``weights-step50``, ``evaluation-step50``, …, ``weights``, ``evaluation``).
 """
@@ -39,8 +40,10 @@ class Adder(Protocol):
         """A `publish` stage."""
         ...
 
-    def add_card(self, name: str, inputs: dict[str, str], model: str) -> str:
-        """A `card` stage."""
+    def add_card(
+        self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
+    ) -> str:
+        """A `card` stage; those of ``after`` come first."""
         ...
 
     def add_export(self, name: str, policy: str, model: str, step: int) -> str:
@@ -145,9 +148,13 @@ def add_publications(adder: Adder, stage: str, evaluations: dict[str, str]) -> N
     if publishes_final(config):
         data = {"data": "data"} if adder.reads_data(stage) else {}
         adder.add_publish("publish", {"weights": stage, **data}, model)
-        steps = {f"evaluation-{model}-step{s}": name for s, name in numbers.items()}
-        if roles or steps:
-            adder.add_card("card", {"publish": "publish", **roles, **steps}, model)
+        if roles:
+            adder.add_card("card", {"publish": "publish", **roles}, model)
+        if numbers:  # a stage of its own: a step that fails must not keep the numbers off the card
+            steps = {f"evaluation-{model}-step{s}": name for s, name in numbers.items()}
+            after = ("card",) if roles else ()
+            inputs = {"publish": "publish", **roles, **steps}
+            adder.add_card("card-progression", inputs, model, after)
 
 
 def _add_best(

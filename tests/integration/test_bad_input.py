@@ -54,7 +54,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
         (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
         (["run", "refiner-gpt54", "data.rl_revision=abc123"], 8, ["grpo.deepspeed_stage"]),
-        (["run", "tiny", "publish.target=hub"], 8, ["publish.target=folder"]),
+        (["run", "tiny", "publish.which=listed"], 2, ["publish.steps=[]", "grpo.save_freq"]),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],
             2,

@@ -66,13 +66,15 @@ def test_every_saved_step_is_exported_published_and_evaluated_besides_the_last()
         assert made.by_name[f"card-step{step}"].inputs["publish"] == f"publish-step{step}"
     assert made.by_name["publish"].inputs["weights"] == "grpo"
     assert "export-step6" not in names(made), "the last step is what training itself exports"
-    card = made.by_name["card"].inputs
-    assert {f"evaluation-grpo-step{s}" for s in (2, 4)} <= card.keys(), "its card tells the course"
+    course = made.by_name["card-progression"]
+    assert {f"evaluation-grpo-step{s}" for s in (2, 4)} <= course.inputs.keys()
+    assert course.after == ("card",)
+    assert not any("step" in role for role in made.by_name["card"].inputs), "it waits for no step"
 
 
 def test_how_many_steps_are_published_changes_no_fingerprint_of_what_was_there_before() -> None:
     one, every = plan(), plan(which="every-save")
-    for name in ("data", "grpo", "publish", "evaluate-base", "evaluate-grpo"):
+    for name in ("data", "grpo", "publish", "evaluate-base", "evaluate-grpo", "card"):
         assert one.by_name[name].id == every.by_name[name].id
     two = plan(which="listed", steps=(2,))
     assert two.by_name["publish-step2"].id == every.by_name["publish-step2"].id

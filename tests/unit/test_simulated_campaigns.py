@@ -19,6 +19,7 @@ from tests.simulation.world import Violation
 SEEDS = 1000
 
 
+@pytest.mark.timeout(900)  # about a minute and a half alone; it shares its cores with other tests
 def test_a_thousand_campaigns_survive_their_faults() -> None:
     processes = min(4, os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
