@@ -68,6 +68,10 @@ def resume_command(
     return finish(outcome, as_json)
 
 
+#: What `refiner publish` sets itself, whatever the recipe says.
+_BY_HAND = ("only", "publish.evaluate", "stages")
+
+
 def _what_differs(run: RunRecord) -> list[str]:
     """What a new `refiner run` would do otherwise; the record is what counts here."""
     from flows.calls import in_folder_of
@@ -83,7 +87,8 @@ def _what_differs(run: RunRecord) -> list[str]:
             now = to_json(load_recipe(str(recipe), run.overrides))
     except RefinerError as error:
         return [f"the recipe cannot be read any more ({error.what}); the record is used"]
-    fields = sorted(_differences("", run.config, now))
+    by_hand = _BY_HAND if run.provenance.get("publishes") else ()
+    fields = sorted(f for f in _differences("", run.config, now) if f not in by_hand)
     if not fields:
         return []
     shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
