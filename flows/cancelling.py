@@ -8,6 +8,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import functools
 import getpass
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from infra.dispatch import Router, make_router
 from infra.failures import outcome_of
 from infra.jobs import AttemptRef, OpenAttempt
 from infra.observe import Observer, Patience
-from infra.orchestrators import Orchestrator, orchestrator_of
+from infra.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.processes import ProcessId, host_name
 from infra.reconcile import Seen
 from infra.workspace import Workspace
@@ -143,7 +144,13 @@ class _Cancel:
         if self.stages:
             return tuple(self.stages)
         done = {n for n, i in self.run.stages.items() if self.workspace.read_result(i) is not None}
-        return tuple(n for n in stage_names(self.run) if n not in done)
+        spared = {n for n, i in self.run.stages.items() if i in self.spared}
+        return tuple(n for n in stage_names(self.run) if n not in done | spared)
+
+    @functools.cached_property
+    def spared(self) -> dict[str, str]:
+        """Stages, by id, that another run goes on with, which somebody works on."""
+        return wanted_by_others(self.workspace, self.run.run)
 
     def open_stages(self) -> tuple[str, ...]:
         """Those that have an attempt without an end."""

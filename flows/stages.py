@@ -16,6 +16,7 @@ from infra import atomic
 from infra.checkpoints import MARKER
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import StageKind
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judge, StageIO
@@ -150,8 +151,16 @@ def _trained_from(work: StageWork, stage_id: str) -> str:
     layout = work.workspace.layout
     newest = layout.stage(stage_id).attempt_numbers()[-1]
     inputs = work.workspace.read_control(layout.attempt(stage_id, newest).inputs) or {}
-    folder = work.workspace.output_dir(inputs["policy"]) if "policy" in inputs else None
-    return work.config.model.name_or_path if folder is None else str(folder / "model")
+    if "policy" not in inputs:
+        return work.config.model.name_or_path
+    folder = work.workspace.output_dir(inputs["policy"])
+    if folder is None:
+        raise WorkspaceError(
+            f"{inputs['policy']}, which {stage_id} has started from, is not recorded any more",
+            expected="the stages that a model was made from",
+            fix="put its folder back, or train again",
+        )
+    return str(folder / "model")
 
 
 def run_publish(work: StageWork) -> dict[str, Any]:

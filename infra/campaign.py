@@ -22,6 +22,7 @@ from infra.failures import CLASSES, outcome_of, without_progress
 from infra.holds import Holds
 from infra.jobs import AttemptRef
 from infra.observe import Observer, Patience
+from infra.orchestrators import wanted_by_others
 from infra.processes import ProcessId, host_name
 from infra.reconcile import (
     Action,
@@ -95,6 +96,7 @@ class Campaign:
         self._done_before: frozenset[str] = frozenset()
         self._stop: StopWish | None = None
         self._cancelled: dict[str, StopWish] = {}
+        self._spared: Mapping[str, str] = {}
         self._ready_at: dict[AttemptRef, float] = {}
         self._views: dict[str, StageView] = {}
         self._look_s = 0.0
@@ -325,6 +327,9 @@ class Campaign:
         reason = f"cancelled by {asked.get('by', 'somebody')}"
         wish = StopWish(reason, "cancelled", self._settings.grace_s, everybody=True)
         names = asked.get("stages") or list(self.plan.by_name)
+        if not asked.get("stages") and not self._cancelled:
+            # Who ends a call means its own work; another call goes on with what they share.
+            self._spared = wanted_by_others(self.workspace, self.run.run)
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
         new = [s for s in wanted if s.id not in self._cancelled]
         self._cancelled |= {s.id: wish for s in new}
@@ -340,6 +345,9 @@ class Campaign:
             seen, attempt = observed.attempts.get(stage.id), self._observer.open.get(stage.id)
             wish = self._cancelled.get(stage.id) or self._stop
             if wish is None or seen is None or attempt is None:
+                continue
+            if stage.id in self._spared and seen.sight == "live":
+                self._actor.left_alone[stage.id] = f"run {self._spared[stage.id]}"
                 continue
             if seen.sight in ("live", "hung"):
                 self._actor.stop(stage, attempt, seen, wish)

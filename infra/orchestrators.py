@@ -73,6 +73,15 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
     )
 
 
+def wanted_by_others(workspace: Workspace, run_id: str) -> dict[str, str]:
+    """Stage id -> another run that somebody works on and that has the stage, too."""
+    found: dict[str, str] = {}
+    for other in workspace.run_ids():
+        if other != run_id and orchestrator_of(workspace, other).works:
+            found |= dict.fromkeys(workspace.read_run(other).stages.values(), other)
+    return found
+
+
 def _standing(process: ProcessId, said: dict[str, Any]) -> Standing:
     if said.get("state") == "ended":
         return "ended"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flows import cancelling
+from infra.campaign import Campaign
 from infra.dispatch import Router
 from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.processes import ProcessId
+from infra.processes import ProcessId, host_name
 from infra.workspace import Claim, Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import RunRecord
@@ -100,3 +102,43 @@ def test_an_orchestrator_that_has_just_gone_is_not_signalled(workspace: Workspac
 
     gone = Orchestrator("running", 1, 2**22 + 1, host_name())
     assert not cancelling._signal(gone)
+
+
+def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publication by hand shares the export with the run that trains."""
+    other = replace(run, run=f"{run.run}-other")
+    workspace.write_run(other)
+    me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
+    workspace.write_orchestrator(other.run, me)
+    outcome = cancel(workspace, run, Scheduler([True]), monkeypatch)
+    record = workspace.read_record(run.stages["data"])
+    assert record is not None
+    assert record.state == "claimed", "it goes on"
+    assert outcome.stages == ()
+    named = cancelling.cancel(workspace, run, ["data"], wait_s=5)
+    assert named.ended, "who names it means it"
+
+
+def test_a_call_that_is_cancelled_leaves_alone_what_another_one_wants(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data")
+    mine, other = (run_record(workspace, plan) for _ in range(2))
+    workspace.write_run(other)
+    stage = plan.by_name["data"]
+    claimed = workspace.claim_attempt(stage, plan.config, {}, Claim(str(ProcessId.of()), "slurm"))
+    assert claimed is not None
+    workspace.start_attempt(stage.id, 1, {"process": str(ProcessId.of())})
+    me = {"process": str(ProcessId.of()), "host": host_name(), "state": "running"}
+    workspace.write_orchestrator(other.run, me)
+    scheduler = Scheduler([True])
+    scheduler.look = lambda attempts: {a.ref: JobSight("live") for a in attempts}  # type: ignore[method-assign]
+    campaign = Campaign(plan, workspace, Router({"slurm": scheduler}, lambda _: "slurm"), run=mine)
+    campaign.begin()
+    workspace.ask_cancel(mine.run, "somebody", ())
+    assert campaign.step(), "the call itself is over"
+    view = campaign.views()["data"]
+    assert (view.state, other.run in view.message) == ("interrupted", True)
+    assert workspace.stop_asked(stage.id, 1) is None

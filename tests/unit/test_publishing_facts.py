@@ -148,14 +148,16 @@ def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path
     run.carry_out("publish")
     for model in ("base", "sft", "grpo"):
         run.evaluate(f"evaluate-{model}", quality=0.5)
-    for name in ("card-step4", "card-step2", "card"):
+    for name in ("card-step4", "card-step2", "card", "card-progression"):
         run.carry_out(name)
     step2 = facts_of_stage(run.workspace, run.stage("card-step2").id)
     assert {e["stage"] for e in step2.evaluations} == {"base", "sft", "grpo-step2", "random_copier"}
-    last = facts_of_stage(run.workspace, run.stage("card").id)
+    own = facts_of_stage(run.workspace, run.stage("card").id)
+    assert {e["stage"] for e in own.evaluations} == {"base", "sft", "grpo", "random_copier"}
+    last = facts_of_stage(run.workspace, run.stage("card-progression").id)
     assert {"grpo-step2", "grpo-step4", "grpo"} <= {e["stage"] for e in last.evaluations}
     assert (last.final, last.revision) == (True, "step-6")
-    folders = {run.published(n) for n in ("card-step2", "card-step4", "card")}
+    folders = {run.published(n) for n in ("card-step2", "card-step4", "card-progression")}
     assert len(folders) == 3
     for folder in folders:
         card = (folder / "README.md").read_text()
