@@ -111,6 +111,7 @@ def collect(subject: Subject) -> Collected:
         revision=step_revision(config.publish, made.step, final=ends_run),
         protocols=protocols,
         template=decided["template"],
+        stopped=decided.get("stopped") or {},
         records=records,
     )
     return Collected(facts, made, decided, choice)
@@ -263,6 +264,8 @@ def _record_paths(
         ),
         "cost": subject.path(trained, "attempts"),
     }
+    if not made.whole:
+        found["stopped"] = subject.path(trained, "attempts")
     if asked is not None:
         found["command"] = f"runs/{asked.run}/run.json#overrides"
     if began is not None:

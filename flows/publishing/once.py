@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.publishing.behind import Behind, Subject
 from flows.reproduction import Made, reproduce
+from infra.processes import ProcessId
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.records import RunRecord
@@ -47,7 +48,27 @@ def decide(
         "sources": dict(command.files),
         "template": _template(config, subject.spec.sources.get("card_template")),
         "static_rubrics": _static_rubrics(config, made),
+        "stopped": _stopped(subject, made),
     }
+
+
+def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
+    """How the training behind a checkpoint had ended by now, if it had and was not taken up again;
+    empty where it goes on or is done. Later the records may tell of another attempt."""
+    attempts = made.model.attempts
+    if made.whole or made.model.result is not None or not attempts:
+        return {}
+    last = attempts[-1]
+    if last.outcome is not None:
+        found = {"failure": last.outcome.failure, "step": last.outcome.step}
+        return {**found, "ended_at": last.ended_at}
+    workspace = subject.workspace
+    started = workspace.read_control(workspace.layout.attempt(made.trained, last.number).started)
+    worker = ProcessId.parse(str((started or {}).get("process") or ""))
+    if started is None or not worker.here or worker.alive:
+        return {}
+    beat = workspace.read_heartbeat(made.trained, last.number) or {}
+    return {"failure": "killed", "step": (beat.get("progress") or {}).get("done")}
 
 
 def _template(config: RecipeConfig, digest: str | None) -> str | None:

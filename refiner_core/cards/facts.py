@@ -110,6 +110,9 @@ class CardFacts:
         Tag or branch of this step, where steps share the repository; ``main`` else.
     template
         Text of the user's own card template; None is the shipped one.
+    stopped
+        How training had ended when an earlier checkpoint of it was published, where it had and
+        was not taken up again: ``failure``, ``step`` (the last one done), ``ended_at``.
     records
         Where each fact was read: the front of its dotted path (``reports.data``,
         ``evaluations.0``, by the position in ``evaluations`` as given) to
@@ -141,6 +144,7 @@ class CardFacts:
     revision: str = "main"
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template: str | None = None
+    stopped: Mapping[str, Any] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

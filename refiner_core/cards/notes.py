@@ -54,6 +54,7 @@ def known_notes(facts: CardFacts) -> list[Line]:
     return [
         *_adopted(facts),
         *_interruptions(facts),
+        *_stopped(facts),
         *_lost_time(facts),
         *_dropped_rows(facts),
         *_judge_failures(facts),
@@ -86,6 +87,22 @@ def _interruptions(facts: CardFacts) -> list[Line]:
         text = text + f" because {why}; "
         notes.append(text + (_resumed(facts, place, later[0]) if later else _left(facts, place)))
     return notes
+
+
+def _stopped(facts: CardFacts) -> list[Line]:
+    """What became of a training whose earlier checkpoint this is, as far as it was known."""
+    failure = facts.stopped.get("failure")
+    if not failure or failure == "none":
+        return []
+    text = Line("Training had stopped when this checkpoint was published")
+    if step := facts.stopped.get("step"):
+        text = text + ", after step " + number(step, "stopped.step")
+    if ended_at := facts.stopped.get("ended_at"):
+        day = str(ended_at)[:16].replace("T", " ")
+        text = text + ", on " + number(day, "stopped.ended_at") + " UTC"
+    why = _FAILURES.get(str(failure), str(failure).replace("_", " "))
+    text = text + f", because {why}; it had not been taken up again. This checkpoint is step "
+    return [text + number(facts.step, "step") + " of it, saved before that."]
 
 
 def _left(facts: CardFacts, place: int) -> Line:

@@ -161,10 +161,15 @@ def full_facts(**changes: Any) -> CardFacts:
         },
         "tracking": {"grpo": "https://wandb.ai/somebody/refiner/runs/b7d80rfe"},
         "revision": "step-50",
+        "stopped": {
+            **{"failure": "disk_full", "step": 103},
+            "ended_at": "2026-11-22T01:07:00.000+00:00",
+        },
         "records": {
             "config": "runs/1/run.json#config",
             "reports.grpo": "stages/grpo-1/result.json#report",
             "attempts": "stages/grpo-1/attempts",
+            "stopped": "stages/grpo-1/attempts",
             **{f"evaluations.{i}": f"stages/evaluate-{i}/results.json" for i in range(9)},
         },
     }
