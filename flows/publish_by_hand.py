@@ -21,7 +21,7 @@ from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.contract.publications import final_model, published_steps, publishes_final
 from refiner_core.contract.records import RunRecord, from_json
 
@@ -53,12 +53,9 @@ def plan_publication(
         There is no such run or step, or an override is not about publishing.
     """
     run = _run_with_model(workspace, run_id)
-    config = _config(workspace, run, steps, overrides, evaluate=evaluate)
     sources = _recorded_sources(workspace, run)
-    if config.publish.card_template is not None:
-        sources["card_template"] = resolve_sources(config)["card_template"]
-    whole = make_plan(config, sources)
-    made = whole.by_name[final_model(config)]
+    recorded = _recorded(workspace, run)
+    made = make_plan(recorded, sources).by_name[final_model(recorded)]
     if made.id not in run.stages.values():
         raise ConfigurationError(
             f"What run {run.run} was made from is not what this version would make it from "
@@ -66,7 +63,11 @@ def plan_publication(
             expected="a run of this version, or of an older one whose stages mean the same",
             fix="publish it with the version that trained it",
         )
-    _check_steps(workspace, whole, steps)
+    _check_steps(workspace, made, steps)
+    config = _config(recorded, steps, overrides, evaluate=evaluate)
+    if config.publish.card_template is not None:
+        sources["card_template"] = resolve_sources(config)["card_template"]
+    whole = make_plan(config, sources)
     names = _about_publishing(workspace, whole, steps)
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
@@ -118,15 +119,17 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
     )
 
 
+def _recorded(workspace: Workspace, run: RunRecord) -> RecipeConfig:
+    """The run's configuration, where its workspace lies now."""
+    config = from_json(RecipeConfig, run.config)
+    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
+    return replace(config, stages=stages, only=(), workspace=str(workspace.root))
+
+
 def _config(
-    workspace: Workspace,
-    run: RunRecord,
-    steps: Sequence[int],
-    overrides: Sequence[str],
-    *,
-    evaluate: bool,
+    recorded: RecipeConfig, steps: Sequence[int], overrides: Sequence[str], *, evaluate: bool
 ) -> RecipeConfig:
-    """The run's configuration, with other words about publishing."""
+    """The same with other words about publishing."""
     other = [o for o in overrides if o.partition("=")[0].partition(".")[0] not in _SECTIONS]
     if other:
         raise ConfigurationError(
@@ -134,11 +137,8 @@ def _config(
             expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded",
             fix="drop them, or begin another run with `refiner run`",
         )
-    config = from_json(RecipeConfig, run.config)
-    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
-    publish = replace(_with_steps(config, steps), evaluate=evaluate)
-    config = replace(config, stages=stages, publish=publish, only=(), workspace=str(workspace.root))
-    return check_config(apply_overrides(config, overrides))
+    publish = replace(_with_steps(recorded, steps), evaluate=evaluate)
+    return check_config(apply_overrides(replace(recorded, publish=publish), overrides))
 
 
 def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
@@ -201,25 +201,32 @@ def _progression(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tupl
     return (card.name,)
 
 
-def _check_steps(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> None:
+def _check_steps(workspace: Workspace, made: PlannedStage, steps: Sequence[int]) -> None:
     """Refuse a step of which there is neither a checkpoint nor an export, before anything runs."""
-    made = plan.by_name[final_model(plan.config)]
     result = workspace.read_result(made.id)
     stage = workspace.layout.stage(made.id)
     kept = {c.step for c in CheckpointStore(stage.checkpoints, 0).complete()}
-    exported = {
-        s.at_step["policy"]
-        for s in plan.stages
-        if s.kind == "export" and workspace.read_result(s.id) is not None
-    }
-    last = None if result is None else int(result.report["steps"])
-    missing = [s for s in steps if s not in kept | exported | {last}]
+    kept |= _exported(workspace, made)
+    if result is not None:
+        kept.add(int(result.report["steps"]))
+    missing = [s for s in steps if s not in kept]
     if missing or (not steps and result is None):
-        there = sorted(kept | exported | ({last} if last is not None else set()))
-        what = f"step {missing[0]} of" if missing else "the last checkpoint of"
+        what = f"no step {missing[0]}" if missing else "no last checkpoint"
+        ended = "" if result is not None else " (it has not ended)"
         raise ConfigurationError(
-            f"There is no {what} {made.name} ({made.id}) to publish.",
-            expected=f"one of its checkpoints that are kept: {', '.join(map(str, there)) or 'none'}"
-            + ("" if result is not None else " (it has not ended)"),
+            f"There is {what} of {made.name} ({made.id}) to publish{ended}.",
+            expected=f"one that is there: {', '.join(map(str, sorted(kept))) or 'none is'}",
             fix="name one with --step; set publish.which before training to keep others",
         )
+
+
+def _exported(workspace: Workspace, made: PlannedStage) -> set[int]:
+    """Steps of a training stage that have been exported."""
+    found = set()
+    for stage_id in (i for i in workspace.stage_ids() if i.startswith("export-")):
+        record = workspace.read_record(stage_id)
+        if record is None or record.result is None:
+            continue
+        if record.spec.input_fingerprints.get("policy") == made.fingerprint:
+            found.add(record.spec.at_step["policy"])
+    return found

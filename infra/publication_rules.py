@@ -115,6 +115,26 @@ def check_same_run(lying: Lying | None, publication: Publication, where: str) ->
     )
 
 
+def check_replaced(
+    lying: Lying | None, publication: Publication, config: PublishConfig, where: str
+) -> None:
+    """Refuse to put a run's weights in the place of another run's, unless that is asked for.
+
+    Names with {fingerprint} never meet; a name of one's own is easily used twice.
+    """
+    if config.replace or lying is None or publication.only_these:
+        return
+    if lying.fingerprint in (None, publication.fingerprint):
+        return
+    raise ConfigurationError(
+        f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
+        f"{publication.fingerprint[:8]}).",
+        expected="a repository of its own for each run, or publish.replace=true",
+        fix="name another publish.repo_id (it may use {fingerprint} and {seed}), or set "
+        "publish.replace=true to put this one in its place; nothing is trained again",
+    )
+
+
 def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
     """Refuse to put a card beside weights that it is not about."""
     brought = own_evidence(publication)

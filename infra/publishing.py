@@ -24,6 +24,7 @@ from infra.publication_rules import (
     Lying,
     all_files,
     bytes_of,
+    check_replaced,
     check_same_run,
     check_update,
     moves_main,
@@ -98,6 +99,7 @@ class FolderTarget:
         before = _known(main)
         work = _Bringing(publication, progress, should_stop)
         if place == main:
+            check_replaced(before, publication, self._config, str(main))
             files = work.bring(main, donors=())
         else:
             check_same_run(before, publication, str(main))

@@ -29,6 +29,7 @@ from infra.hub.errors import Moved, Rejected, name_taken, outage
 from infra.publication_rules import (
     Lying,
     all_files,
+    check_replaced,
     check_same_run,
     check_update,
     holds,
@@ -118,6 +119,7 @@ class _Publishing:
         revision = step_revision(self._config, publication.step, final=publication.final)
         main = self._read(self._repository())
         if revision == "main":
+            check_replaced(main.lying, publication, self._config, publication.repo_id)
             commit = self._bring("main", main)
         else:
             check_same_run(main.lying, publication, publication.repo_id)

@@ -22,7 +22,7 @@ def cost_lines(facts: CardFacts) -> list[Line]:
     durations = _times(facts.provenance.get("durations"), "provenance.durations")
     spent = _times(facts.cost.get("seconds"), "cost.seconds")
     if durations:
-        lines.append("**Time of the successful attempts:** " + durations + ".")
+        lines.append("**Time of the attempts that made it:** " + durations + ".")
     if spent and (durations is None or spent.text != durations.text):
         lines.append("**Time of all attempts:** " + spent + ".")
     used = used_hours(facts)

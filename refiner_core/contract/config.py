@@ -285,6 +285,9 @@ class PublishConfig:
         "(each step has one), `repository` (each has its own: {step} in repo_id)",
         legacy_value="tag",
     )
+    replace: bool = execution(
+        False, doc="put this run's weights in the place of another run's in the same repository"
+    )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")
     files: tuple[str, ...] = identity(

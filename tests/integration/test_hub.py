@@ -164,8 +164,12 @@ def test_each_step_can_have_a_branch_and_the_last_is_main_too(
 def test_a_last_checkpoint_alone_is_main_alone(hub: LoopbackHub, tmp_path: Path) -> None:
     published = target(hub, which="final").publish(publication(tmp_path, 100, final=True))
     assert (published.revision, hub.refs(REPO)) == ("main", {"heads/main": published.commit})
-    target(hub, which="final").publish(publication(tmp_path, 40, final=True, run=OTHER_RUN))
-    assert weights(hub, "main") == b"weights of step 40", "a new run under the same name"
+    other = publication(tmp_path, 40, final=True, run=OTHER_RUN)
+    with pytest.raises(ConfigurationError, match=r"step 100 of another run .*publish\.replace"):
+        target(hub, which="final").publish(other)
+    assert weights(hub, "main") == b"weights of step 100", "nobody's work is replaced by accident"
+    target(hub, which="final", replace=True).publish(other)
+    assert weights(hub, "main") == b"weights of step 40"
 
 
 def test_a_large_file_goes_in_parts_and_several_at_the_same_time(

@@ -23,9 +23,10 @@ from tests.support.stage_io import FolderStageIO
 
 STEPS = (
     *("stages=[data,grpo,publish,evaluate]", "evaluate.models=[grpo]"),
-    *("grpo.num_training_steps=6", "grpo.save_freq=3", "grpo.keep=1"),
+    *("grpo.num_training_steps=24", "grpo.save_freq=12", "grpo.keep=1", "dispatch.poll_s=0.1"),
     *("evaluate.decoding=[greedy]", "evaluate.max_prompts=2"),
 )
+CLAIM = ("claim", "export-step12")
 HUB = ("publish.target=hub", "publish.repo_id=me/refiner", "publish.private=false")
 
 
@@ -78,8 +79,9 @@ def test_every_save_is_published_and_the_first_one_before_training_has_ended(
     published: Finished, workspace: Path
 ) -> None:
     told = events(workspace)
-    assert when(told, "export-step3", "running") < when(told, "grpo", "done")
-    folders = [target(published, n) for n in ("publish-step3", "publish")]
+    claimed = next(i for i, e in enumerate(told) if (e["event"], e.get("stage")) == CLAIM)
+    assert claimed < when(told, "grpo", "done")
+    folders = [target(published, n) for n in ("publish-step12", "publish")]
     assert len(set(folders)) == 2
     weights = {(f / "model.safetensors").read_bytes() for f in folders}
     assert len(weights) == 2, "each step has weights of its own"
@@ -88,11 +90,11 @@ def test_every_save_is_published_and_the_first_one_before_training_has_ended(
 
 
 def test_the_card_of_a_step_says_which_one_and_has_its_numbers(published: Finished) -> None:
-    card = (target(published, "publish-step3") / "README.md").read_text()
-    assert "step 3" in card
+    card = (target(published, "publish-step12") / "README.md").read_text()
+    assert "step 12" in card
     assert "No evaluation of this checkpoint is recorded" not in card
     last = (target(published, "publish") / "README.md").read_text()
-    assert "step 3" in last, "the last one tells how it came there"
+    assert "step 12" in last, "the last one tells how it came there"
 
 
 def test_an_export_has_the_bytes_that_training_would_have_left(
@@ -101,7 +103,7 @@ def test_an_export_has_the_bytes_that_training_would_have_left(
     grpo = Stage(workspace, "grpo")
     assert grpo.folder is not None
     config = from_json(RecipeConfig, json.loads((grpo.attempts[-1] / "config.json").read_text()))
-    (checkpoint,) = grpo.folder.glob("checkpoints/step-*6")
+    (checkpoint,) = grpo.folder.glob("checkpoints/step-*24")
     report = export_checkpoint(
         config,
         checkpoint=checkpoint,
@@ -124,7 +126,7 @@ def test_by_hand_what_is_published_is_not_published_again(
     published: Finished, workspace: Path
 ) -> None:
     again = refiner(
-        "publish", f"workspace={workspace}", "--step", "3", "--step", "6", "--json", "--no-server"
+        "publish", f"workspace={workspace}", "--step", "12", "--step", "24", "--json", "--no-server"
     )
     assert again.code == 0, again.stderr
     assert {s["state"] for s in again.json["stages"]} == {"skipped"}
@@ -133,7 +135,8 @@ def test_by_hand_what_is_published_is_not_published_again(
     assert "has changed since" not in back.stderr, "it is the publication that was asked for"
     gone = refiner("publish", f"workspace={workspace}", "--step", "8")
     assert gone.code == 2
-    assert "up to 6" in gone.stderr
+    assert "There is no step 8 of grpo" in gone.stderr
+    assert "one that is there: 12, 24" in gone.stderr
     other = refiner("publish", f"workspace={workspace}", "grpo.beta=0.5")
     assert other.code == 2
     assert "what was trained is recorded" in other.stderr
@@ -149,19 +152,19 @@ def test_of_a_run_that_died_a_step_is_published_by_hand_and_it_goes_on_all_the_s
     arguments = ("run", "tiny", f"workspace={workspace}", *small, *STEPS, "stages=[data,grpo]")
     run = start(*arguments, "--no-server")
     grpo = Stage(workspace, "grpo")
-    wait_until(lambda: list(workspace.glob("stages/grpo-*/checkpoints/step-*3")), "a checkpoint")
+    wait_until(lambda: list(workspace.glob("stages/grpo-*/checkpoints/step-*12")), "a checkpoint")
     run.send_signal(signal.SIGKILL)
     worker = wait_until(lambda: grpo.worker, "the worker")
     worker.kill_group()
     run.communicate(timeout=60)
-    done = refiner("publish", f"workspace={workspace}", "--step", "3", *HUB, "--no-server")
+    done = refiner("publish", f"workspace={workspace}", "--step", "12", *HUB, "--no-server")
     steps = [p.name for p in workspace.glob("stages/grpo-*/checkpoints/step-*")]
     assert done.code == 0, (done.stderr, steps)
-    assert "tags/step-3" in hub.refs("me/refiner")
-    assert "model.safetensors" in hub.contents("me/refiner", "step-3")
+    assert "tags/step-12" in hub.refs("me/refiner")
+    assert "model.safetensors" in hub.contents("me/refiner", "step-12")
     on = refiner(*arguments, "--no-server", "--quiet")
     assert on.code == 0, on.stderr
-    assert grpo.result()["report"]["steps"] == 6
+    assert grpo.result()["report"]["steps"] == 24
 
 
 def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_later(
@@ -180,16 +183,16 @@ def test_a_hub_that_refuses_stops_no_training_and_the_same_command_publishes_lat
     assert first.code == 9, first.stderr
     states = {s["name"]: s["state"] for s in first.json["stages"]}
     assert states["grpo"] == "done"
-    assert states["export-step3"] == "done"
-    assert states["publish-step3"] == "interrupted"
+    assert states["export-step12"] == "done"
+    assert states["publish-step12"] == "interrupted"
     hub.faults = []
     second = refiner(*arguments, "--json")
     assert second.code == 0, second.stderr
     states = {s["name"]: s["state"] for s in second.json["stages"]}
     assert states["grpo"] == "skipped"
-    assert {states["publish-step3"], states["publish"]} == {"done"}
+    assert {states["publish-step12"], states["publish"]} == {"done"}
     refs = hub.refs("me/refiner")
-    assert "tags/step-3" in refs
+    assert "tags/step-12" in refs
     main = hub.contents("me/refiner")
     final = Stage(workspace, "grpo").attempts[-1] / "output" / "model" / "model.safetensors"
     assert main["model.safetensors"] == final.read_bytes(), "main ends at the last step"

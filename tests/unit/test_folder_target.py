@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,17 @@ def test_a_file_system_that_cannot_exchange_names_ends_with_the_same_folder(
         target.publish(publication(tmp_path, 100, final=True, says=says))
     assert names(root / "me") == {"model"}
     assert target.read_text(REPO, "main", "README.md") == card("new")
+
+
+def test_another_runs_weights_are_replaced_only_where_that_is_asked_for(
+    root: Path, tmp_path: Path
+) -> None:
+    FolderTarget(root, FINAL).publish(publication(tmp_path, 100, final=True))
+    other = publication(tmp_path, 40, final=True, run=OTHER_RUN)
+    with pytest.raises(ConfigurationError, match=r"another run .*publish\.replace=true"):
+        FolderTarget(root, FINAL).publish(other)
+    FolderTarget(root, replace(FINAL, replace=True)).publish(other)
+    assert b"step 40" in (root / REPO / "model.safetensors").read_bytes()
 
 
 def test_a_place_where_nothing_can_be_made_is_named_with_its_field(
