@@ -70,7 +70,7 @@ def test_what_moves_bytes_gives_way_and_what_a_run_waits_for_does_not() -> None:
     found = {stage.name for stage in plan.stages if gives_way(plan, stage)}
     assert found == {
         *("export-step1", "publish-step1", "evaluate-grpo-step1", "card-step1"),
-        *("publish", "card"),
+        *("publish", "card", "card-progression"),
     }
 
 
