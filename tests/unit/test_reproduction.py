@@ -270,7 +270,7 @@ def test_weights_that_were_adopted_are_known_by_their_digest() -> None:
         stages=("command", "publish"),
         command=CommandConfig(adopted="ab" * 32),
     )
-    made = made_by(make_plan(config, {}), "/work/runs/adopted/found.yaml")
+    made = made_by(make_plan(config, {}), "/data/runs/adopted/found.yaml")
     found = reproduce(made)
     assert found.recipe_file is not None
     assert "adopted: " in found.recipe_file
