@@ -27,6 +27,8 @@ from refiner_core.contract.records import RunRecord, from_json
 
 #: What may be different from how the run was begun: where it goes, and how jobs run.
 _SECTIONS = ("publish", "dispatch", "disk", "tracking", "log_level")
+#: What the command's own options say.
+_OPTIONS = ("publish.which", "publish.steps", "publish.evaluate")
 
 
 class Prepared(NamedTuple):
@@ -69,6 +71,7 @@ def plan_publication(
         sources["card_template"] = resolve_sources(config)["card_template"]
     whole = make_plan(config, sources)
     names = _about_publishing(workspace, whole, steps)
+    assert names, "an empty `only` would mean the whole recipe"
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
     return Prepared(plan, run, sources)
@@ -136,6 +139,13 @@ def _config(
             f"`refiner publish` was given {' '.join(other)}.",
             expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded",
             fix="drop them, or begin another run with `refiner run`",
+        )
+    own = [o for o in overrides if o.partition("=")[0].strip() in _OPTIONS]
+    if own:
+        raise ConfigurationError(
+            f"`refiner publish` was given {' '.join(own)}.",
+            expected="the steps as --step N (none: the last), and --no-evaluate for no numbers",
+            fix="say it by these options; publish.which is for `refiner run`",
         )
     publish = replace(_with_steps(recorded, steps), evaluate=evaluate)
     return check_config(apply_overrides(replace(recorded, publish=publish), overrides))

@@ -21,6 +21,8 @@ from refiner_core.contract.errors import RefinerError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from flows.stages import StageWork
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one attempt; returns the exit code."""
@@ -50,10 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
-    from flows.stages import STAGE_FUNCTIONS, StageWork
+    from flows.stages import STAGE_FUNCTIONS
 
     attempt.check_inputs()
-    work = StageWork(
+    return STAGE_FUNCTIONS[attempt.spec.kind](work_of(attempt))  # type: ignore[index]
+
+
+def work_of(attempt: AttemptRun) -> StageWork:
+    """All that the attempt's stage may use."""
+    from flows.stages import StageWork
+
+    return StageWork(
         spec=attempt.spec,
         config=attempt.config,
         inputs=attempt.inputs,
@@ -63,7 +72,6 @@ def _run(attempt: AttemptRun) -> dict[str, object]:
         stage_id=attempt.stage_id,
         workspace=attempt.workspace,
     )
-    return STAGE_FUNCTIONS[attempt.spec.kind](work)  # type: ignore[index]
 
 
 if __name__ == "__main__":

@@ -74,10 +74,13 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
 
 
 def wanted_by_others(workspace: Workspace, run_id: str) -> dict[str, str]:
-    """Stage id -> another run that somebody works on and that has the stage, too."""
+    """Stage id -> another run that a process here works on and that has the stage, too.
+
+    One that is said to work on another host may be long gone: it keeps nobody from ending jobs.
+    """
     found: dict[str, str] = {}
     for other in workspace.run_ids():
-        if other != run_id and orchestrator_of(workspace, other).works:
+        if other != run_id and orchestrator_of(workspace, other).standing == "running":
             found |= dict.fromkeys(workspace.read_run(other).stages.values(), other)
     return found
 

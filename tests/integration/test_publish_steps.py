@@ -140,6 +140,9 @@ def test_by_hand_what_is_published_is_not_published_again(
     other = refiner("publish", f"workspace={workspace}", "grpo.beta=0.5")
     assert other.code == 2
     assert "what was trained is recorded" in other.stderr
+    which = refiner("publish", f"workspace={workspace}", "publish.which=best", "--dry-run")
+    assert which.code == 2, "it would be a plan of the whole recipe"
+    assert "--step N" in which.stderr
 
 
 # ---------------------------------------------------------------- when something is in the way

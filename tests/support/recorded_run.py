@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.calls import make_recipe_plan
-from flows.stages import STAGE_FUNCTIONS, StageWork
+from flows.stages import STAGE_FUNCTIONS
+from flows.worker import work_of
 from infra.attempt import AttemptRun
 from infra.stage_io import encode_rollouts
 from infra.stage_records import Claim
@@ -218,20 +219,6 @@ class RecordedRun:
                 }
             )
         return rows
-
-
-def work_of(attempt: AttemptRun) -> StageWork:
-    """As the worker makes it."""
-    return StageWork(
-        spec=attempt.spec,
-        config=attempt.config,
-        inputs=attempt.inputs,
-        input_stages=attempt.input_stages,
-        output_dir=attempt.output_dir,
-        io=attempt.io,
-        stage_id=attempt.stage_id,
-        workspace=attempt.workspace,
-    )
 
 
 def write_model(folder: Path, weights: str) -> None:

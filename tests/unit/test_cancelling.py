@@ -117,6 +117,9 @@ def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
     assert record is not None
     assert record.state == "claimed", "it goes on"
     assert outcome.stages == ()
+    workspace.write_orchestrator(other.run, {**me, "process": "login9:77:1.00"})
+    assert cancelling._Cancel(workspace, run, (), cancelling.DispatchConfig(), print).spared == {}
+    workspace.write_orchestrator(other.run, me)
     named = cancelling.cancel(workspace, run, ["data"], wait_s=5)
     assert named.ended, "who names it means it"
 
