@@ -42,7 +42,7 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
         sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
     if config.judge.kind == "openai":
-        sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt)
+        sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt, config.judge.form)
     if config.publish.card_template is not None:
         sources["card_template"] = _template_digest(Path(config.publish.card_template))
     return sources

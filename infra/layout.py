@@ -23,15 +23,17 @@
                     turns/0001.json           who has taken the run up, in order; exclusive
                     cancel/                   somebody wants it, or stages of it, to end
       disk/reservations/ pins/                room that saves in progress will need; what must stay
+      services/<service id>/                  a server that is shared: its key and its leases
+      judgements/                             the store of judgements, one file per writer
       code/<digest>/                          code snapshots
       batches/<comment>/                      submitit's files of an array of jobs
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published); they may be different file systems, and are the same folder unless the
-workspace was made with another ``data_root``. A data root of its own carries ``refiner-data.json``:
-whose it is.
+output, tracking, published, judgements); they may be different file systems, and are the same
+folder unless the workspace was made with another ``data_root``. A data root of its own carries
+``refiner-data.json``: whose it is.
 """
 
 from __future__ import annotations
@@ -275,6 +277,15 @@ class Layout:
     def published(self) -> Path:
         """Folder target of publishing."""
         return self.data / "published"
+
+    @property
+    def judgements(self) -> Path:
+        """The store of judgements."""
+        return self.data / "judgements"
+
+    def service(self, service_id: str) -> Path:
+        """Key and leases of a server that is shared."""
+        return self.control / "services" / service_id
 
     def stage(self, stage_id: str) -> StagePaths:
         """The files of one stage."""

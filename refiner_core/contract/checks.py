@@ -7,6 +7,7 @@ time.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from refiner_core.contract.config import RecipeConfig, RetryConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
@@ -83,6 +84,9 @@ _NOT_NEGATIVE = (
     "grpo.truncated_importance_sampling_ratio_cap",
     "evaluate.temperature",
     "judge.temperature",
+    "judge.cache_gb",
+    "judge.outage_patience_s",
+    "judge.serve.idle_timeout_s",
     "dispatch.poll_s",
     "dispatch.grace_s",
     "dispatch.backoff_s",
@@ -106,6 +110,8 @@ _ABOVE_ZERO = (
     "grpo.top_p",
     "evaluate.top_p",
     "judge.timeout_s",
+    "judge.batch_timeout_s",
+    "judge.serve.start_timeout_s",
     "dispatch.heartbeat_timeout_s",
     "dispatch.hung_after_s",
     "dispatch.scheduler_poll_s",
@@ -206,15 +212,30 @@ CHECKS: tuple[Check, ...] = (
         lambda c: (
             not {"grpo", "evaluate"} & set(c.stages)
             or c.judge.kind != "openai"
-            or bool(c.judge.base_url or c.judge.serve_command)
+            or bool(c.judge.base_url or c.judge.base_urls or serves(c.judge))
         ),
-        lambda c: "`judge.kind` is openai, but neither an address nor a serve command is given.",
-        "judge.base_url (a running server) or judge.serve_command",
+        lambda c: "`judge.kind` is openai, but neither an address nor a server to start is given.",
+        "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
         "set judge.base_url=http://127.0.0.1:8000/v1",
     ),
     Check(
-        lambda c: _is_web_address(c.judge.base_url),
-        lambda c: "`judge.base_url` is no address of a server, or holds a user or password.",
+        lambda c: c.judge.serve.engine != "command" or bool(c.judge.serve_command),
+        lambda c: "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
+        "the command that serves the judge",
+        "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+    ),
+    Check(
+        lambda c: _is_json_object(c.judge.extra_body),
+        lambda c: f"`judge.extra_body` is {c.judge.extra_body!r:.80}.",
+        "a JSON object, without `messages`, which are refiner's own",
+        """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+    ),
+    Check(
+        lambda c: all(_is_web_address(a) for a in (c.judge.base_url, *c.judge.base_urls)),
+        lambda c: (
+            "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
+            "user or password."
+        ),
         "http:// or https://, a host, and no secret, because addresses are recorded",
         "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
         "variable that judge.api_key_env names",
@@ -371,6 +392,23 @@ def _is_seconds(text: str) -> bool:
         return False
 
 
+def serves(judge: JudgeConfig) -> bool:
+    """Whether refiner starts the judge's server itself."""
+    return judge.kind == "openai" and (
+        judge.serve.engine != "none" or judge.serve_command is not None
+    )
+
+
+def _is_json_object(text: str) -> bool:
+    if not text.strip():
+        return True
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "messages" not in value
+
+
 def _is_web_address(text: str | None) -> bool:
     if text is None:
         return True
@@ -409,8 +447,9 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         if value is not None and value < 1:
             raise _number(path, value, "at least 1")
     for path in _NOT_NEGATIVE:
-        if get_field(config, path) < 0:
-            raise _number(path, get_field(config, path), "zero or more")
+        value = get_field(config, path)
+        if value is not None and value < 0:
+            raise _number(path, value, "zero or more")
     for path in _RETRIES:
         if get_field(config, path) < -1:
             raise _number(path, get_field(config, path), "zero or more, or -1 for no limit")

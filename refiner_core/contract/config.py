@@ -15,18 +15,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from refiner_core.contract.judge_config import JudgeConfig, RewardConfig, ServeConfig
 from refiner_core.contract.marks import execution, identity, section
+from refiner_core.contract.resources import Resources
 
-
-@dataclass(frozen=True)
-class Resources:
-    """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
-
-    gpus: int = execution(0, doc="GPUs per node")
-    nodes: int = execution(1, doc="number of nodes")
-    cpus: int = execution(1, doc="CPU cores per node")
-    memory_gb: int = execution(4, doc="host memory per node, GiB")
-    time_limit_min: int = execution(60, doc="wall-clock limit of one attempt, minutes")
+__all__ = [
+    "CommandConfig",
+    "DataConfig",
+    "DiskConfig",
+    "DispatchConfig",
+    "EvaluateConfig",
+    "GrpoConfig",
+    "JudgeConfig",
+    "ModelConfig",
+    "PublishConfig",
+    "RecipeConfig",
+    "Resources",
+    "RetryConfig",
+    "RewardConfig",
+    "ServeConfig",
+    "SftConfig",
+    "TrackingConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -182,70 +192,6 @@ class GrpoConfig:
     vllm_num_engines: int = execution(1, doc="rollout servers of the vllm backend")
     vllm_tensor_parallel_size: int = execution(1, doc="GPUs per rollout server")
     resources: Resources = section(Resources, doc="resources of the GRPO job")
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
-
-    verification_reward: float = identity(10.0, doc="scale of the [0, 1] score")
-    apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
-    paper_citation_weight: float = identity(0.2, doc="w of the citation term, 0 to 1")
-    combination: Literal["convex", "additive"] = identity(
-        "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
-    )
-    gate_judge_score_with_format_bonus: bool = identity(
-        False, doc="multiply the judge term by the format bonus"
-    )
-    non_stop_penalty: bool = identity(
-        False, doc="replace the score of a completion that did not stop"
-    )
-    non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
-    rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
-        "instance", doc="which rubrics a rollout is judged by"
-    )
-    static_rubrics: str = identity(
-        "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
-    )
-    instance_rubrics_only: bool = identity(
-        False,
-        doc="drop static rubrics from the reward and from logging",
-        legacy_value=False,
-    )
-    rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
-        "weighted_mean",
-        doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
-    )
-
-
-@dataclass(frozen=True)
-class JudgeConfig:
-    """Who scores rubrics and citations."""
-
-    kind: Literal["lexical", "openai"] = identity(
-        "lexical",
-        doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
-    )
-    model: str = identity("lexical-1", doc="name of the judge model")
-    revision: str | None = identity(None, doc="revision of the judge model")
-    prompt: str = identity("v1", doc="version of the judge's prompts")
-    temperature: float = identity(0.0, doc="sampling temperature of the judge")
-    max_tokens: int = identity(512, doc="longest judgement; one that ends by length is a failure")
-    max_failed_share: float = identity(
-        0.2, doc="stop (resumable) when more than this share of a step's rollouts is unscored"
-    )
-    base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
-    api_key_env: str = execution(
-        "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
-    )
-    concurrency: int = execution(256, doc="requests in flight")
-    timeout_s: float = execution(120.0, doc="deadline of one judgement, seconds")
-    max_retries: int = execution(5, doc="tries after a retryable failure")
-    serve_command: str | None = execution(
-        None,
-        doc="command that serves the judge, e.g. `vllm serve ...`; none uses base_url as it is",
-    )
-    resources: Resources = section(Resources, doc="resources of the judge's server")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
 _NOT_IN_A_STAGE = ("evaluate.models", "publish.which", "publish.steps", "publish.evaluate")
 #: Of these only `publish-best` makes use.
 _ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
+#: What the lexical judge takes no notice of.
+_ONLY_OF_A_SERVED_JUDGE = ("judge.form", "judge.structured_output", "judge.extra_body")
 #: Where something lies is no part of what it is, once its content is known by a source's digest.
 _NAMED_BY_SOURCE = {
     "data.sft_path": "data.sft",
@@ -220,6 +222,7 @@ class _Builder:
             if path not in _NOT_IN_A_STAGE
             and _NAMED_BY_SOURCE.get(path) not in self.sources
             and (name == "publish-best" or path not in _ONLY_OF_THE_BEST)
+            and (self.config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
         }
         values |= {f"{role}.step": step for role, step in (at_step or {}).items()}
         wanted = {k: self.sources[k] for k in needed if k in self.sources}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from refiner_core.contract.errors import NoSpaceError
 
@@ -51,7 +51,95 @@ class Judge(Protocol):
     """Scores requests; never raises for a single bad answer, it returns a failed judgement."""
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order."""
+        """One judgement per request, in order.
+
+        Raises
+        ------
+        JudgeOutage
+            Nobody could be asked for longer than the configuration bears.
+        Interrupted
+            A stop was asked for while it waited.
+        """
+        ...
+
+
+class PendingJudgements(Protocol):
+    """Judgements that are being made."""
+
+    def result(self) -> list[Judgement]:
+        """Wait for them; one per request, in order. Errors as of :meth:`Judge.judge`."""
+        ...
+
+
+@runtime_checkable
+class StreamingJudge(Judge, Protocol):
+    """A judge that works while its caller does something else."""
+
+    def submit(self, requests: Sequence[JudgeRequest]) -> PendingJudgements:
+        """Begin to judge and return at once."""
+        ...
+
+    def usage(self) -> JudgeUsage:
+        """What it has done since it was made."""
+        ...
+
+
+@dataclass(frozen=True)
+class JudgeUsage:
+    """Counts of a judge's work; differences of two are those of the time between.
+
+    ``asked`` judgements were wanted: ``stored`` of them came from the store, ``shared`` were the
+    same question as another one in flight, ``failed`` have no score; the rest was scored by calls.
+    ``answers`` counts HTTP answers by status, ``lost`` tries that got none by reason
+    (``connection``, ``timeout``), ``unusable`` answers of status 200 without a usable judgement by
+    reason; ``retries`` the tries after a first one. Tokens are those that servers reported.
+    """
+
+    asked: int = 0
+    stored: int = 0
+    shared: int = 0
+    failed: int = 0
+    calls: int = 0
+    retries: int = 0
+    answers: Mapping[int, int] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+    unusable: Mapping[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    latency_s: float = 0.0  # sum over answered calls
+    paused_s: float = 0.0  # all servers were gone
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a judge is asked. ``key`` is a secret: it is shown nowhere."""
+
+    url: str
+    key: str = field(default="", repr=False)
+
+
+class StoredJudgement(NamedTuple):
+    """A judgement as it is kept: only scored ones are. Tokens are those of the call it came from,
+    so that a report can say what it would have cost."""
+
+    score: float
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class JudgementStore(Protocol):
+    """Keeps judgements by what was asked: 16 bytes of a digest over all that decides the answer."""
+
+    def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
+        """What is known, in order."""
+        ...
+
+    def put(self, key: bytes, judgement: StoredJudgement) -> None:
+        """Keep one; cheap, never raises for a full disk. Safe from any thread."""
+        ...
+
+    def flush(self) -> None:
+        """See that what was put is on disk."""
         ...
 
 

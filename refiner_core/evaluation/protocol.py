@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.types import PromptRow, SamplingParams
 from refiner_core.judges import judge_prompts_digest
@@ -120,9 +120,10 @@ def make_protocol(
             "model": judge.model,
             "revision": judge.revision,
             "prompt": judge.prompt,
-            "prompt_digest": judge_prompts_digest(judge.prompt),
+            "prompt_digest": judge_prompts_digest(judge.prompt, judge.form),
             "temperature": judge.temperature,
             "max_tokens": judge.max_tokens,
+            **_served(judge),
         },
         rubrics={
             "source": reward.rubric_source,
@@ -132,6 +133,14 @@ def make_protocol(
             "aggregation": reward.rubric_aggregation,
         },
     )
+
+
+def _served(judge: JudgeConfig) -> dict[str, Any]:
+    """What only a served judge has, where it is not as it was before one could choose."""
+    before = {"form": "per_rubric", "structured_output": "none", "extra_body": ""}
+    if judge.kind != "openai":
+        return {}
+    return {k: getattr(judge, k) for k, old in before.items() if getattr(judge, k) != old}
 
 
 def prompts_digest(prompts: Sequence[PromptRow]) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import json
 import os
 import random
 import time
@@ -30,18 +29,11 @@ import aiohttp
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest
-from refiner_core.judges.parsing import parse_judgement
-from refiner_core.judges.prompting import judge_prompts_digest, render_prompt
+from refiner_core.judges.calls import Call, Reply, plan_calls, read_reply, request_body
+from refiner_core.judges.prompting import judge_prompts_digest
 
 _RETRYABLE = frozenset({408, 429, *range(500, 600)})
 _MAX_BACKOFF_S = 30.0
-
-#: The scores that a kind allows on the judge's scale; other kinds take the whole range.
-_ALLOWED: dict[str, tuple[float, ...]] = {
-    "citation_recall": (0.0, 1.0, 2.0),
-    "citation_precision": (0.0, 2.0),
-    "citation_needed": (0.0, 2.0),
-}
 
 
 class _Retry(NamedTuple):
@@ -84,19 +76,17 @@ class OpenAIJudge:
 
         May be called from inside a running event loop: it then runs in a thread of its own.
         """
-        unique = list(dict.fromkeys(requests))
-        if not unique:
+        calls = plan_calls(requests, self._config)
+        if not calls:
             return []
-        headers = self._headers()
-        found = dict(zip(unique, _run(self._judge_all(unique, headers)), strict=True))
+        judgements = _run(self._judge_all(calls, self._headers()))
+        found = {c.requests[0]: j for c, j in zip(calls, judgements, strict=True)}
         return [found[request] for request in requests]
 
-    async def _judge_all(
-        self, requests: Sequence[JudgeRequest], headers: dict[str, str]
-    ) -> list[Judgement]:
+    async def _judge_all(self, calls: Sequence[Call], headers: dict[str, str]) -> list[Judgement]:
         results: dict[int, Judgement] = {}
-        queue = iter(enumerate(requests))
-        workers = max(1, min(self._config.concurrency, len(requests)))
+        queue = iter(enumerate(calls))
+        workers = max(1, min(self._config.concurrency, len(calls)))
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=workers),
             timeout=aiohttp.ClientTimeout(total=None),  # the deadline of a judgement is ours
@@ -105,7 +95,7 @@ class OpenAIJudge:
         async with session, asyncio.TaskGroup() as group:
             for _ in range(workers):
                 group.create_task(self._work(session, queue, results))
-        return [results[index] for index in range(len(requests))]
+        return [results[index] for index in range(len(calls))]
 
     def _headers(self) -> dict[str, str]:
         name = self._config.api_key_env
@@ -121,26 +111,20 @@ class OpenAIJudge:
     async def _work(
         self,
         session: aiohttp.ClientSession,
-        queue: Iterator[tuple[int, JudgeRequest]],
+        queue: Iterator[tuple[int, Call]],
         results: dict[int, Judgement],
     ) -> None:
-        for index, request in queue:
-            results[index] = await self._judge_one(session, request)
+        for index, call in queue:
+            results[index] = await self._judge_one(session, call)
 
-    async def _judge_one(self, session: aiohttp.ClientSession, request: JudgeRequest) -> Judgement:
-        body = {
-            "model": self._config.model,
-            "messages": render_prompt(self._config.prompt, request),
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-        }
+    async def _judge_one(self, session: aiohttp.ClientSession, call: Call) -> Judgement:
+        body = request_body(call, self._config, structured=False)
         limit_s = self._config.timeout_s
-        deadline = time.monotonic() + limit_s
-        last = _Retry("no reply yet")
+        deadline, last = time.monotonic() + limit_s, _Retry("it was not asked yet")
         try:
             async with asyncio.timeout(limit_s):
                 for attempt in range(self._config.max_retries + 1):
-                    outcome = await self._try(session, body, _ALLOWED.get(request.kind))
+                    outcome = await self._try(session, body, call)
                     if isinstance(outcome, Judgement):
                         return outcome
                     last = outcome
@@ -157,10 +141,7 @@ class OpenAIJudge:
         return longest * (0.5 + 0.5 * random.random())
 
     async def _try(
-        self,
-        session: aiohttp.ClientSession,
-        body: dict[str, Any],
-        allowed: tuple[float, ...] | None,
+        self, session: aiohttp.ClientSession, body: dict[str, Any], call: Call
     ) -> Judgement | _Retry:
         try:
             # No redirects: they would carry the key to another server.
@@ -173,24 +154,10 @@ class OpenAIJudge:
                 raw = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             return _Retry(type(error).__name__)
-        return read_reply(raw, allowed)
-
-
-def read_reply(raw: bytes, allowed: tuple[float, ...] | None) -> Judgement | _Retry:
-    """The judgement in a chat completion; what another try might mend is a retry."""
-    try:
-        choice = json.loads(raw)["choices"][0]
-        text, finish = choice["message"]["content"] or "", choice.get("finish_reason")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return _Retry("the reply is no chat completion")
-    if finish == "abort":
-        return _Retry("the server aborted the judgement")
-    if finish not in (None, "stop"):
-        return _failed(f"the judgement ended by {finish!r:.40}")
-    if not isinstance(text, str):
-        return _Retry("the reply is no chat completion")
-    judgement = parse_judgement(text, allowed)
-    return judgement if judgement.status == "scored" else _Retry(judgement.detail)
+        reply = read_reply(raw, call)
+        if isinstance(reply, Reply):
+            return reply.judgements[0]
+        return _failed(reply.detail) if reply.final else _Retry(reply.detail)
 
 
 def retry_after_s(value: str | None) -> float:

@@ -48,8 +48,8 @@ def prompt_versions() -> tuple[str, ...]:
     return tuple(sorted(p.name for p in _FOLDER.iterdir() if (p / "rubric.system.md").is_file()))
 
 
-def judge_prompts_digest(version: str) -> str:
-    """SHA-256 over all prompts of a version; part of what makes two judgements comparable.
+def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
+    """SHA-256 over the prompts that a form uses; part of what makes two judgements comparable.
 
     Raises
     ------

@@ -64,6 +64,8 @@ def config_with(path: str) -> RecipeConfig:
     config = RecipeConfig()
     if path.startswith("publish.best_"):
         return replace_fields(config, {"publish.which": "best"})
+    if path in ("judge.form", "judge.structured_output", "judge.extra_body"):
+        return replace_fields(config, {"judge.kind": "openai"})
     if not path.startswith("command."):
         return config
     command = dataclasses.replace(config.command, run="python train.py --out {output}")

@@ -1,0 +1,157 @@
+"""The configuration of rewards and judges: what a score is made of, who gives it, who serves it.
+
+Sections ``reward`` and ``judge`` of a recipe; see :mod:`refiner_core.contract.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from refiner_core.contract.marks import execution, identity, section
+from refiner_core.contract.resources import Resources
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
+
+    verification_reward: float = identity(10.0, doc="scale of the [0, 1] score")
+    apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
+    paper_citation_weight: float = identity(0.2, doc="w of the citation term, 0 to 1")
+    combination: Literal["convex", "additive"] = identity(
+        "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
+    )
+    gate_judge_score_with_format_bonus: bool = identity(
+        False, doc="multiply the judge term by the format bonus"
+    )
+    non_stop_penalty: bool = identity(
+        False, doc="replace the score of a completion that did not stop"
+    )
+    non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
+    rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
+        "instance", doc="which rubrics a rollout is judged by"
+    )
+    static_rubrics: str = identity(
+        "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
+    )
+    instance_rubrics_only: bool = identity(
+        False,
+        doc="drop static rubrics from the reward and from logging",
+        legacy_value=False,
+    )
+    rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
+        "weighted_mean",
+        doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
+    )
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A judge's server that refiner starts, shares and ends by itself.
+
+    Nothing here changes what a judgement is, so that stages do not run again because their judge is
+    served elsewhere; servers are shared by those who would start the same one.
+    """
+
+    engine: Literal["none", "vllm", "transformers", "command"] = execution(
+        "none",
+        doc="what serves `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
+        "`none` uses the servers at `judge.base_url`",
+    )
+    where: Literal["job", "beside"] = execution(
+        "job",
+        doc="`job`: a job of its own, shared by all that judge alike; `beside`: within the job "
+        "that judges, on its resources",
+    )
+    python: str | None = execution(
+        None,
+        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
+        "`transformers`) command on PATH after `setup`",
+    )
+    setup: tuple[str, ...] = execution(
+        (), doc="shell lines before it starts, e.g. `module load vllm/0.33`"
+    )
+    container: str | None = execution(
+        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
+    )
+    args: tuple[str, ...] = execution(
+        (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
+    )
+    start_timeout_s: float = execution(
+        1800.0, doc="how long it may take from its start until it answers, seconds"
+    )
+    idle_timeout_s: float = execution(
+        600.0, doc="it ends when nobody has held a lease for this long, seconds"
+    )
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Who scores rubrics and citations."""
+
+    kind: Literal["lexical", "openai"] = identity(
+        "lexical",
+        doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
+    )
+    model: str = identity("lexical-1", doc="name of the judge model")
+    revision: str | None = identity(None, doc="revision of the judge model")
+    prompt: str = identity(
+        "v1", doc="version of the judge's prompts, or a folder with prompts of your own"
+    )
+    form: Literal["per_rubric", "batched"] = identity(
+        "per_rubric",
+        doc="a call for each rubric, or one for all rubrics of an answer",
+        legacy_value="per_rubric",
+    )
+    structured_output: Literal["auto", "json_schema", "none"] = identity(
+        "auto",
+        doc="ask the server to write JSON of a schema; `auto`: where the server takes it",
+        legacy_value="none",
+    )
+    temperature: float | None = identity(
+        0.0, doc="sampling temperature of the judge; null is not sent"
+    )
+    max_tokens: int = identity(512, doc="longest judgement; one that ends by length is a failure")
+    extra_body: str = identity(
+        "",
+        doc="further fields of each request as a JSON object, e.g. "
+        '`{"chat_template_kwargs": {"enable_thinking": false}}`',
+        legacy_value="",
+    )
+    max_failed_share: float = identity(
+        0.2, doc="stop (resumable) when more than this share of a step's rollouts is unscored"
+    )
+    base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
+    base_urls: tuple[str, ...] = execution(
+        (), doc="further servers of the same judge; calls are balanced over all of them"
+    )
+    api_key_env: str = execution(
+        "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
+    )
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = execution(
+        "max_tokens", doc="what the server calls the limit; newer OpenAI models take the second"
+    )
+    concurrency: int = execution(256, doc="requests in flight")
+    timeout_s: float = execution(
+        120.0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
+    )
+    batch_timeout_s: float = execution(
+        3600.0, doc="deadline of all judgements of a step, seconds; pauses do not count"
+    )
+    max_retries: int = execution(5, doc="tries after a retryable failure")
+    outage_patience_s: float = execution(
+        900.0,
+        doc="how long a step waits for servers that are all gone, seconds; then the attempt ends "
+        "as `judge outage` and is taken up again later",
+    )
+    cache_gb: float = execution(
+        1.0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
+    )
+    serve_command: str | None = execution(
+        None,
+        doc="command that serves the judge, with {model}, {revision}, {host} and {port}; its key "
+        "is in the environment as REFINER_SERVER_KEY",
+    )
+    serve: ServeConfig = section(ServeConfig, doc="a server that refiner starts")
+    resources: Resources = section(Resources, doc="resources of the judge's server")
