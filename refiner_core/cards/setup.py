@@ -229,11 +229,19 @@ def _judge_words(facts: CardFacts) -> str:
     if judge.kind == "lexical":
         return f"**Judge:** `{judge.model}`, deterministic word overlap (no language model)."
     revision = f" at `{judge.revision}`" if judge.revision else ""
-    return (
+    heat = "the server's own temperature"
+    if judge.temperature is not None:
+        heat = f"temperature {shown(judge.temperature)}"
+    form = "one call for each rubric"
+    if judge.form == "batched":
+        form = "one call for all rubrics of an answer"
+    text = (
         f"**Judge:** `{public_name(judge.model)}`{revision} behind an OpenAI-compatible server, "
-        f"prompts `{judge.prompt}`, temperature {shown(judge.temperature)}, "
-        f"`max_tokens = {judge.max_tokens}`."
+        f"prompts `{public_name(judge.prompt)}`, {form}, {heat}, `max_tokens = {judge.max_tokens}`."
     )
+    if judge.extra_body.strip():
+        text += f" Further fields of each request: `{judge.extra_body.strip()}`."
+    return text
 
 
 def command_lines(facts: CardFacts) -> list[Line]:
