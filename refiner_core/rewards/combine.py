@@ -2,14 +2,21 @@
 
 In: rubric scores with polarity and weight, format facts, the citation score. Out: one number each.
 Every formula has its alternatives in :class:`~refiner_core.contract.config.RewardConfig`.
+
+Stored rollouts come in at two places: their judgements (:func:`judged_rubrics`) and their
+components (:func:`recompute_total`). What a reward would be under another aggregation, citation
+weight, gate or scale costs no judgement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from refiner_core.answers import ParsedAnswer
 from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import DataError
 from refiner_core.rubrics import Rubric
 
 ANSWER_ONLY = "answer_only"
@@ -92,3 +99,85 @@ def total_reward(
         kept = 1.0 if reward.combination == "additive" else 1.0 - weight
         score = kept * term + weight * citation
     return reward.verification_reward * score
+
+
+def recompute_total(
+    components: Mapping[str, float | None], reward: RewardConfig, stopped: bool
+) -> float:
+    """The total of a stored rollout under ``reward``, without any judgement.
+
+    With the configuration that the rollout was rewarded under, this is its own total to the last
+    bit. Every field of the total may differ: ``verification_reward``, the citation reward and its
+    weight, ``combination``, the gate, the non-stop penalty. The rubric term is taken as it is
+    stored; for another ``rubric_aggregation`` replace ``rubric`` first (:func:`judged_rubrics`,
+    :func:`aggregate_rubrics`).
+
+    Parameters
+    ----------
+    components
+        As :func:`~refiner_core.rewards.compute.compute_rewards` names them: ``rubric``,
+        ``citation``, ``format_bonus`` and ``no_rubrics``; others are not looked at.
+    reward
+        The settings to recompute under.
+    stopped
+        Whether the completion ended by itself.
+
+    Raises
+    ------
+    DataError
+        A component is missing (or None, or NaN): the rollout is unscored, since its judge failed,
+        and has no total under any setting.
+    """
+    names = ("rubric", "citation", "format_bonus", "no_rubrics")
+    values = {name: components.get(name) for name in names}
+    known = {n: v for n, v in values.items() if v is not None and not math.isnan(v)}
+    if len(known) < len(names):
+        lacking = ", ".join(name for name in names if name not in known)
+        raise DataError(
+            f"The rollout has no {lacking}",
+            expected="the components of a scored or malformed rollout",
+            fix="leave unscored rollouts out: their judge failed",
+        )
+    return total_reward(
+        reward,
+        judge=None if known["no_rubrics"] else known["rubric"],
+        citation=known["citation"],
+        bonus=known["format_bonus"],
+        stopped=stopped,
+    )
+
+
+def judged_rubrics(judgements: Iterable[Mapping[str, Any]]) -> list[tuple[Rubric, float]]:
+    """The rubrics of a stored rollout with their raw scores, as :func:`aggregate_rubrics` wants.
+
+    A malformed rollout has none, and its rubric term is 0 under any aggregation.
+
+    Parameters
+    ----------
+    judgements
+        As they are stored; those of citations are passed over.
+
+    Raises
+    ------
+    DataError
+        A rubric's judgement failed: what is left says nothing about the whole.
+    """
+    scored = []
+    for entry in judgements:
+        if entry["kind"] != "rubric":
+            continue
+        if entry["score"] is None:
+            raise DataError(
+                f"The judgement of rubric {entry['title']!r} failed ({entry['detail']})",
+                expected="rollouts whose judgements are all scored",
+                fix="leave unscored rollouts out",
+            )
+        rubric = Rubric(
+            title=entry["title"],
+            description=entry["criterion"],
+            polarity=entry["polarity"],
+            weight=entry["weight"],
+            source=entry["source"],
+        )
+        scored.append((rubric, float(entry["score"])))
+    return scored
