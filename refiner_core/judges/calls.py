@@ -5,12 +5,14 @@ that gives one judgement or several (all rubrics of an answer, with ``judge.form
 from the reply's body the judgements, or why another try may mend it.
 
 Every judgement has a key: 16 bytes of SHA-256 over all that decides it (model, revision, sampling,
-the form of the reply, the messages word for word, and its place among those of the call). The same
-question to the same judge has the same key in every run; where the server stands has no part in it.
+the schema of the reply, the messages word for word, and its place among those of the call). The
+same question to the same judge has the same key in every run; where the server stands has no part
+in it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -20,8 +22,8 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.types import Judgement, JudgeRequest
-from refiner_core.judges.parsing import parse_judgement
-from refiner_core.judges.prompting import Message, render_prompt
+from refiner_core.judges.parsing import MAX_SCORE, parse_batch, parse_judgement
+from refiner_core.judges.prompting import JudgePrompts, Message, load_judge_prompts
 
 KEY_BYTES = 16
 
@@ -31,19 +33,22 @@ _ALLOWED: dict[str, tuple[float, ...]] = {
     "citation_precision": (0.0, 2.0),
     "citation_needed": (0.0, 2.0),
 }
+_Schema = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Call:
     """One chat request. ``requests`` are what it asks, ``keys`` one for each of them.
 
-    ``schema`` is the JSON schema of the reply, for servers that can be held to one.
+    ``schema`` is the JSON schema of the reply, for servers that can be held to one. A ``batched``
+    call asks for a list of scores, also where it asks for one alone.
     """
 
     requests: tuple[JudgeRequest, ...]
     messages: tuple[Message, ...]
     keys: tuple[bytes, ...]
-    schema: Mapping[str, Any] | None = None
+    schema: _Schema | None = None
+    batched: bool = False
 
 
 class Unusable(NamedTuple):
@@ -67,10 +72,32 @@ class Reply(NamedTuple):
     completion_tokens: int = 0
 
 
-def plan_calls(requests: Sequence[JudgeRequest], config: JudgeConfig) -> list[Call]:
-    """The calls that answer ``requests``, each asked once however often it stands there."""
+def plan_calls(
+    requests: Sequence[JudgeRequest], config: JudgeConfig, prompts: JudgePrompts | None = None
+) -> list[Call]:
+    """The calls that answer ``requests``, each asked once however often it stands there.
+
+    With ``judge.form=batched`` all rubrics of one answer to one question are one call, in the order
+    in which they stand; citations are always asked one by one.
+
+    Parameters
+    ----------
+    prompts
+        Those of ``config``, read before; none reads them now.
+
+    Raises
+    ------
+    ConfigurationError
+        The prompts cannot be read.
+    """
+    prompts = prompts or load_judge_prompts(config.prompt, config.form)
     base = identity_digest(config)
-    return [_single(request, config, base) for request in dict.fromkeys(requests)]
+    together: dict[tuple[Any, ...], list[JudgeRequest]] = {}
+    for number, request in enumerate(dict.fromkeys(requests)):
+        batched = config.form == "batched" and request.kind == "rubric"
+        place = (request.question, request.text) if batched else (number,)
+        together.setdefault(place, []).append(request)
+    return [_call(tuple(asked), config, prompts, base) for asked in together.values()]
 
 
 def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[str, Any]:
@@ -99,15 +126,15 @@ def read_reply(raw: bytes, call: Call) -> Reply | Unusable:
         return Unusable("garbage", "the reply is no chat completion")
     if finish == "abort":
         return Unusable("aborted", "the server aborted the judgement")
+    if finish == "length":
+        why = "the judgement ended by length; judge.max_tokens is too small for it"
+        return Unusable("length", why, final=True)
     if finish not in (None, "stop"):
-        return Unusable("length", f"the judgement ended by {finish!r:.40}", final=True)
+        return Unusable("ended", f"the judgement ended by {finish!r:.40}", final=True)
     if not isinstance(text, str):
         return Unusable("garbage", "the reply is no chat completion")
-    judgement = parse_judgement(text, _ALLOWED.get(call.requests[0].kind))
-    if judgement.status != "scored":
-        return Unusable("unparsable", judgement.detail)
-    usage = completion.get("usage") if isinstance(completion, dict) else None
-    return Reply((judgement,), *_tokens(usage))
+    read = _judgements(text, call)
+    return read if isinstance(read, Unusable) else Reply(read, *_tokens(completion.get("usage")))
 
 
 def identity_digest(config: JudgeConfig) -> bytes:
@@ -123,19 +150,73 @@ def identity_digest(config: JudgeConfig) -> bytes:
     return hashlib.sha256(canonical_json(values).encode()).digest()
 
 
-def _single(request: JudgeRequest, config: JudgeConfig, base: bytes) -> Call:
-    messages = tuple(render_prompt(config.prompt, request))
-    return Call((request,), messages, (_key(base, messages, 0),))
+def _judgements(text: str, call: Call) -> tuple[Judgement, ...] | Unusable:
+    allowed = _ALLOWED.get(call.requests[0].kind)
+    if not call.batched:
+        judgement = parse_judgement(text, allowed)
+        if judgement.status != "scored":
+            return Unusable("unparsable", judgement.detail)
+        return (judgement,)
+    found, problem = parse_batch(text, len(call.requests), allowed)
+    known = tuple(judgement for judgement in found if judgement is not None)
+    if problem or len(known) != len(found):
+        return Unusable("incomplete" if known else "unparsable", problem, partial=found)
+    return known
 
 
-def _key(base: bytes, messages: Sequence[Message], place: int) -> bytes:
+def _call(
+    requests: tuple[JudgeRequest, ...], config: JudgeConfig, prompts: JudgePrompts, base: bytes
+) -> Call:
+    batched = config.form == "batched" and requests[0].kind == "rubric"
+    messages = prompts.render_batch(requests) if batched else prompts.render(requests[0])
+    schema = None
+    if config.structured_output != "none":
+        count = len(requests) if batched else None
+        schema = _schema(requests[0].kind, count, only_whole=prompts.shipped)
+    keys = _keys(base, schema, messages, len(requests))
+    return Call(requests, tuple(messages), keys, schema, batched)
+
+
+@functools.lru_cache(maxsize=1024)
+def _schema(kind: str, count: int | None, *, only_whole: bool) -> _Schema:
+    """What a reply may be; ``count`` of a list. Prompts of the user's own may ask for halves."""
+    allowed = _ALLOWED.get(kind, (0.0, 1.0, 2.0) if only_whole else None)
+    score: _Schema = {"type": "number", "minimum": 0, "maximum": MAX_SCORE}
+    if allowed is not None:
+        score = {"type": "integer", "enum": [int(value) for value in allowed]}
+    if count is None:
+        return _object({"score": score})
+    criterion = {"type": "integer", "enum": list(range(1, count + 1))}
+    entry = _object({"criterion": criterion, "score": score})
+    listed = {"type": "array", "items": entry, "minItems": count, "maxItems": count}
+    return _object({"scores": listed})
+
+
+def _object(properties: _Schema) -> _Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _keys(
+    base: bytes, schema: _Schema | None, messages: Sequence[Message], count: int
+) -> tuple[bytes, ...]:
     whole = hashlib.sha256(base)
+    if schema is not None:
+        whole.update(canonical_json(schema).encode())
     for message in messages:
         text = message["content"].encode("utf-8", "replace")
         whole.update(f"\x1e{message['role']}\x1f{len(text)}\x1f".encode())
         whole.update(text)
-    whole.update(f"\x1e{place}".encode())
-    return whole.digest()[:KEY_BYTES]
+    keys = []
+    for place in range(count):
+        one = whole.copy()
+        one.update(f"\x1e{place}".encode())
+        keys.append(one.digest()[:KEY_BYTES])
+    return tuple(keys)
 
 
 def _tokens(usage: Any) -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """The judge's prompts: versioned text files, filled without trusting what is filled in.
 
-In: a version (a folder below ``prompts/``) and a judge request. Out: the messages of one chat
-request. Per kind of request there is ``KIND.system.md`` and ``KIND.user.md``.
+In: a version that comes with refiner (a folder below ``prompts/``) or a folder of the user's own,
+and judge requests. Out: the messages of one chat request. A kind of request has ``KIND.system.md``
+and ``KIND.user.md``; all rubrics of an answer in one request are the kind ``rubric_batch``.
 
 Whatever a policy or a web page wrote is fenced: it stands between a pair of tags whose name ends in
 a digest of the text itself. A text cannot hold the closing tag of its own fence, because it would
-have to hold its own digest, so it cannot end the fence and speak as instructions. The same request
-is the same text each time, which keeps judgements repeatable.
+have to hold its own digest, so it cannot end the fence and speak as instructions. Nor can it speak
+in the tokens with which a chat template begins and ends turns: their brackets are replaced. The
+same request is the same text each time, which keeps judgements repeatable.
 """
 
 from __future__ import annotations
@@ -14,21 +16,46 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import JudgeRequest
 
+BATCH = "rubric_batch"
+
 _FOLDER = Path(__file__).parent / "prompts"
-_PLACE = re.compile(r"\{\{(question|text|reference)\}\}")
-_KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
+_PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+_KINDS = {
+    "per_rubric": ("rubric", "citation_recall", "citation_precision", "citation_needed"),
+    "batched": (BATCH, "citation_recall", "citation_precision", "citation_needed"),
+}
 _LABELS = {
     "rubric": {"text": "answer", "reference": "criterion"},
+    BATCH: {"text": "answer"},
     "citation_recall": {"text": "claim", "reference": "evidence"},
     "citation_precision": {"text": "claim", "reference": "source"},
     "citation_needed": {"text": "passage", "reference": "reference"},
 }
+#: Placeholders of each kind's user prompt: those that it must have, and those that it may.
+_PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rubric": (("question", "text", "reference"), ()),
+    BATCH: (("question", "text", "criteria"), ("count",)),
+    "citation_recall": (("text", "reference"), ("question",)),
+    "citation_precision": (("text", "reference"), ("question",)),
+    "citation_needed": (("text",), ("question", "reference")),
+}
+#: What begins or ends turns and reasoning in the chat templates of common models. Servers read it
+#: as such wherever it stands, between fences too.
+_CONTROL = re.compile(
+    r"<(?=[|｜])"
+    r"|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn|tool_call|tool_response)>)"
+    r"|<(?=</?SYS>>)|\[(?=/?INST\])",
+    re.IGNORECASE,
+)
+_HARMLESS = {"<": "‹", "[": "❲"}
 
 
 class Message(TypedDict):
@@ -43,58 +70,199 @@ class _Prompt(NamedTuple):
     user: str
 
 
+@dataclass(frozen=True)
+class JudgePrompts:
+    """Prompts as they were read; a folder that is edited afterwards does not change them.
+
+    ``shipped`` prompts are known to ask for 0, 1 or 2 alone.
+    """
+
+    name: str
+    prompts: Mapping[str, _Prompt]
+    shipped: bool
+
+    def digest(self, form: str = "per_rubric") -> str:
+        """SHA-256 over the prompts that a form uses; see :func:`judge_prompts_digest`."""
+        used = sorted((kind, self._of(kind)) for kind in _KINDS[form])
+        parts = [f"{kind}\x1f{p.system}\x1f{p.user}" for kind, p in used]
+        return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+
+    def render(self, request: JudgeRequest) -> list[Message]:
+        """The chat messages of one request."""
+        labels = _LABELS[request.kind]
+        values = {
+            name: fence(labels.get(name, name), getattr(request, name))
+            for name in ("question", "text", "reference")
+        }
+        return _filled(self._of(request.kind), values)
+
+    def render_batch(self, requests: Sequence[JudgeRequest]) -> list[Message]:
+        """The chat messages of all rubrics of one answer, numbered from 1.
+
+        ``requests`` have the same question and text.
+        """
+        values = {
+            "question": fence("question", requests[0].question),
+            "text": fence("answer", requests[0].text),
+            "criteria": "\n\n".join(
+                f"Criterion {number}:\n{fence(f'criterion-{number}', request.reference)}"
+                for number, request in enumerate(requests, start=1)
+            ),
+            "count": str(len(requests)),
+        }
+        return _filled(self._of(BATCH), values)
+
+    def _of(self, kind: str) -> _Prompt:
+        if kind not in self.prompts:
+            raise _missing(Path(self.name), [kind])
+        return self.prompts[kind]
+
+
 def prompt_versions() -> tuple[str, ...]:
     """The versions of the prompts that come with refiner."""
     return tuple(sorted(p.name for p in _FOLDER.iterdir() if (p / "rubric.system.md").is_file()))
 
 
-def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
-    """SHA-256 over the prompts that a form uses; part of what makes two judgements comparable.
+def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
+    """Read the prompts that a form uses.
+
+    Parameters
+    ----------
+    prompt
+        A version that comes with refiner, or a folder. Of the same name, the version is meant.
+    form
+        ``per_rubric`` or ``batched``.
 
     Raises
     ------
     ConfigurationError
-        There is no such version.
+        There is neither; or the folder lacks files that the form uses, or one of them cannot be
+        read, or has placeholders that are not known, or lacks some.
     """
-    prompts = _load(version)
-    parts = [f"{kind}\x1f{p.system}\x1f{p.user}" for kind, p in sorted(prompts.items())]
-    return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
+    if prompt in prompt_versions():
+        return _shipped(prompt)
+    folder = Path(prompt).expanduser()
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"There are no judge prompts of version {prompt!r}, nor a folder of that name",
+            expected=f"one of {', '.join(prompt_versions())}, or a folder with prompts",
+            fix="correct judge.prompt",
+        )
+    if lacking := [kind for kind in _KINDS[form] if not _is_there(folder, kind)]:
+        raise _missing(folder, lacking)
+    return JudgePrompts(prompt, {kind: _read(folder, kind) for kind in _KINDS[form]}, shipped=False)
+
+
+def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
+    """SHA-256 over the prompts that a form uses; part of what makes two judgements comparable.
+
+    Of a folder it is read anew each time. Errors as of :func:`load_judge_prompts`.
+    """
+    return load_judge_prompts(version, form).digest(form)
+
+
+def require_prompts(prompts: JudgePrompts, form: str, digest: str) -> None:
+    """See that these are the prompts that a plan was made with.
+
+    Raises
+    ------
+    ConfigurationError
+        Their folder has been edited since.
+    """
+    if (found := prompts.digest(form)) != digest:
+        raise ConfigurationError(
+            f"The judge's prompts in {prompts.name} have changed since this was planned "
+            f"({digest[:12]} then, {found[:12]} now)",
+            expected="the prompts that the fingerprint was made of",
+            fix="put them back as they were, or run the recipe again, which plans with the new",
+        )
 
 
 def render_prompt(version: str, request: JudgeRequest) -> list[Message]:
-    """The chat messages of one request. Errors as above."""
-    prompt = _load(version)[request.kind]
-    labels = {"question": "question", **_LABELS[request.kind]}
-
-    def place(match: re.Match[str]) -> str:  # one pass: what is filled in is not filled again
-        name = match[1]
-        return fence(labels[name], str(getattr(request, name)))
-
-    return [
-        Message(role="system", content=prompt.system),
-        Message(role="user", content=_PLACE.sub(place, prompt.user)),
-    ]
+    """The chat messages of one request. Errors as of :func:`load_judge_prompts`."""
+    return load_judge_prompts(version).render(request)
 
 
 def fence(label: str, text: str) -> str:
-    """``text`` between tags that it cannot contain."""
-    tag = f"{label}-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
+    """``text`` between tags that it cannot contain, and without tokens of chat templates."""
+    text = _CONTROL.sub(lambda match: _HARMLESS[match[0]], _sendable(text))
+    tag = f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return f"<{tag}>\n{text}\n</{tag}>"
 
 
+def _sendable(text: str) -> str:
+    """Without what servers refuse or cut at: NUL, and halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def _filled(prompt: _Prompt, values: Mapping[str, str]) -> list[Message]:
+    # One pass: what is filled in is not filled again.
+    user = _PLACE.sub(lambda match: values.get(match[1], match[0]), prompt.user)
+    system = [Message(role="system", content=prompt.system)] if prompt.system else []
+    return [*system, Message(role="user", content=user)]
+
+
 @functools.cache
-def _load(version: str) -> dict[str, _Prompt]:
-    if version not in prompt_versions():
+def _shipped(version: str) -> JudgePrompts:
+    folder = _FOLDER / version
+    kinds = [kind for kind in _LABELS if _is_there(folder, kind)]
+    return JudgePrompts(version, {kind: _read(folder, kind) for kind in kinds}, shipped=True)
+
+
+def _files(folder: Path, kind: str) -> tuple[Path, Path]:
+    return folder / f"{kind}.system.md", folder / f"{kind}.user.md"
+
+
+def _is_there(folder: Path, kind: str) -> bool:
+    return all(file.is_file() for file in _files(folder, kind))
+
+
+def _missing(folder: Path, kinds: Sequence[str]) -> ConfigurationError:
+    files = [file.name for kind in kinds for file in _files(folder, kind) if not file.is_file()]
+    return ConfigurationError(
+        f"The judge's prompts in {folder} are not complete: {', '.join(files)} not there",
+        expected="all prompts that judge.form asks for, two files of each kind",
+        fix=f"write them; {_FOLDER / 'v1'} shows how",
+    )
+
+
+def _read(folder: Path, kind: str) -> _Prompt:
+    """One kind's prompts, whose placeholders are known to fit."""
+    system_file, user_file = _files(folder, kind)
+    system, user = _text(system_file), _text(user_file)
+    needed, allowed = _PLACES[kind]
+    shown = ", ".join(f"{{{{{name}}}}}" for name in (*needed, *allowed))
+    if _PLACE.search(system):
         raise ConfigurationError(
-            f"There are no judge prompts of version {version!r}",
-            expected=f"one of {', '.join(prompt_versions())}",
-            fix="judge.prompt",
+            f"{system_file} has the placeholder {_PLACE.findall(system)[0]!r}",
+            expected="none in the system prompt: what is judged stands in the user prompt",
+            fix=f"move it to {user_file.name}, which may have {shown}",
         )
-    return {
-        kind: _Prompt(_read(version, kind, "system"), _read(version, kind, "user"))
-        for kind in _KINDS
-    }
+    found = {match[0]: match[1] for match in _PLACE.finditer(user)}
+    unknown = [whole for whole, name in found.items() if name not in (*needed, *allowed)]
+    lacking = [f"{{{{{name}}}}}" for name in needed if name not in found.values()]
+    if unknown or lacking:
+        what = [f"has {whole}, which nothing fills in" for whole in unknown]
+        what += [f"lacks {name}" for name in lacking]
+        raise ConfigurationError(
+            f"{user_file} {' and '.join(what)}",
+            expected=f"the placeholders {shown}",
+            fix="correct the file named by judge.prompt",
+        )
+    return _Prompt(system, user)
 
 
-def _read(version: str, kind: str, part: str) -> str:
-    return (_FOLDER / version / f"{kind}.{part}.md").read_text(encoding="utf-8").strip()
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise ConfigurationError(
+            f"The judge's prompt {file} cannot be read ({why})",
+            expected="a text file in UTF-8",
+            fix="correct the file, or judge.prompt",
+        ) from error
