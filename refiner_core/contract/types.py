@@ -5,7 +5,7 @@ Science (``refiner_core``) is written against these protocols; ``infra`` and tes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,13 +189,23 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+OnCompletion = Callable[[int, Completion], None]
+
+
 class Generator(Protocol):
     """Samples completions for prompts."""
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
-        """One completion per request, in order, independent of how they are batched."""
+        """One completion per request, in order, independent of how they are batched.
+
+        ``on_completion(index, completion)`` is called once per request as soon as that sample is
+        finished, in whatever order, in the thread of the call; what it raises ends the call.
+        """
         ...
 
 

@@ -10,7 +10,8 @@ In: rows per protocol. Out: files in the stage's output folder::
 ``n`` (prompts), ``numerator``, ``denominator`` (samples), ``interval`` (how it was computed) and
 ``samples_file``. ``reference`` has the same for the random copier, under each protocol. A metric
 that no sample has (no rubrics, no ground truth) has no entry. ``protocols`` spells out what each
-fingerprint stands for.
+fingerprint stands for. Where the judge keeps count, ``judge_usage`` is what it did for these
+numbers (:class:`~refiner_core.contract.types.JudgeUsage`); it is a cost, not a number of the model.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
+from refiner_core.contract.types import JudgeUsage
 from refiner_core.evaluation.protocol import Protocol
 from refiner_core.evaluation.samples import METRICS, metric_kind, write_samples
 from refiner_core.evaluation.statistics import Estimate, estimate
+from refiner_core.judges.usage import usage_to_json
 
 RESULTS_VERSION = 1
 RESULTS_FILE = "results.json"
@@ -36,6 +39,17 @@ class Measured(NamedTuple):
 
     protocol: Protocol
     rows: Sequence[dict[str, Any]]
+
+
+class Measurement(NamedTuple):
+    """All that was measured of one model; ``reference`` is what stands beside it (name, rows)."""
+
+    config: RecipeConfig
+    model_name: str
+    model_ref: str
+    measured: Sequence[Measured]
+    reference: tuple[str, Sequence[dict[str, Any]]]
+    judge_usage: JudgeUsage | None = None
 
 
 def metric_entries(
@@ -80,38 +94,33 @@ def _protocol_of(metric: str, protocol: Protocol, config: RecipeConfig) -> Proto
     return protocol.with_reward(config) if metric == "reward" else protocol
 
 
-def write_results(
-    output_dir: Path,
-    config: RecipeConfig,
-    model_name: str,
-    model_ref: str,
-    measured: Sequence[Measured],
-    *,
-    reference: tuple[str, Sequence[dict[str, Any]]],
-) -> dict[str, Any]:
+def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
     """Write all files of an evaluation (``results.json`` last) and return its content."""
+    config = model.config
     output_dir.mkdir(parents=True, exist_ok=True)
-    floor_name, floor_rows = reference
+    floor_name, floor_rows = model.reference
     floor_file = f"samples-{floor_name}.parquet"
     write_samples(output_dir / floor_file, floor_rows)
     evaluations: list[dict[str, Any]] = []
     floor: list[dict[str, Any]] = []
     protocols: dict[str, Any] = {}
-    for part in measured:
+    for part in model.measured:
         samples_file = f"samples-{part.protocol.decoding}.parquet"
         write_samples(output_dir / samples_file, part.rows)
-        evaluations += metric_entries(model_name, part, samples_file, config)
+        evaluations += metric_entries(model.model_name, part, samples_file, config)
         floor += metric_entries(floor_name, Measured(part.protocol, floor_rows), floor_file, config)
         for protocol in (part.protocol, part.protocol.with_reward(config)):
             protocols[protocol.fingerprint] = protocol.as_json()
-    results = {
+    results: dict[str, Any] = {
         "version": RESULTS_VERSION,
-        "model": model_name,
-        "model_ref": model_ref,
+        "model": model.model_name,
+        "model_ref": model.model_ref,
         "protocols": protocols,
         "evaluations": evaluations,
         "reference": floor,
     }
+    if model.judge_usage is not None:
+        results["judge_usage"] = usage_to_json(model.judge_usage)
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
     with replacing(output_dir / RESULTS_FILE) as file:
         file.write(text.encode())

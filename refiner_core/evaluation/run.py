@@ -4,7 +4,9 @@ In: the configuration, the data stage's folder, a model, a judge. Out: per-sampl
 ``results.json`` with every number, its interval and its protocol.
 
 Work is cut into units of whole prompts, one generation batch each. After a unit, what is done is a
-checkpoint, so an interrupted evaluation goes on with the next unit. Seeds derive from the protocol
+checkpoint, so an interrupted evaluation goes on with the next unit. A judge that streams begins
+with an answer when it is finished, and while it ends a unit the next one is sampled already. Seeds
+derive from the protocol
 seed, the prompt and the sample index: every model meets the same random numbers, and arms pair up.
 
 Beside the model stands the random copier (:mod:`refiner_core.data.copier`), scored by the same code
@@ -23,26 +25,37 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage
+from refiner_core.contract.errors import DataError, Interrupted
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import (
+    Completion,
     GenerationRequest,
     Generator,
     Judge,
+    JudgeUsage,
     Progress,
     PromptRow,
+    SavedCheckpoint,
     StageIO,
 )
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import Measured, Measurement, write_results
 from refiner_core.evaluation.samples import sample_row
 from refiner_core.generation.text import completion_text
-from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.judges.usage import (
+    usage_between,
+    usage_from_json,
+    usage_of,
+    usage_sum,
+    usage_to_json,
+)
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
 
 COPIER = "random_copier"
 _ROWS_FILE = "rows.json"
+_USAGE_FILE = "judge.json"
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,8 @@ def evaluate_model(
     Interrupted
         If asked to stop; finished units are kept.
     JudgeOutage
-        If more of a unit's answers than ``judge.max_failed_share`` could not be judged.
+        If more of a unit's answers than ``judge.max_failed_share`` could not be judged, or nobody
+        could be asked for too long; finished units are kept.
     """
     prompts = load_prompts(data_dir / "rl_test.parquet")[: config.evaluate.max_prompts]
     if not prompts:
@@ -124,13 +138,15 @@ def evaluate_model(
 
         tokenizer = load_tokenizer(model_ref, config.model)
     scorer = _Scorer(config, judge, generator, tokenizer)
-    rows = _run_units(units, scorer, io, reporter)
+    work = _Work(units, scorer, io, reporter)
+    rows = work.run()
     measured = [
         Measured(make_protocol(config, prompts, decoding, data_digest), rows[decoding])
         for decoding in config.evaluate.decoding
     ]
     return write_results(
-        output_dir, config, model_name, model_ref, measured, reference=(COPIER, rows[COPIER])
+        output_dir,
+        Measurement(config, model_name, model_ref, measured, (COPIER, rows[COPIER]), work.usage),
     )
 
 
@@ -148,11 +164,18 @@ class _Reporter:
 
     def step(self, finished: int, samples: int) -> None:
         """A token was decoded; so many samples of the batch are finished."""
+        self._within("samples_finished", finished, samples)
+
+    def judged(self, judged: int, samples: int) -> None:
+        """So many samples of the batch before are judged; the next one waits for the rest."""
+        self._within("samples_judged", judged, samples)
+
+    def _within(self, what: str, count: int, samples: int) -> None:
         now_s = time.monotonic()
         if now_s - self.last_s < 1.0:
             return
         self.last_s = now_s
-        values = {"samples_finished": float(finished), "samples": float(samples)}
+        values = {what: float(count), "samples": float(samples)}
         self.io.progress(
             Progress(done=self.done, total=self.total, phase=self.phase, values=values)
         )
@@ -186,33 +209,85 @@ def _units(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[_Unit]:
     return units
 
 
-def _run_units(
-    units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: _Reporter
-) -> dict[str, list[dict[str, Any]]]:
-    """Rows by decoding (and the copier's). Goes on from the newest checkpoint."""
-    done = 0
-    rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
-    if (checkpoint := io.latest_checkpoint()) is not None:
-        done = checkpoint.step
-        rows = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
-    for number, unit in enumerate(units[done:], start=done + 1):
-        if io.should_stop():
-            raise Interrupted(
-                f"The evaluation stopped after {number - 1} of {len(units)} batches",
-                fix="run the same command again to go on",
-            )
-        reporter.batch(number - 1, unit.key)
-        rows[unit.key] += scorer.score(unit)
-        if number < len(units):
-            with io.new_checkpoint(number) as folder:
-                text = json.dumps(rows, ensure_ascii=False)
+class _Work:
+    """Units one after the other, from the newest checkpoint on."""
+
+    def __init__(
+        self, units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: _Reporter
+    ) -> None:
+        self.units, self.scorer, self.io, self.reporter = units, scorer, io, reporter
+        self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
+        self.done = 0
+        self.usage_before: JudgeUsage | None = None
+        if (checkpoint := io.latest_checkpoint()) is not None:
+            self._restore(checkpoint)
+        self._usage_at_start = usage_of(scorer.judge)
+
+    @property
+    def usage(self) -> JudgeUsage | None:
+        """What the judge has done for this evaluation; None where it keeps no count."""
+        now = usage_of(self.scorer.judge)
+        if self._usage_at_start is None or now is None:
+            return self.usage_before
+        used = usage_between(self._usage_at_start, now)
+        return usage_sum(self.usage_before, used) if self.usage_before else used
+
+    def run(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows by decoding (and the copier's)."""
+        begun: _Begun | None = None
+        for number, unit in enumerate(self.units[self.done :], start=self.done + 1):
+            if self.io.should_stop():
+                self._finish(begun)
+                raise Interrupted(
+                    f"The evaluation stopped after {self.done} of {len(self.units)} batches",
+                    fix="run the same command again to go on",
+                )
+            self.reporter.batch(self.done, unit.key)
+            before, begun = begun, self.scorer.begin(unit)
+            self._finish(before)
+            if not begun.judging or number == len(self.units):
+                self._finish(begun)
+                begun = None
+        self.reporter.batch(len(self.units), "numbers")
+        return self.rows
+
+    def _finish(self, begun: _Begun | None) -> None:
+        """Wait for a unit's judgements, and keep it."""
+        if begun is None:
+            return
+        self.rows[begun.unit.key] += self.scorer.finish(begun, self.reporter)
+        self.done += 1
+        if self.done < len(self.units):
+            with self.io.new_checkpoint(self.done) as folder:
+                text = json.dumps(self.rows, ensure_ascii=False)
                 (folder / _ROWS_FILE).write_text(text, encoding="utf-8")
-    reporter.batch(len(units), "numbers")
-    return rows
+                if (usage := self.usage) is not None:
+                    text = json.dumps(usage_to_json(usage))
+                    (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
+
+    def _restore(self, checkpoint: SavedCheckpoint) -> None:
+        self.done = checkpoint.step
+        self.rows = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
+        kept = checkpoint.path / _USAGE_FILE
+        if kept.exists():
+            self.usage_before = usage_from_json(json.loads(kept.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A unit whose answers are there. ``judging``: the judge works on them by itself."""
+
+    unit: _Unit
+    answers: tuple[_Answer, ...]
+    stream: RewardStream
+
+    @property
+    def judging(self) -> bool:
+        return self.stream.streams
 
 
 class _Scorer:
-    """Samples and scores a unit."""
+    """Samples and scores units."""
 
     def __init__(
         self, config: RecipeConfig, judge: Judge, generator: Generator, tokenizer: Any
@@ -220,19 +295,19 @@ class _Scorer:
         self.config, self.judge = config, judge
         self.generator, self.tokenizer = generator, tokenizer
 
-    def score(self, unit: _Unit) -> list[dict[str, Any]]:
+    def begin(self, unit: _Unit) -> _Begun:
+        """Sample a unit's answers; a judge that streams begins with each as it is finished."""
+        stream = RewardStream(self.config.reward, self.judge)
+        if unit.decoding is None:
+            answers = self._copied(unit, stream)
+        else:
+            answers = self._sampled(unit, unit.decoding, stream)
+        return _Begun(unit, tuple(answers), stream)
+
+    def finish(self, begun: _Begun, reporter: _Reporter) -> list[dict[str, Any]]:
         """One row per sample, in order of (prompt, sample)."""
-        answers = self._copied(unit) if unit.decoding is None else self._sampled(unit)
-        items = [RewardInput(prompt=a.prompt, text=a.text, stopped=a.stopped) for a in answers]
-        results = compute_rewards(items, self.config.reward, self.judge)
-        failed = sum(result.status == "unscored" for result in results)
-        if failed > self.config.judge.max_failed_share * len(results):
-            raise JudgeOutage(
-                f"The judge failed on {failed} of {len(results)} answers",
-                expected=f"at most a share of {self.config.judge.max_failed_share}",
-                fix="bring the judge back and run the same command again; or raise "
-                "judge.max_failed_share",
-            )
+        results = begun.stream.results(reporter.judged)
+        require_scored(results, self.config.judge.max_failed_share, of="answers")
         return [
             sample_row(
                 a.prompt,
@@ -242,12 +317,11 @@ class _Scorer:
                 stopped=a.stopped,
                 result=result,
             )
-            for a, result in zip(answers, results, strict=True)
+            for a, result in zip(begun.answers, results, strict=True)
         ]
 
-    def _sampled(self, unit: _Unit) -> list[_Answer]:
-        evaluate, decoding = self.config.evaluate, unit.decoding
-        assert decoding is not None
+    def _sampled(self, unit: _Unit, decoding: Decoding, stream: RewardStream) -> list[_Answer]:
+        evaluate = self.config.evaluate
         samples = evaluate.num_samples if decoding == "sampled" else 1
         places = [(prompt, index) for prompt in unit.prompts for index in range(samples)]
         requests = [
@@ -257,23 +331,35 @@ class _Scorer:
             )
             for prompt, index in places
         ]
-        completions = self.generator.generate(requests, sampling_params(self.config, decoding))
-        return [
-            _Answer(
+        answers: dict[int, _Answer] = {}
+
+        def finished(place: int, completion: Completion) -> None:
+            prompt, index = places[place]
+            answers[place] = _Answer(
                 prompt,
                 index,
                 completion_text(self.tokenizer, completion),
                 len(completion.token_ids),
                 completion.finish_reason == "stop",
             )
-            for (prompt, index), completion in zip(places, completions, strict=True)
-        ]
+            _ask(stream, place, answers[place])
 
-    def _copied(self, unit: _Unit) -> list[_Answer]:
+        self.generator.generate(requests, sampling_params(self.config, decoding), finished)
+        if len(answers) != len(places):
+            raise RuntimeError(f"the generator told of {len(answers)} of {len(places)} samples")
+        return [answers[place] for place in range(len(places))]
+
+    def _copied(self, unit: _Unit, stream: RewardStream) -> list[_Answer]:
         answers = []
-        for prompt in unit.prompts:
+        for place, prompt in enumerate(unit.prompts):
             seed = derive_seed(self.config.evaluate.seed, COPIER, prompt.sample_id)
             text = random_copier(prompt.prompt_text, random.Random(seed))
             length = len(self.tokenizer.encode(text, add_special_tokens=False))
             answers.append(_Answer(prompt, 0, text, length, stopped=True))
+            _ask(stream, place, answers[-1])
         return answers
+
+
+def _ask(stream: RewardStream, place: int, answer: _Answer) -> None:
+    stream.add(RewardInput(answer.prompt, answer.text, answer.stopped), place)
+    stream.submit()

@@ -11,7 +11,8 @@ How a call runs:
    right, so no mask is needed, and the padding is masked while decoding.
 3. All samples of a row decode side by side over one shared cache
    (:mod:`refiner_core.generation.shared_cache`).
-4. Samples that finish leave the batch once that makes it a quarter smaller.
+4. A sample that finishes is handed out at once, and leaves the batch once that makes it a quarter
+   smaller.
 
 The same requests in the same order give the same bits with the same weights, threads and device.
 Batched otherwise, a sample sees the same random numbers and log-probabilities that differ in the
@@ -29,7 +30,12 @@ import torch
 from torch import Tensor
 
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
-from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    OnCompletion,
+    SamplingParams,
+)
 from refiner_core.generation.batches import (
     Row,
     max_cache_entries,
@@ -86,9 +92,15 @@ class TransformersGenerator:
         self.stop_ids = _stop_ids(model, tokenizer)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         """Sample one completion per request, in order.
+
+        ``on_completion(index, completion)`` is told of each as soon as it is finished, also while
+        others of its batch go on; what is sampled does not depend on it.
 
         Raises
         ------
@@ -115,9 +127,12 @@ class TransformersGenerator:
                 seeds = [requests[index].seed for row in batch for index in row.requests]
                 decoding = _Decoding(self, batch, seeds, params)
                 for finished in decoding.steps():
+                    completions.update(finished)
+                    if on_completion is not None:
+                        for index, completion in finished.items():
+                            on_completion(index, completion)
                     if self.on_step is not None:
-                        self.on_step(len(completions) + finished, len(requests))
-                completions.update(decoding.completions())
+                        self.on_step(len(completions), len(requests))
         return [completions[index] for index in range(len(requests))]
 
     def _check_lengths(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
@@ -232,29 +247,26 @@ class _Decoding:
         self.stopped_N = np.zeros(count, dtype=bool)
         self.grid_P_G = place_samples(batch)
 
-    def steps(self) -> Iterator[int]:
-        """Decode to the end; yields the number of finished samples after each token."""
+    def steps(self) -> Iterator[dict[int, Completion]]:
+        """Decode to the end; after each token, what finished with it, by index of the request."""
         logits_P_V, cache = self._prefill()
         logits_P_G_V = logits_P_V[:, None].expand(-1, self.grid_P_G.shape[1], -1)
         for step in range(self.params.max_new_tokens):
-            self._sample(logits_P_G_V, step)
-            live = int((self.grid_P_G >= 0).sum())
-            yield len(self.names) - live
-            if step + 1 == self.params.max_new_tokens or live == 0:
+            finished = self._sample(logits_P_G_V, step)
+            yield {self.names[n]: self._completion(n) for n in finished}
+            if not (self.grid_P_G >= 0).any():
                 return
             self._shrink(cache)
             logits_P_G_V = self._forward(cache, step)
 
-    def completions(self) -> dict[int, Completion]:
-        """What was decoded, by index of the request."""
-        return {
-            name: Completion(
-                token_ids=tuple(self.tokens_N_T[n, : self.lengths_N[n]].tolist()),
-                logprobs=tuple(self.logprobs_N_T[n, : self.lengths_N[n]].tolist()),
-                finish_reason="stop" if self.stopped_N[n] else "length",
-            )
-            for n, name in enumerate(self.names)
-        }
+    def _completion(self, n: int) -> Completion:
+        """A finished sample, by its number within the batch."""
+        length = self.lengths_N[n]
+        return Completion(
+            token_ids=tuple(self.tokens_N_T[n, :length].tolist()),
+            logprobs=tuple(self.logprobs_N_T[n, :length].tolist()),
+            finish_reason="stop" if self.stopped_N[n] else "length",
+        )
 
     def _prefill(self) -> tuple[Tensor, SharedPromptCache]:
         """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
@@ -298,8 +310,11 @@ class _Decoding:
         logits: Tensor = out.logits
         return logits
 
-    def _sample(self, logits_P_G_V: Tensor, step: int) -> None:
-        """Draw a token for every live sample, store it, and retire samples that end with it."""
+    def _sample(self, logits_P_G_V: Tensor, step: int) -> list[int]:
+        """Draw a token for every live sample, store it, and retire samples that end with it.
+
+        Returns the samples that are finished, by number within the batch.
+        """
         rows, columns = np.nonzero(self.grid_P_G >= 0)
         live = self.grid_P_G[rows, columns]
         logits = logits_P_G_V[torch.from_numpy(rows), torch.from_numpy(columns)]
@@ -319,7 +334,11 @@ class _Decoding:
         self.lengths_N[live] = step + 1
         ended = np.isin(tokens, self.stop_ids) | self._ends_with_stop_string(live, step)
         self.stopped_N[live[ended]] = True
+        if step + 1 == self.params.max_new_tokens:
+            ended[:] = True
         self.grid_P_G[rows[ended], columns[ended]] = -1
+        finished: list[int] = live[ended].tolist()
+        return finished
 
     def _ends_with_stop_string(self, live: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
         """Which live samples have just completed a stop string. Shape [len(live)], bool.

@@ -4,6 +4,7 @@ In: rollouts, the reward configuration, a judge. Out: one
 :class:`~refiner_core.contract.types.RewardResult` per rollout, in order.
 """
 
-from refiner_core.rewards.compute import RewardInput, compute_rewards
+from refiner_core.rewards.compute import RewardInput, RewardStream, compute_rewards
+from refiner_core.rewards.outage import require_scored
 
-__all__ = ["RewardInput", "compute_rewards"]
+__all__ = ["RewardInput", "RewardStream", "compute_rewards", "require_scored"]

@@ -1,8 +1,11 @@
-"""Rewards of a batch of rollouts.
+"""Rewards of rollouts: a batch that is there, or one that is still being sampled.
 
 ::
 
-    rollouts ─ parse ─> questions of the whole batch ─ one judge() call ─> scores ─> totals
+    rollout ─ add ─> read, questions ─ submit ─> judge ─┐   (a judge that streams, meanwhile)
+    rollout ─ add ─> read, questions ─ submit ─> judge ─┴─ results ─> scores ─> totals
+
+    all rollouts ─ add ─> questions ─ results ─> one judge() call ─> scores ─> totals
 
 In: rollouts (prompt, text, whether it stopped), the reward configuration, a judge. Out: one
 :class:`~refiner_core.contract.types.RewardResult` per rollout, in order. Prompts and rubrics that
@@ -17,14 +20,22 @@ rubric or an uncited claim, and a mean over what is left can be higher than the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from refiner_core.answers import ParsedAnswer, ParsedEvidence, parse_answer, parse_evidence
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
-from refiner_core.contract.types import Judge, Judgement, JudgeRequest, PromptRow, RewardResult
+from refiner_core.contract.types import (
+    Judge,
+    Judgement,
+    JudgeRequest,
+    PendingJudgements,
+    PromptRow,
+    RewardResult,
+    StreamingJudge,
+)
 from refiner_core.rewards.citations import (
     CitationQuestion,
     CitationScore,
@@ -60,7 +71,7 @@ class _Plan:
     rubric_requests: tuple[JudgeRequest, ...]
     citation_questions: tuple[CitationQuestion, ...]
 
-    @property
+    @functools.cached_property
     def requests(self) -> list[JudgeRequest]:
         return [*self.rubric_requests, *(q.request for q in self.citation_questions)]
 
@@ -68,7 +79,7 @@ class _Plan:
 def compute_rewards(
     items: Sequence[RewardInput], reward: RewardConfig, judge: Judge
 ) -> list[RewardResult]:
-    """Reward a batch. All questions go to the judge in one call.
+    """Reward a batch that is there. All questions go to the judge in one call.
 
     Citations are judged and logged also where the citation reward is off or has weight 0, so that
     arms with and without it can be compared.
@@ -87,29 +98,115 @@ def compute_rewards(
     ConfigurationError
         The static rubric set cannot be loaded.
     """
-    evidence_of = functools.cache(parse_evidence)
-    rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
-    plans = []
+    stream = RewardStream(reward, judge)
     for item in items:
+        stream.add(item)
+    return stream.results()
+
+
+class RewardStream:
+    """Rewards of rollouts that are added one by one.
+
+    A judge that streams (:class:`~refiner_core.contract.types.StreamingJudge`) is asked at each
+    :meth:`submit` and works while the caller goes on; any other is asked in :meth:`results`, all in
+    one call. What comes out is the same.
+
+    Raises of :meth:`add`
+        Those of :func:`compute_rewards`.
+    """
+
+    def __init__(self, reward: RewardConfig, judge: Judge) -> None:
+        self._reward, self._judge = reward, judge
+        self._streaming = judge if isinstance(judge, StreamingJudge) else None
+        self._evidence_of = functools.cache(parse_evidence)
+        self._rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
+        self._plans: dict[int, _Plan] = {}
+        self._new: list[int] = []
+        self._asked: list[tuple[list[int], PendingJudgements]] = []
+
+    @property
+    def streams(self) -> bool:
+        """Whether the judge works while more is added."""
+        return self._streaming is not None
+
+    def add(self, item: RewardInput, place: int | None = None) -> int:
+        """Read a rollout and plan its questions.
+
+        Parameters
+        ----------
+        place
+            Where its result stands among those of :meth:`results`, which are in growing order of
+            it: rollouts may be added as they finish. By default they stand as they were added.
+
+        Returns
+        -------
+        int
+            Its place.
+        """
+        place = len(self._plans) if place is None else place
+        if place in self._plans:
+            raise ValueError(f"there is a rollout at place {place} already")
         try:
-            rubrics = rubrics_of(item.prompt.rubrics)
+            rubrics = self._rubrics_of(item.prompt.rubrics)
         except DataError as error:
             row = item.prompt.sample_id
             raise DataError(f"Row {row}: {error.what}", expected=error.expected) from error
-        plans.append(_plan(item, evidence_of(item.prompt.prompt_text), rubrics))
+        self._plans[place] = _plan(item, self._evidence_of(item.prompt.prompt_text), rubrics)
+        self._new.append(place)
+        return place
 
-    requests = [request for plan in plans for request in plan.requests]
-    judgements = [_checked(j) for j in judge.judge(requests)] if requests else []
-    if len(judgements) != len(requests):
-        raise RuntimeError(
-            f"the judge gave {len(judgements)} judgements for {len(requests)} requests"
-        )
-    results, position = [], 0
-    for plan in plans:
-        end = position + len(plan.requests)
-        results.append(_result(plan, judgements[position:end], reward))
-        position = end
-    return results
+    def submit(self) -> None:
+        """Let a judge that streams begin with what was added since; any other waits."""
+        if self._streaming is None or not self._new:
+            return
+        places, self._new = self._new, []
+        if requests := self._requests(places):
+            self._asked.append((places, self._streaming.submit(requests)))
+
+    def results(self, on_judged: Callable[[int, int], None] | None = None) -> list[RewardResult]:
+        """Wait for the judge; one result per rollout, in order of their places.
+
+        ``on_judged`` is told (rollouts judged, all rollouts) while it waits. The stream is used up.
+
+        Raises
+        ------
+        JudgeOutage, Interrupted
+            See :meth:`refiner_core.contract.types.Judge.judge`.
+        """
+        self._new.sort()  # a judge that is asked once is asked in order, however they were added
+        if self._asked:
+            self.submit()
+        judgements: dict[int, list[Judgement]] = {
+            place: [] for place, plan in self._plans.items() if not plan.requests
+        }
+        for places, found in self._answers():
+            judgements |= self._shared_out(places, found)
+            if on_judged is not None:
+                on_judged(len(judgements), len(self._plans))
+        return [
+            _result(plan, judgements[place], self._reward)
+            for place, plan in sorted(self._plans.items())
+        ]
+
+    def _answers(self) -> Iterator[tuple[list[int], list[Judgement]]]:
+        """Places of rollouts, and the judgements of all their questions in a row."""
+        for places, pending in self._asked:
+            yield places, pending.result()
+        if requests := self._requests(self._new):
+            yield self._new, self._judge.judge(requests)
+
+    def _requests(self, places: Sequence[int]) -> list[JudgeRequest]:
+        return [request for place in places for request in self._plans[place].requests]
+
+    def _shared_out(
+        self, places: Sequence[int], found: Sequence[Judgement]
+    ) -> dict[int, list[Judgement]]:
+        """Judgements by the place of the rollout that asked."""
+        wanted = sum(len(self._plans[place].requests) for place in places)
+        if len(found) != wanted:
+            raise RuntimeError(f"the judge gave {len(found)} judgements for {wanted} requests")
+        rest = iter(found)
+        return {p: [_checked(next(rest)) for _ in self._plans[p].requests] for p in places}
 
 
 def _plan(item: RewardInput, evidence: ParsedEvidence, rubrics: tuple[Rubric, ...]) -> _Plan:

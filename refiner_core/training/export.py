@@ -20,7 +20,7 @@ from refiner_core.training import engine
 from refiner_core.training.boundary import curve
 from refiner_core.training.checkpoint import PROGRESS, load_weights
 
-_COUNTED = ("tokens", "epoch", "counts")
+_COUNTED = ("tokens", "epoch", "counts", "judge")
 
 
 def export_checkpoint(

@@ -5,27 +5,39 @@ rollouts per step, checkpoints, and a JSON-ready report.
 
 One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> rewards -> advantages
 -> packs -> one or more optimiser steps -> metrics and rollouts stored -> checkpoint where due. A
-step whose groups all lack spread changes no weight, but it counts and is logged.
+step whose groups all lack spread changes no weight, but it counts and is logged. A judge that
+streams works on finished samples while the others are decoded; ``time/judge_s`` is what is waited
+for it after the last one.
 
 Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone.
 A stop that is asked for before a step's update gives the step up and saves the state before it:
 what was sampled comes out the same again, and the time to save may be short.
-Measured times go under ``time/`` and ``tokens_per_second``; nothing else depends on a clock.
+Measurements go under ``time/``, ``tokens_per_second`` and ``judge/`` (what the judge did: its store
+knows more the second time); nothing else depends on a clock or on what ran before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import JudgeOutage
-from refiner_core.contract.types import Generator, Judge, Progress, StageIO
+from refiner_core.contract.errors import Interrupted, JudgeOutage
+from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.load import device_for, set_threads
+from refiner_core.judges.usage import (
+    usage_between,
+    usage_from_json,
+    usage_metrics,
+    usage_of,
+    usage_sum,
+    usage_to_json,
+)
+from refiner_core.rewards import require_scored
 from refiner_core.training import engine
 from refiner_core.training.boundary import Boundary, curve
 from refiner_core.training.grpo_update import GrpoUpdate
@@ -34,12 +46,13 @@ from refiner_core.training.order import order_hash, prompt_batch
 from refiner_core.training.rollout import (
     RewardFunction,
     RolloutBatch,
+    RolloutSampler,
+    Sampled,
+    StepRewards,
     check_lengths,
     form_groups,
     rollout_metrics,
     rollout_rows,
-    sample_rollouts,
-    score_rollouts,
 )
 from refiner_core.training.support import refuse_unsupported
 
@@ -92,14 +105,16 @@ def train_grpo(
     Returns
     -------
     dict
-        ``steps``, ``episodes``, ``tokens`` (sampled), ``counts`` and ``curves``.
+        ``steps``, ``episodes``, ``tokens`` (sampled), ``counts`` and ``curves``; with a judge that
+        counts, ``judge``: its usage in the steps that led here, without those that were given up.
 
     Raises
     ------
     Interrupted
         A stop was asked for; the state is saved.
     JudgeOutage
-        Too many rollouts of a step could not be scored; the state before the step is saved.
+        Too many rollouts of a step could not be scored, or the judge could not be asked for too
+        long; the state before the step is saved.
     StageFailed
         A loss or gradient is not finite.
     UnsupportedError
@@ -128,13 +143,14 @@ class _GrpoRun:
         grpo = config.grpo
         set_threads(config.model)
         self.config, self.grpo, self.io, self.judge = config, grpo, io, judge
-        self.rewards = rewards or _default_rewards()
+        self.rewards = rewards
         self.prompts = load_prompts(data_dir / TRAIN_FILE)
         prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
         check_lengths(self.prompts, grpo)
         device = device_for(grpo.resources)
         self.loaded = engine.load_for_training(model_ref, config.model, device)
-        self.generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
+        generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
+        self.sampler = RolloutSampler(grpo, config.seed, generator, self.loaded.tokenizer)
         self.updater = Updater(
             self.loaded.model,
             learning_rate=grpo.learning_rate,
@@ -162,13 +178,14 @@ class _GrpoRun:
         """Every step that is left."""
         self.boundary.stop_if_asked(self.progress["step"], self.progress)
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            clock = _Clock()
+            clock, usage = _Clock(), usage_of(self.judge)
             try:
                 batch = self._rollouts(step, clock)
-            except JudgeOutage:
+            except (JudgeOutage, Interrupted):
                 self.boundary.save(step - 1, self.progress)
                 raise
             metrics = rollout_metrics(batch)
+            metrics.update(self._judge_metrics(usage))
             metrics.update(self._train_on(batch, step, clock))
             self._count(step, batch, metrics)
             metrics.update(clock.metrics(_tokens(batch)))
@@ -188,6 +205,7 @@ class _GrpoRun:
             "prompts": len(self.prompts),
             "counts": self.progress["counts"],
             "curves": curves,
+            **{key: self.progress[key] for key in ("judge",) if key in self.progress},
         }
 
     def _rollouts(self, step: int, clock: _Clock) -> RolloutBatch:
@@ -195,26 +213,21 @@ class _GrpoRun:
         chosen = prompt_batch(
             self.config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, step - 1
         )
-        self._tell(step, "generate")
+        rewards = StepRewards(self.config.reward, self.judge, self.rewards)
+        total = len(chosen.indices) * grpo.num_samples_per_prompt_rollout
+        tell = _Teller(self, step, "generate", "samples_finished")
+
+        def finished(place: int, sample: Sampled) -> None:
+            rewards.add(place, sample)
+            tell(tell.count + 1, total)
+
         with clock.time("generate"):
-            samples = sample_rollouts(
-                [(index, self.prompts[index]) for index in chosen.indices],
-                grpo=grpo,
-                seed=self.config.seed,
-                step=step,
-                generator=self.generator,
-                tokenizer=self.loaded.tokenizer,
-            )
+            prompts = [(index, self.prompts[index]) for index in chosen.indices]
+            samples = self.sampler.sample(prompts, step=step, on_sample=finished)
         self.boundary.stop_if_asked(step - 1, self.progress)
-        self._tell(step, "judge")
         with clock.time("judge"):
-            results = score_rollouts(
-                samples,
-                reward=self.config.reward,
-                judge=self.judge,
-                rewards=self.rewards,
-                max_failed_share=self.config.judge.max_failed_share,
-            )
+            results = rewards.results(samples, _Teller(self, step, "judge", "samples_judged"))
+        require_scored(results, self.config.judge.max_failed_share, of="rollouts of a step")
         self.boundary.stop_if_asked(step - 1, self.progress)
         return form_groups(
             samples,
@@ -237,7 +250,7 @@ class _GrpoRun:
             "optimizer_steps": 0,
         }
         if samples:
-            self._tell(step, "update")
+            self.tell(step, "update")
             with clock.time("update"):
                 metrics.update(self.update.run(samples, step=step, factor=factor))
         return metrics
@@ -259,8 +272,35 @@ class _GrpoRun:
             progress["curves"][name].append(metrics.get(name))  # one entry per step, or None
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
 
-    def _tell(self, step: int, phase: str) -> None:
-        self.io.progress(Progress(step - 1, self.grpo.num_training_steps, phase))
+    def _judge_metrics(self, before: JudgeUsage | None) -> dict[str, float]:
+        """What the judge has done since ``before``; adds it to the progress."""
+        now = usage_of(self.judge)
+        if before is None or now is None:
+            return {}
+        used = usage_between(before, now)
+        known = usage_from_json(self.progress.get("judge", {}))
+        self.progress["judge"] = usage_to_json(usage_sum(known, used))
+        return usage_metrics(used)
+
+    def tell(self, step: int, phase: str, values: Mapping[str, float] | None = None) -> None:
+        """Say where the step is."""
+        self.io.progress(Progress(step - 1, self.grpo.num_training_steps, phase, values or {}))
+
+
+class _Teller:
+    """Tells that a part of a step begins, and then how far it is, at most once a second."""
+
+    def __init__(self, run: _GrpoRun, step: int, phase: str, unit: str) -> None:
+        self.run, self.step, self.phase, self.unit = run, step, phase, unit
+        self.count, self.last_s = 0, time.monotonic()
+        run.tell(step, phase)
+
+    def __call__(self, count: int, total: int) -> None:
+        self.count, now_s = count, time.monotonic()
+        if now_s - self.last_s >= 1.0:
+            self.last_s = now_s
+            values = {self.unit: float(count), "samples": float(total)}
+            self.run.tell(self.step, self.phase, values)
 
 
 class _Clock:
@@ -291,9 +331,3 @@ def _default_generator(loaded: engine.Loaded, batch_size: int) -> Generator:
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
     return TransformersGenerator(loaded.model, loaded.tokenizer, batch_size=batch_size)
-
-
-def _default_rewards() -> RewardFunction:
-    from refiner_core.rewards import compute_rewards
-
-    return compute_rewards

@@ -2,6 +2,7 @@
 
 In: the step's prompts, a :class:`Generator`, a reward function and a :class:`Judge`.
 Out: a :class:`RolloutBatch`, the samples that may be trained on, metrics, and rows for Parquet.
+A judge that streams begins with a sample when it is finished, while others are still decoded.
 
 Everything here is a function of (seed, step, weights): a step that is repeated after a crash
 samples the same tokens. A sample that the judge could not score is not a zero; it takes no part.
@@ -17,25 +18,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from refiner_core.contract.config import GrpoConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError, JudgeOutage
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
     Generator,
     Judge,
+    OnCompletion,
     PromptRow,
     RewardResult,
     SamplingParams,
 )
 from refiner_core.generation.text import closing_ids, completion_text
-from refiner_core.rewards import RewardInput
+from refiner_core.rewards import RewardInput, RewardStream
 from refiner_core.training.advantages import GroupAdvantages, Normalization, group_advantages
 
 #: Components that count things in an answer. Watch claims: rewards can rise while answers say less.
 COUNT_COMPONENTS = ("claims", "uncited")
 
 RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
+_Key = tuple[int, int, PromptRow]  # index of the prompt, index of its sample, the prompt
 
 
 @dataclass(frozen=True)
@@ -110,36 +113,64 @@ class RolloutBatch:
         return kept
 
 
-def sample_rollouts(
-    prompts: Sequence[tuple[int, PromptRow]],
-    *,
-    grpo: GrpoConfig,
-    seed: int,
-    step: int,
-    generator: Generator,
-    tokenizer: Any,
-) -> list[Sampled]:
-    """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order.
+OnSample = Callable[[int, Sampled], None]
 
-    A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room that is
-    left.
-    """
-    keys = [
-        (index, sample_index, prompt)
-        for index, prompt in prompts
-        for sample_index in range(grpo.num_samples_per_prompt_rollout)
-    ]
-    by_limit: dict[int, list[int]] = defaultdict(list)
-    for i, (_, _, prompt) in enumerate(keys):
-        by_limit[response_limit(prompt, grpo)].append(i)
-    completions: dict[int, Completion] = {}
-    for limit in sorted(by_limit):
-        members = by_limit[limit]
+
+@dataclass(frozen=True)
+class RolloutSampler:
+    """What samples the rollouts of every step. ``seed`` is the run's."""
+
+    grpo: GrpoConfig
+    seed: int
+    generator: Generator
+    tokenizer: Any
+
+    def sample(
+        self, prompts: Sequence[tuple[int, PromptRow]], *, step: int, on_sample: OnSample
+    ) -> list[Sampled]:
+        """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order.
+
+        A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room that
+        is left. ``on_sample(place, sample)`` is told of each as it finishes; its place is that in
+        the list.
+        """
+        grpo = self.grpo
+        keys = [
+            (index, sample_index, prompt)
+            for index, prompt in prompts
+            for sample_index in range(grpo.num_samples_per_prompt_rollout)
+        ]
+        by_limit: dict[int, list[int]] = defaultdict(list)
+        for i, (_, _, prompt) in enumerate(keys):
+            by_limit[response_limit(prompt, grpo)].append(i)
+        samples: dict[int, Sampled] = {}
+
+        def finished(place: int, completion: Completion) -> None:
+            samples[place] = self._sampled(keys[place], completion)
+            on_sample(place, samples[place])
+
+        for limit in sorted(by_limit):
+            self._generate(keys, by_limit[limit], limit, step, finished)
+        if len(samples) != len(keys):
+            raise RuntimeError(f"the generator told of {len(samples)} of {len(keys)} samples")
+        return [samples[place] for place in range(len(keys))]
+
+    def _generate(
+        self,
+        keys: Sequence[_Key],
+        places: Sequence[int],
+        limit: int,
+        step: int,
+        finished: OnCompletion,
+    ) -> None:
+        """Sample those places, at most ``limit`` tokens each."""
+        grpo = self.grpo
         requests = [
             GenerationRequest(
-                keys[i][2].prompt_ids, derive_seed(seed, "rollout", step, keys[i][0], keys[i][1])
+                keys[i][2].prompt_ids,
+                derive_seed(self.seed, "rollout", step, keys[i][0], keys[i][1]),
             )
-            for i in members
+            for i in places
         ]
         params = SamplingParams(
             temperature=grpo.temperature,
@@ -147,18 +178,13 @@ def sample_rollouts(
             max_new_tokens=limit,
             stop_strings=grpo.stop_strings,
         )
-        completions.update(zip(members, generator.generate(requests, params), strict=True))
-    return [
-        Sampled(
-            index,
-            sample_index,
-            prompt,
-            completions[i],
-            completion_text(tokenizer, completions[i]),
-            closing_ids(tokenizer, completions[i]),
-        )
-        for i, (index, sample_index, prompt) in enumerate(keys)
-    ]
+        self.generator.generate(requests, params, lambda i, made: finished(places[i], made))
+
+    def _sampled(self, key: _Key, completion: Completion) -> Sampled:
+        index, sample_index, prompt = key
+        text = completion_text(self.tokenizer, completion)
+        closing = closing_ids(self.tokenizer, completion)
+        return Sampled(index, sample_index, prompt, completion, text, closing)
 
 
 def response_limit(prompt: PromptRow, grpo: GrpoConfig) -> int:
@@ -193,31 +219,37 @@ def check_lengths(prompts: Iterable[PromptRow], grpo: GrpoConfig) -> None:
         )
 
 
-def score_rollouts(
-    samples: Sequence[Sampled],
-    *,
-    reward: RewardConfig,
-    judge: Judge,
-    rewards: RewardFunction,
-    max_failed_share: float,
-) -> list[RewardResult]:
-    """One reward per sample.
+class StepRewards:
+    """Rewards of a step's samples, begun while others are still sampled.
 
-    Raises
-    ------
-    JudgeOutage
-        If more than ``max_failed_share`` of the samples could not be scored.
+    ``rewards`` None is :class:`refiner_core.rewards.RewardStream`; a function gets all samples at
+    once, in order of (prompt, sample), and so does a judge that does not stream.
     """
-    items = [RewardInput(sample.prompt, sample.text, sample.stopped) for sample in samples]
-    results = rewards(items, reward, judge)
-    unscored = sum(1 for result in results if result.total is None)
-    if unscored > max_failed_share * len(samples):
-        raise JudgeOutage(
-            f"The judge failed on {unscored} of {len(samples)} rollouts of a step",
-            expected=f"at most a share of {max_failed_share} (judge.max_failed_share)",
-            fix="see that the judge answers, then run the same command again",
-        )
-    return results
+
+    def __init__(self, reward: RewardConfig, judge: Judge, rewards: RewardFunction | None) -> None:
+        self._reward, self._judge, self._rewards = reward, judge, rewards
+        self._stream = RewardStream(reward, judge)
+
+    def add(self, place: int, sample: Sampled) -> None:
+        """Take a finished sample; a judge that streams begins with it."""
+        if self._rewards is None and self._stream.streams:
+            self._stream.add(_reward_input(sample), place)
+            self._stream.submit()
+
+    def results(
+        self, samples: Sequence[Sampled], on_judged: Callable[[int, int], None]
+    ) -> list[RewardResult]:
+        """One reward per sample of the step, in order; waits for the judge."""
+        if self._rewards is not None:
+            return self._rewards([_reward_input(s) for s in samples], self._reward, self._judge)
+        if not self._stream.streams:
+            for sample in samples:
+                self._stream.add(_reward_input(sample))
+        return self._stream.results(on_judged)
+
+
+def _reward_input(sample: Sampled) -> RewardInput:
+    return RewardInput(sample.prompt, sample.text, sample.stopped)
 
 
 def form_groups(

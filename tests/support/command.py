@@ -34,8 +34,8 @@ SMALL = (
     "tracking.wandb=disabled",
     "dispatch.nice=0",
 )
-#: What a clock has to do with; never part of a comparison of two runs.
-TIMED = ("time/", "tokens_per_second")
+#: What a clock or a judge's store has to do with; never part of a comparison of two runs.
+TIMED = ("time/", "tokens_per_second", "judge/")
 
 
 @dataclass(frozen=True)

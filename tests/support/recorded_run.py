@@ -29,7 +29,7 @@ from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import write_prompts
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.evaluation.protocol import Decoding, make_protocol
-from refiner_core.evaluation.results import Measured, write_results
+from refiner_core.evaluation.results import Measured, Measurement, write_results
 from refiner_core.evaluation.samples import sample_row
 from refiner_core.judges import build_judge
 from refiner_core.models import tiny_model_dir
@@ -129,10 +129,10 @@ class RecordedRun:
             asked = _prompts(prompts)
             measured = [self._measured(config, asked, d, quality) for d in config.evaluate.decoding]
             floor = _answers(config, asked, 1.0)
+            beside = ("random_copier", floor)
             return write_results(
-                attempt.output_dir, config, stage.model, "ref", measured,
-                reference=("random_copier", floor),
-            )  # fmt: skip
+                attempt.output_dir, Measurement(config, stage.model, "ref", measured, beside)
+            )
 
         self.do(name, work)
 

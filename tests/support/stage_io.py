@@ -17,6 +17,9 @@ from typing import Any
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
+#: How the names of metrics begin that may differ between runs that are otherwise the same.
+MEASURED = ("time/", "tokens_per_second", "judge/")
+
 
 class FolderStageIO:
     """Metrics as JSON lines, rollouts as JSON, checkpoints as ``checkpoints/<step>``.
@@ -79,10 +82,9 @@ class FolderStageIO:
         return [json.loads(line) for line in self._metrics_path.read_text().splitlines()]
 
     def comparable_metrics(self) -> list[dict[str, Any]]:
-        """Rows without what a clock decides: ``time/*`` and ``tokens_per_second``."""
+        """Rows without measurements, which a clock or a judge's store decides."""
         return [
-            {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"}
-            for row in self.metrics()
+            {k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in self.metrics()
         ]
 
     def rollouts(self) -> dict[int, list[dict[str, Any]]]:

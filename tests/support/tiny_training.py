@@ -19,6 +19,7 @@ from refiner_core.contract.types import (
     GenerationRequest,
     Judgement,
     JudgeRequest,
+    OnCompletion,
     PromptRow,
     RewardResult,
     SamplingParams,
@@ -144,7 +145,10 @@ class LiveSampler:
         self.fail_at_call: int | None = None
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         self.calls += 1
         completions = []
@@ -152,6 +156,8 @@ class LiveSampler:
             if self.calls == self.fail_at_call and i == len(requests) // 2:
                 raise RuntimeError("the node went away while generating")
             completions.append(self._one(request, params))
+            if on_completion is not None:
+                on_completion(i, completions[-1])
         return completions
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from refiner_core.contract.types import (
     GenerationRequest,
     Judgement,
     JudgeRequest,
+    OnCompletion,
     Progress,
     PromptRow,
     SamplingParams,
@@ -82,7 +83,10 @@ class Script:
         self.params: list[SamplingParams] = []
 
     def generate(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         self.seen += requests
         self.params.append(params)
@@ -92,6 +96,9 @@ class Script:
             cut = text.endswith("…")
             ids = tuple(ord(c) for c in text) + (() if cut else (END,))
             made.append(Completion(ids, (0.0,) * len(ids), "length" if cut else "stop"))
+        if on_completion is not None:
+            for index in reversed(range(len(made))):
+                on_completion(index, made[index])
         return made
 
 

@@ -24,7 +24,7 @@ from refiner_core.generation.text import completion_text
 from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.order import prompt_batch
-from refiner_core.training.rollout import Sampled, form_groups, rollout_rows, sample_rollouts
+from refiner_core.training.rollout import RolloutSampler, Sampled, form_groups, rollout_rows
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
     EOS,
@@ -271,18 +271,18 @@ class Saying:
         self.completion = Completion(token_ids, logprobs, finish_reason)
         self.seeds: list[int] = []
 
-    def generate(self, requests, params):
+    def generate(self, requests, params, on_completion):
         self.seeds += [request.seed for request in requests]
+        for i in reversed(range(len(requests))):
+            on_completion(i, self.completion)
         return [self.completion] * len(requests)
 
 
 def sampled(sampler: Saying, *, indices: Sequence[int] = (0,), step: int = 1, seed: int = 7):
     """What the step makes of a sampler's completions of the prompts with these indices."""
     rows = [(i, prompts(9)[i]) for i in indices]
-    return sample_rollouts(
-        rows, grpo=recipe().grpo, seed=seed, step=step, generator=sampler,
-        tokenizer=tiny_tokenizer(),
-    )  # fmt: skip
+    sampling = RolloutSampler(recipe().grpo, seed, sampler, tiny_tokenizer())
+    return sampling.sample(rows, step=step, on_sample=lambda *_: None)
 
 
 def test_rewards_read_the_text_that_evaluation_reads():
@@ -325,10 +325,11 @@ def test_an_end_is_appended_where_the_sampler_stopped_without_one(sampler, train
 
 def test_an_appended_end_is_trained_on_without_a_correction(run):
     class AtStopString(LiveSampler):
-        def generate(self, requests, params):
-            cut = replace(params, max_new_tokens=3)
-            done = super().generate(requests, cut)
-            return [replace(c, finish_reason="stop") for c in done]
+        def generate(self, requests, params, on_completion):
+            def stopped(i, c):
+                on_completion(i, replace(c, finish_reason="stop"))
+
+            return super().generate(requests, replace(params, max_new_tokens=3), stopped)
 
     run.sampler = AtStopString()
     run(num_training_steps=1, stop_strings=("never",))
@@ -370,9 +371,11 @@ def test_truncated_completions_are_masked_after_the_group_statistics():
 
 def test_importance_weights_shrink_what_the_sampler_overrated(run):
     class Boastful(LiveSampler):
-        def generate(self, requests, params):
-            done = super().generate(requests, params)
-            return [replace(c, logprobs=tuple(x + 1 for x in c.logprobs)) for c in done]
+        def generate(self, requests, params, on_completion):
+            def boasting(i, c):
+                on_completion(i, replace(c, logprobs=tuple(x + 1 for x in c.logprobs)))
+
+            return super().generate(requests, params, boasting)
 
     run.sampler = Boastful()
     run(num_training_steps=1)
