@@ -151,10 +151,10 @@ def _last_list(text: str, count: int) -> Sequence[Any]:
     numbers: Sequence[Any] | None = None
     loose: list[Any] = []
     for value in _values(text, "{["):
-        found = _list_in(value)
-        if found is not None and _is_entry(found[0]):
+        found, is_named = _list_in(value)
+        if is_named:
             named = found
-        elif found is not None and (len(found) == count or isinstance(value, dict)):
+        elif len(found) == count:
             numbers = found
         elif _is_entry(value) and "criterion" in value:
             loose.append(value)
@@ -164,21 +164,24 @@ def _last_list(text: str, count: int) -> Sequence[Any]:
     return listed
 
 
-def _list_in(value: Any) -> list[Any] | None:
-    """The list of scores in a decoded value: under ``scores``, else the last one below."""
+def _list_in(value: Any) -> tuple[list[Any], bool]:
+    """The list of scores in a decoded value, the last one if there are several, and whether it says
+    that it is one: by its name, or by those of its entries."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
             scores = value.get("scores")
             if isinstance(scores, list) and scores:
-                return scores
+                return scores, True
             waiting += value.values()
         elif isinstance(value, list) and value:
-            if all(map(_is_entry, value)) or not any(isinstance(v, dict | list) for v in value):
-                return value
+            if all(map(_is_entry, value)):
+                return value, True
+            if not any(isinstance(entry, dict | list) for entry in value):
+                return value, False
             waiting += value
-    return None
+    return [], False
 
 
 def _is_entry(value: Any) -> bool:
