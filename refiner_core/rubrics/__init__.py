@@ -8,6 +8,8 @@ from refiner_core.rubrics.row import Rubric, normalise_rubrics, parse_rubrics
 from refiner_core.rubrics.select import select_rubrics
 from refiner_core.rubrics.sets import (
     RubricSet,
+    check_rubrics_unchanged,
+    hold_rubrics,
     load_rubric_set,
     rubric_set_digest,
     shipped_rubric_sets,
@@ -16,6 +18,8 @@ from refiner_core.rubrics.sets import (
 __all__ = [
     "Rubric",
     "RubricSet",
+    "check_rubrics_unchanged",
+    "hold_rubrics",
     "load_rubric_set",
     "normalise_rubrics",
     "parse_rubrics",

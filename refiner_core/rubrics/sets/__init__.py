@@ -2,42 +2,38 @@
 
 In: the name of a shipped set (``v3``) or the path of a YAML file. Out: :class:`RubricSet`, and its
 digest for fingerprints and cards. A new set is a new file; no code changes.
+
+A stage judges by one wording from its beginning to its end: :func:`hold_rubrics` refuses a set that
+is not the one it was planned with, and keeps what it has read until the stage is over, whatever
+happens to the file meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.rubrics.row import Rubric, normalise_rubrics
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.rubrics.reading import RubricSet, read_set
+
+__all__ = [
+    "RubricSet",
+    "check_rubrics_unchanged",
+    "hold_rubrics",
+    "load_rubric_set",
+    "rubric_set_digest",
+    "rubric_set_path",
+    "shipped_rubric_sets",
+]
 
 _FOLDER = Path(__file__).parent
-_FIX = f"compare with a shipped set, e.g. {_FOLDER / 'v3.yaml'}"
-_SET_KEYS = {"name", "version", "rubrics"}
-_RUBRIC_KEYS = {"title", "description", "polarity", "weight", "source"}
-
-
-@dataclass(frozen=True)
-class RubricSet:
-    """A static set. The rubrics' own ``source`` is the set's name."""
-
-    name: str
-    version: int
-    rubrics: tuple[Rubric, ...]
-
-    def digest(self) -> str:
-        """SHA-256 of what is judged: titles, descriptions, polarities, weights, in order."""
-        content = [[r.title, r.description, r.polarity, r.weight] for r in self.rubrics]
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+_FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
+#: Sets that a stage of this process judges by, by the name that its recipe gives them.
+_held: dict[str, RubricSet] = {}
 
 
 def shipped_rubric_sets() -> tuple[str, ...]:
@@ -45,30 +41,44 @@ def shipped_rubric_sets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 
 
+def rubric_set_path(name: str) -> Path:
+    """The file of a set given by shipped name or path. A shipped name wins over a file of that
+    name; ``./v3`` is the file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such set or file.
+    """
+    shipped = name in shipped_rubric_sets()
+    path = _FOLDER / f"{name}.yaml" if shipped else Path(name).expanduser()
+    try:
+        if path.is_file():
+            return path
+    except OSError:  # a name that is too long for a file
+        pass
+    raise ConfigurationError(
+        f"There is no rubric set or file {name!r}",
+        expected=f"{', '.join(shipped_rubric_sets())}, or the path of a YAML file",
+        fix="reward.static_rubrics",
+    )
+
+
 def load_rubric_set(name: str) -> RubricSet:
     """Load a shipped set by name, or a user's own YAML file by path.
 
-    A shipped name wins over a file of that name; ``./v3`` is the file. A file is read again after
-    it changed.
+    A file is read again after it changed, except where a stage holds it.
 
     Raises
     ------
     ConfigurationError
         There is no such set, or the file does not fit; the message says what does.
     """
-    shipped = name in shipped_rubric_sets()
-    path = _FOLDER / f"{name}.yaml" if shipped else Path(name).expanduser()
-    try:
-        modified_ns = path.stat().st_mtime_ns
-        if not path.is_file():
-            raise FileNotFoundError
-    except OSError:
-        raise ConfigurationError(
-            f"There is no rubric set or file {name!r}",
-            expected=f"{', '.join(shipped_rubric_sets())}, or the path of a YAML file",
-            fix="reward.static_rubrics",
-        ) from None
-    return _load(path, modified_ns)
+    if name in _held:
+        return _held[name]
+    path = rubric_set_path(name)
+    state = path.stat()
+    return _load(path.absolute(), state.st_mtime_ns, state.st_size)
 
 
 def rubric_set_digest(name: str) -> str:
@@ -76,50 +86,62 @@ def rubric_set_digest(name: str) -> str:
     return load_rubric_set(name).digest()
 
 
-@functools.lru_cache(maxsize=32)
-def _load(path: Path, modified_ns: int) -> RubricSet:
+def check_rubrics_unchanged(name: str, digest: str) -> RubricSet:
+    """The set, if it still is what a stage was planned with.
+
+    Parameters
+    ----------
+    name
+        As ``reward.static_rubrics`` has it.
+    digest
+        The one that the stage's record keeps (``sources["rubrics"]``).
+
+    Raises
+    ------
+    ConfigurationError
+        The file says something else by now, is gone, or does not fit any more.
+    """
+    again = "put the file back as it was; or run the recipe again, which then is another stage"
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        rubrics = load_rubric_set(name)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"The rubric set that this stage was planned with cannot be read: {error.what}",
+            expected=f"a set with the digest {digest[:12]}",
+            fix=again,
+        ) from error
+    if rubrics.digest() != digest:
+        raise ConfigurationError(
+            f"The rubric set {name} has changed since this stage was planned (its digest was "
+            f"{digest[:12]} and is {rubrics.digest()[:12]})",
+            expected="titles, descriptions, polarities, weights and their order as they were",
+            fix=again,
+        )
+    return rubrics
+
+
+@contextlib.contextmanager
+def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
+    """Check a set as above and keep it: within the block, edits of the file change nothing."""
+    _held[name] = check_rubrics_unchanged(name, digest)
+    try:
+        yield _held[name]
+    finally:
+        del _held[name]
+
+
+@functools.lru_cache(maxsize=32)
+def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigurationError(
             f"The rubric set {path} cannot be read: {error}", fix=_FIX
         ) from error
-    if not isinstance(content, Mapping) or not isinstance(content.get("rubrics"), list):
-        raise _unfit(path, "it has no list `rubrics`")
-    _known(path, content, _SET_KEYS, "the set")
-    name, version = content.get("name", path.stem), content.get("version", 1)
-    if not isinstance(name, str) or not isinstance(version, int) or isinstance(version, bool):
-        raise _unfit(path, "`name` is not text or `version` is not a whole number")
-    rubrics = tuple(_rubric(path, i, entry, name) for i, entry in enumerate(content["rubrics"]))
-    if not rubrics:
-        raise _unfit(path, "`rubrics` is empty")
-    return RubricSet(name, version, rubrics)
-
-
-def _rubric(path: Path, position: int, entry: Any, name: str) -> Rubric:
-    where = f"rubrics[{position}]"
-    if not isinstance(entry, Mapping):
-        raise _unfit(path, f"`{where}` is not a mapping")
-    _known(path, entry, _RUBRIC_KEYS, f"`{where}`")
-    polarity = entry.get("polarity", "positive")
-    if polarity not in ("positive", "negative"):
-        raise _unfit(path, f"`{where}.polarity` is {polarity!r}, not positive or negative")
-    key = f"{polarity}_rubrics"
-    try:
-        entries = normalise_rubrics({key: [entry]})[key]
-    except DataError as error:
-        raise _unfit(path, f"{where}: {error.what}") from error
-    if not entries:
-        raise _unfit(path, f"`{where}.weight` is below 0 (say `polarity: negative` instead)")
-    normal = entries[0]
-    return Rubric(normal["title"], normal["description"], polarity, normal["weight"], name)
-
-
-def _known(path: Path, entry: Mapping[Any, Any], keys: set[str], where: str) -> None:
-    unknown = sorted(str(key) for key in entry if key not in keys)
-    if unknown:
-        raise _unfit(path, f"{where} has unknown keys {', '.join(unknown)} (known: {sorted(keys)})")
-
-
-def _unfit(path: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"The rubric set {path} does not fit: {what}", fix=_FIX)
+    rubrics, faults = read_set(content, path.stem)
+    if rubrics is None:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ConfigurationError(
+            f"The rubric set {path} does not fit: {faults[0].what}{more}", fix=_FIX
+        )
+    return rubrics
