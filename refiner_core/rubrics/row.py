@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from refiner_core.contract.errors import DataError
 
@@ -73,8 +73,8 @@ def normalise_rubrics(obj: Any) -> dict[str, list[RubricEntry]]:
         Naming what does not fit. The caller adds file and line.
     """
     result: dict[str, list[RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
-    for key, position, entry in _entries(_decode(obj)):
-        normal, negative = _entry(entry, f"{key}[{position}]")
+    for key, position, entry in rubric_entries(obj):
+        normal, negative = normal_entry(entry, f"{key}[{position}]")
         listed_negative = _KEYS.get(key) == "negative"
         where = "negative_rubrics" if negative or listed_negative else "positive_rubrics"
         result[where].append(normal)
@@ -106,8 +106,17 @@ def _decode(obj: Any) -> Any:
         ) from None
 
 
-def _entries(obj: Any) -> list[tuple[str, int, Any]]:
-    """(list's key, position, entry) of every rubric."""
+class PlacedEntry(NamedTuple):
+    """One rubric as it stands in a row: the key of its list, its position there, itself."""
+
+    key: str
+    position: int
+    entry: Any
+
+
+def rubric_entries(obj: Any) -> list[PlacedEntry]:
+    """Every rubric of a row, unread. Input and errors as of :func:`normalise_rubrics`."""
+    obj = _decode(obj)
     if obj is None or obj == {}:
         return []
     if isinstance(obj, Mapping):
@@ -119,7 +128,7 @@ def _entries(obj: Any) -> list[tuple[str, int, Any]]:
         lists = {key: obj[key] for key in known}
     else:
         lists = {"rubrics": obj}
-    entries = []
+    entries: list[PlacedEntry] = []
     for key, value in lists.items():
         if value is None:
             continue
@@ -127,12 +136,12 @@ def _entries(obj: Any) -> list[tuple[str, int, Any]]:
             raise DataError(
                 f"`{key}` is of type {type(value).__name__}", expected=f"a list; {_FORMS}"
             )
-        entries += [(key, position, entry) for position, entry in enumerate(value)]
+        entries += [PlacedEntry(key, position, entry) for position, entry in enumerate(value)]
     return entries
 
 
-def _entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
-    """The normal form of one entry, and whether its weight is below 0."""
+def normal_entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
+    """The normal form of one entry, and whether its weight is below 0. Errors name ``where``."""
     if not isinstance(entry, Mapping):
         raise DataError(f"`{where}` is {entry!r:.60}", expected="an object with a description")
     description = _text(entry, "description", where)
