@@ -60,7 +60,7 @@ def rubric_set_path(name: str) -> Path:
     raise ConfigurationError(
         f"There is no rubric set or file {name!r}",
         expected=f"{', '.join(shipped_rubric_sets())}, or the path of a YAML file",
-        fix="reward.static_rubrics",
+        fix="correct the name or path (in a recipe: reward.static_rubrics)",
     )
 
 
