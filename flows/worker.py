@@ -52,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
+    from flows.rubric_sets import planned_rubrics
     from flows.stages import STAGE_FUNCTIONS
 
     attempt.check_inputs()
-    return STAGE_FUNCTIONS[attempt.spec.kind](work_of(attempt))  # type: ignore[index]
+    with planned_rubrics(attempt.spec, attempt.config):
+        return STAGE_FUNCTIONS[attempt.spec.kind](work_of(attempt))  # type: ignore[index]
 
 
 def work_of(attempt: AttemptRun) -> StageWork:
