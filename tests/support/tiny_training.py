@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from refiner_core.data.prepared import write_demonstrations, write_prompts
 
 VOCABULARY = 48
 EOS = 1
+_TAGS = {3: "<answer>", 4: "</answer>"}
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
@@ -52,9 +54,12 @@ def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word ``w<i>``; 0 pads and 1 ends."""
+def tiny_tokenizer(*, answers: bool = False) -> PreTrainedTokenizerFast:
+    """Token i is the word ``w<i>``; 0 pads and 1 ends. With ``answers``, 3 and 4 are the tags of an
+    answer."""
     words = {f"w{i}": i for i in range(VOCABULARY)}
+    if answers:
+        words = {_TAGS.get(i, word): i for word, i in words.items()}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -174,6 +179,50 @@ class LiveSampler:
                 break
         response = tuple(ids[len(request.prompt_ids) :])
         return Completion(response, tuple(logprobs), "stop" if response[-1] == EOS else "length")
+
+
+class AnsweringSampler(LiveSampler):
+    """Puts what the model says between the tags of an answer; some samples lack the end.
+
+    Together with :func:`save_answering_inputs`, rollouts that a judge is asked about. The tags'
+    log-probabilities are made up.
+    """
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
+        made: list[Completion] = []
+
+        def tagged(i: int, c: Completion) -> None:
+            said = tuple(token for token in c.token_ids if token > 4)
+            ids = (3, *said, EOS) if request_is_broken(requests[i]) else (3, *said, 4, EOS)
+            made.append(Completion(ids, (-1.0,) * len(ids), "stop"))
+            if on_completion is not None:
+                on_completion(i, made[i])
+
+        super().generate(requests, params, tagged)
+        return made
+
+
+def request_is_broken(request: GenerationRequest) -> bool:
+    """Which samples of :class:`AnsweringSampler` are malformed."""
+    return request.seed % 5 == 0
+
+
+def save_answering_inputs(root: Path) -> Path:
+    """``data`` and ``model`` for :class:`AnsweringSampler`: rows with rubrics on words."""
+    save_tiny_model(root / "model")
+    tiny_tokenizer(answers=True).save_pretrained(root / "model")
+    words = " ".join(f"w{i}" for i in range(5, VOCABULARY, 2))
+    rubrics = [{"title": "odd", "description": f"{words}"}, {"title": "w7", "description": "w7 w9"}]
+    text = json.dumps({"positive_rubrics": rubrics, "negative_rubrics": []})
+    rows = [replace(row, rubrics=text) for row in prompts(7)]
+    (root / "data").mkdir(parents=True, exist_ok=True)
+    write_prompts(root / "data" / "rl_train.parquet", rows)
+    return root
 
 
 class NoJudge:

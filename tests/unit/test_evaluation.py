@@ -31,6 +31,7 @@ from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.run import evaluate_model
 from refiner_core.evaluation.samples import METRICS, load_samples, metric_kind
 from refiner_core.judges import LexicalJudge
+from tests.support.threaded_judge import ThreadedJudge
 
 END = 0
 
@@ -416,6 +417,71 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(bench: Bench) -> None:
     assert load_samples(folder / "samples-greedy.parquet") == load_samples(
         whole / "samples-greedy.parquet"
     )
+
+
+# ---------------------------------------------------------------- a judge that works meanwhile
+
+
+def test_a_judge_that_streams_gives_the_numbers_of_one_that_does_not(bench: Bench) -> None:
+    plain, _ = bench.run("sft", half_broken)
+    judge = ThreadedJudge()
+    streamed, _ = bench.run("grpo", half_broken, judge=judge)
+    expected, found = load_results(plain), load_results(streamed)
+    for entry in expected["evaluations"]:
+        entry["stage"] = "grpo"
+    usage = found.pop("judge_usage")
+    assert found == expected | {"model": "grpo"}
+    assert usage["asked"] == sum(len(asked) for asked in judge.submitted) > 0
+    for name in ("samples-greedy.parquet", "samples-sampled.parquet"):
+        assert load_samples(streamed / name) == load_samples(plain / name)
+
+
+def test_the_next_batch_is_sampled_while_the_judge_ends_the_one_before(bench: Bench) -> None:
+    judge = ThreadedJudge()
+    known: dict[int, int] = {}  # answers asked about so far: of them waited for, as a batch begins
+
+    def note(row: PromptRow, _: int) -> str:
+        known.setdefault(len(judge.submitted), judge.waited)
+        return good_answer(row)
+
+    bench.run("sft", note, judge=judge)
+    # Batches of 6 and 2 answers (the copier's, then greedy), and four of 6 (sampled).
+    assert known == {8: 6, 14: 8, 16: 14, 22: 16, 28: 22, 34: 28}
+    assert judge.waited == len(judge.submitted) == 40
+
+
+def test_a_stop_keeps_the_batch_that_is_being_judged(bench: Bench) -> None:
+    whole, _ = bench.run("sft", half_broken, judge=ThreadedJudge())
+    with pytest.raises(Interrupted, match="4 of 8 batches"):
+        bench.run("grpo", half_broken, judge=ThreadedJudge(), stop_before=5)
+    folder, script = bench.run("grpo", half_broken, judge=ThreadedJudge())
+    assert len(script.seen) == 24
+    expected, found = load_results(whole), load_results(folder)
+    for entry in expected["evaluations"]:
+        entry["stage"] = "grpo"
+    assert found["evaluations"] == expected["evaluations"]
+    assert found["judge_usage"] == expected["judge_usage"]  # of both attempts together
+
+
+@pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
+def test_a_judge_that_ends_keeps_the_batches_that_were_judged(
+    bench: Bench, error: Exception
+) -> None:
+    whole, _ = bench.run("sft")
+    judge = ThreadedJudge()
+    judge.error = (18, error)  # copier and greedy have eight answers each
+    with pytest.raises(type(error), match=str(error)):
+        bench.run("grpo", judge=judge)
+    folder, script = bench.run("grpo", judge=ThreadedJudge())
+    assert len(script.seen) == 24
+    assert {k: e["value"] for k, e in numbers(folder).items()} == {
+        k: e["value"] for k, e in numbers(whole).items()
+    }
+
+
+def test_too_many_failures_name_what_the_judge_answered(bench: Bench) -> None:
+    with pytest.raises(JudgeOutage, match=r"answers: timeout \(\d+ times\)"):
+        bench.run("sft", judge=ThreadedJudge(FailingJudge("crop")))
 
 
 def test_progress_counts_batches_to_the_end(bench: Bench) -> None:

@@ -263,6 +263,51 @@ def test_a_long_call_gives_signs_of_life(model: Any) -> None:
     assert seen[-1][1] == 8
 
 
+@pytest.mark.parametrize(("batch_size", "batches"), [(3, 6), (256, 1)])
+def test_each_sample_is_handed_out_when_its_last_token_is_drawn(
+    model: Any, batch_size: int, batches: int
+) -> None:
+    """A judge begins with it while the others of its batch go on."""
+    steps: list[int] = []  # tokens decoded, over all batches
+    told: list[tuple[int, int, Completion]] = []
+    generator = TransformersGenerator(
+        model, LetterTokenizer(), batch_size=batch_size, on_step=lambda *_: steps.append(1)
+    )
+    requests = [r for p in prompts(9, 30, 12) for r in group(p, 4, seed=len(p))]
+    params = SamplingParams(max_new_tokens=12)
+    made = generator.generate(requests, params, lambda i, c: told.append((i, len(steps), c)))
+    assert sorted(index for index, _, _ in told) == list(range(len(requests)))
+    assert all(made[index] == completion for index, _, completion in told)
+    assert {c.finish_reason for c in made} == {"stop", "length"}
+    beginnings = [step + 1 - len(completion.token_ids) for _, step, completion in told]
+    assert len(set(beginnings)) == batches
+    assert beginnings == sorted(beginnings)
+
+
+def test_whether_somebody_is_told_changes_no_bit(generator: TransformersGenerator) -> None:
+    requests = [r for p in prompts(9, 30) for r in group(p, 6)]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_new_tokens=20)
+        alone = generator.generate(requests, params)
+        assert generator.generate(requests, params, lambda *_: None) == alone
+
+
+def test_an_error_of_who_is_told_ends_the_call_and_leaves_the_model_as_it_was(
+    generator: TransformersGenerator, model: Any
+) -> None:
+    def refuse(index: int, completion: Completion) -> None:
+        raise ValueError("row 3 does not fit")
+
+    model.train()
+    try:
+        with pytest.raises(ValueError, match="row 3"):
+            generator.generate(group(prompts(5)[0], 2), SamplingParams(max_new_tokens=3), refuse)
+        assert model.training
+        assert torch.is_grad_enabled()
+    finally:
+        model.eval()
+
+
 def test_too_long_a_request_is_refused_with_its_numbers(generator: TransformersGenerator) -> None:
     with pytest.raises(ConfigurationError, match=r"200 tokens and up to 100 new ones .* 300.* 256"):
         generator.generate(

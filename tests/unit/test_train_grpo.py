@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,25 +16,30 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
+    Interrupted,
     JudgeOutage,
     StageFailed,
     UnsupportedError,
 )
-from refiner_core.contract.types import Completion, PromptRow, RewardResult
+from refiner_core.contract.types import Completion, Judgement, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
 from refiner_core.generation.text import completion_text
+from refiner_core.judges import LexicalJudge
 from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.order import prompt_batch
 from refiner_core.training.rollout import RolloutSampler, Sampled, form_groups, rollout_rows
 from tests.support.stage_io import FolderStageIO
+from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
     EOS,
+    AnsweringSampler,
     LiveSampler,
     NoJudge,
     count_low_words,
     prompts,
     recipe,
+    save_answering_inputs,
     save_data,
     save_tiny_model,
     tiny_tokenizer,
@@ -48,6 +55,7 @@ class Run:
         save_tiny_model(root / "model")
         self.sampler: LiveSampler | None = LiveSampler()
         self.rewards = count_low_words
+        self.judge: Any = NoJudge()
         load = engine.load_for_training
 
         def load_and_tell(*args):
@@ -66,10 +74,15 @@ class Run:
             model_ref=str(self.root / "model"),
             output_dir=self.root / name,
             io=self.io,
-            judge=NoJudge(),
+            judge=self.judge,
             generator=self.sampler,
             rewards=self.rewards,
         )
+
+    def answer(self, judge) -> None:
+        """From now on the model answers, and a judge reads the answers."""
+        save_answering_inputs(self.root)
+        self.sampler, self.rewards, self.judge = AnsweringSampler(), None, judge
 
     def moved(self, name="io") -> bool:
         """Whether the exported weights differ from the ones that came in."""
@@ -248,6 +261,155 @@ def test_a_judge_outage_stops_before_training_and_keeps_the_steps_before(run):
     run.rewards = count_low_words
     assert run("whole", save_freq=100) == resumed
     assert run.io.comparable_metrics() == metrics
+
+
+# ---------------------------------------------------------------- a judge that works meanwhile
+
+
+def test_a_judge_that_streams_gives_the_run_of_one_that_does_not(run):
+    run.answer(LexicalJudge())
+    report = run("plain", num_training_steps=3)
+    metrics, rollouts = run.io.comparable_metrics(), run.io.rollouts()
+    assert 0 < report["counts"]["samples/malformed"] < 36
+    assert report["counts"]["optimizer_steps"] > 0
+    assert "judge" not in report
+    run.answer(ThreadedJudge())
+    streamed = run("streamed", num_training_steps=3)
+    usage = streamed.pop("judge")
+    assert (streamed, run.io.comparable_metrics(), run.io.rollouts()) == (report, metrics, rollouts)
+    assert run.judge.at_once == 0
+    assert usage["asked"] == sum(len(asked) for asked in run.judge.submitted)
+
+
+def test_the_judge_has_the_first_sample_while_the_second_is_decoded(run):
+    judge = ThreadedJudge()
+    had: list[int] = []
+
+    class Watching(AnsweringSampler):
+        def _one(self, request, params):
+            had.append(len(judge.submitted))
+            return super()._one(request, params)
+
+    run.answer(judge)
+    run.sampler = Watching()
+    run(num_training_steps=1)
+    assert had[0] == 0
+    assert had[-1] >= 6  # of eleven samples before it; a malformed one asks nothing
+    assert all(later - earlier in (0, 1) for earlier, later in pairwise(had))
+
+
+def test_what_judging_took_is_logged_per_step_and_summed(run):
+    run.answer(ThreadedJudge())
+    report = run(num_training_steps=3)
+    rows = run.io.metrics()
+    for name in ("asked", "stored", "shared", "failed", "calls", "retries", "prompt_tokens",
+                 "completion_tokens", "latency_mean_s", "paused_s"):  # fmt: skip
+        assert all(f"judge/{name}" in row for row in rows), name
+    assert all(row["judge/asked"] > 0 for row in rows)
+    assert rows[0]["judge/latency_mean_s"] == 0.5
+    assert report["judge"]["asked"] == sum(row["judge/asked"] for row in rows)
+    assert report["judge"]["prompt_tokens"] == 10 * report["judge"]["asked"]
+    assert report["judge"]["answers"] == {"200": report["judge"]["calls"]}
+
+
+class OutAfter:
+    """A judge without a count that is gone after some calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def judge(self, requests):
+        self.left -= 1
+        if self.left < 0:
+            raise JudgeOutage("nobody is there")
+        return LexicalJudge().judge(requests)
+
+
+def test_a_checkpoint_from_before_usage_was_kept_goes_on(run):
+    run.answer(LexicalJudge())
+    whole = run("whole", num_training_steps=4)
+    run.judge = OutAfter(2)
+    with pytest.raises(JudgeOutage):
+        run(num_training_steps=4)
+    run.answer(ThreadedJudge())
+    resumed = run(num_training_steps=4)
+    usage = resumed.pop("judge")
+    assert resumed == whole
+    assert usage["asked"] == sum(row.get("judge/asked", 0) for row in run.io.metrics()) > 0
+
+
+@pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
+def test_a_judge_that_ends_in_the_middle_of_a_step_costs_that_step_alone(run, error):
+    run.answer(ThreadedJudge())
+    whole = run("whole", save_freq=100)
+    metrics = run.io.comparable_metrics()
+    first_three = sum(len(r) - _malformed(r) for s, r in run.io.rollouts().items() if s <= 3)
+    run.answer(ThreadedJudge())
+    run.judge.error = (first_three + 4, error)
+    with pytest.raises(type(error), match=str(error)[:5]):
+        run(save_freq=100)
+    assert run.io.checkpoint_steps() == [3]
+    run.answer(ThreadedJudge())
+    assert run(save_freq=100) == whole
+    assert run.io.comparable_metrics() == metrics
+
+
+def _malformed(rows) -> int:
+    return sum(row["status"] == "malformed" for row in rows)
+
+
+def test_a_stop_for_failed_judgements_names_what_the_judge_answered(run):
+    class Broken:
+        def judge(self, requests):
+            return [Judgement("failed", None, "HTTP 500") for _ in requests]
+
+    run.answer(ThreadedJudge(Broken()))
+    with pytest.raises(JudgeOutage, match=r"rollouts of a step: HTTP 500 \(\d+ times\)"):
+        run()
+    assert run.io.metrics() == []
+
+
+def test_a_step_of_which_nothing_could_be_scored_is_logged_with_what_there_is(run):
+    """Where the share allows it, such a step changes nothing and says so in finite numbers."""
+    run.rewards = fail_some(range(12))
+    config = recipe(grpo={"num_training_steps": 2})
+    report = run(config=replace(config, judge=replace(config.judge, max_failed_share=1.0)))
+    row = run.io.metrics()[0]
+    assert row["samples/unscored"] == 12
+    assert row["groups/dropped_too_few_scored"] == 3
+    assert row["optimizer_steps"] == row["groups/kept"] == row["samples/trained"] == 0
+    assert not {"scores", "objective/low_reward"} & row.keys()
+    assert all(math.isfinite(value) for value in row.values())
+    assert report["counts"]["samples/unscored"] == 24
+    assert "scores" not in report["curves"]
+    assert not run.moved()
+
+
+def test_every_part_of_the_reward_is_logged_under_its_name(run):
+    run.answer(LexicalJudge())
+    run(num_training_steps=1)
+    row = run.io.metrics()[0]
+    parts = ("rubric", "citation", "citation_precision", "citation_recall", "citation_f1",
+             "citation_format", "citation_applicable", "format_bonus", "format_valid",
+             "no_rubrics", "total")  # fmt: skip
+    assert {f"objective/{part}_reward" for part in parts} <= row.keys()
+    assert {"val/claims_per_answer", "val/uncited_per_answer"} <= row.keys()
+
+
+def test_a_long_step_says_how_far_it_is(run, monkeypatch):
+    """Minutes without a sign of life are taken for a hang."""
+    from refiner_core.training import grpo
+
+    now = iter(range(10**6))
+    monkeypatch.setattr(grpo.time, "monotonic", lambda: float(next(now)))
+    run.answer(ThreadedJudge())
+    run(num_training_steps=1)
+    told = [(p.phase, dict(p.values)) for p in run.io.progressed]
+    assert [phase for phase, _ in told][:1] == ["generate"]
+    assert ("generate", {"samples_finished": 12.0, "samples": 12.0}) in told
+    assert ("judge", {"samples_judged": 12.0, "samples": 12.0}) in told
+    phases = list(dict.fromkeys(phase for phase, _ in told))
+    assert phases[:2] == ["generate", "judge"]
 
 
 def test_rollouts_hold_all_that_a_reward_can_be_recomputed_from(run):

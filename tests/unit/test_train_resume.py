@@ -17,11 +17,14 @@ from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
+from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
+    AnsweringSampler,
     LiveSampler,
     NoJudge,
     count_low_words,
     recipe,
+    save_answering_inputs,
     save_data,
     save_tiny_model,
 )
@@ -35,6 +38,7 @@ class Stage:
         self.config = recipe(**sections)
         self.io = FolderStageIO(root / "io")
         self.sampler: LiveSampler | None = LiveSampler()
+        self.judge, self.rewards = NoJudge(), count_low_words
         load = engine.load_for_training
 
         def load_and_tell(*args: Any) -> Any:
@@ -58,9 +62,9 @@ class Stage:
         return train_grpo(
             self.config,
             **common,
-            judge=NoJudge(),
+            judge=self.judge,
             generator=self.sampler,
-            rewards=count_low_words,
+            rewards=self.rewards,
         )
 
     def outcome(self) -> dict[str, Any]:
@@ -231,6 +235,28 @@ def test_with_the_embedded_sampler_it_resumes_bitwise_too(
     stage.io.stop_at = None
     assert stage.run() == report
     assert stage.outcome() == whole.outcome()
+
+
+def test_a_judge_that_streams_leaves_resume_bitwise(tmp_path_factory, tmp_path, monkeypatch):
+    """Its answers come in any order and its store knows more the second time: neither is seen."""
+    inputs = save_answering_inputs(tmp_path / "inputs")
+
+    def stage(root: Path, patch: Any) -> Stage:
+        made = Stage("grpo", inputs, root, patch)
+        made.sampler, made.judge, made.rewards = AnsweringSampler(), ThreadedJudge(), None
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        whole = stage(tmp_path_factory.mktemp("whole"), patch)
+        report = whole.run()
+    cut = stage(tmp_path, monkeypatch)
+    for stop_at in (1, 3):
+        cut.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            cut.run()
+    cut.io.stop_at = None
+    assert cut.run() == report
+    assert cut.outcome() == whole.outcome()
 
 
 def test_several_optimiser_steps_per_rollout_resume_bitwise_too(

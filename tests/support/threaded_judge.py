@@ -1,0 +1,82 @@
+"""A judge that works in threads of its own, over any judge that answers at once.
+
+For tests of those who ask: what comes back later, in another order, or as an error, without a
+server. The judge over HTTP keeps the same protocol.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage
+from refiner_core.judges import LexicalJudge
+
+
+class ThreadedJudge:
+    """Implements :class:`~refiner_core.contract.types.StreamingJudge`.
+
+    Attributes
+    ----------
+    submitted
+        What each :meth:`submit` asked, in order.
+    at_once
+        How often :meth:`judge` was called.
+    waited
+        For how many submissions somebody has waited.
+    gate
+        Nothing is answered before it is set; set from the start.
+    error
+        Raised by whoever waits for an answer, once this many submissions were answered.
+    """
+
+    def __init__(self, judge: Judge | None = None) -> None:
+        self._judge = judge or LexicalJudge()
+        self.submitted: list[list[JudgeRequest]] = []
+        self.at_once = self.waited = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: tuple[int, Exception] | None = None
+        self._asked = self._failed = 0
+        self._counting = threading.Lock()
+        self._pool = ThreadPoolExecutor(max_workers=4)
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        self.at_once += 1
+        return self._answer(list(requests), 0)
+
+    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
+        self.submitted.append(list(requests))
+        number = len(self.submitted)
+        return _Pending(self, self._pool.submit(self._answer, list(requests), number))
+
+    def usage(self) -> JudgeUsage:
+        answers = {200: self._asked} if self._asked else {}
+        return JudgeUsage(
+            asked=self._asked,
+            failed=self._failed,
+            calls=self._asked,
+            answers=answers,
+            prompt_tokens=10 * self._asked,
+            latency_s=0.5 * self._asked,
+        )
+
+    def _answer(self, requests: list[JudgeRequest], number: int) -> list[Judgement]:
+        assert self.gate.wait(30), "nobody opened the gate"
+        if self.error is not None and number > self.error[0]:
+            raise self.error[1]
+        judgements = self._judge.judge(requests)
+        with self._counting:
+            self._asked += len(requests)
+            self._failed += sum(judgement.status == "failed" for judgement in judgements)
+        return judgements
+
+
+class _Pending:
+    def __init__(self, judge: ThreadedJudge, future: Future[list[Judgement]]) -> None:
+        self._judge, self._future = judge, future
+
+    def result(self) -> list[Judgement]:
+        self._judge.waited += 1
+        return self._future.result()

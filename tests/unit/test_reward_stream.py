@@ -1,0 +1,275 @@
+"""Rewards of rollouts that come one by one are those of the batch, and the judge begins early."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage
+from refiner_core.contract.types import (
+    Judgement,
+    JudgeRequest,
+    JudgeUsage,
+    PromptRow,
+    RewardResult,
+    StreamingJudge,
+)
+from refiner_core.data.synthetic import generate_rows
+from refiner_core.judges import LexicalJudge
+from refiner_core.judges.usage import (
+    usage_between,
+    usage_from_json,
+    usage_metrics,
+    usage_of,
+    usage_sum,
+    usage_to_json,
+)
+from refiner_core.rewards import RewardInput, RewardStream, compute_rewards, require_scored
+from tests.support.threaded_judge import ThreadedJudge
+
+REWARD = RewardConfig(rubric_source="instance")
+MALFORMED = "no answer at all"
+
+
+def rollouts(n: int = 40) -> list[RewardInput]:
+    """Answers of the embedded world, sound and flawed, a few of them malformed."""
+    items = []
+    for i, row in enumerate(generate_rows("sft", n, seed=5)):
+        prompt, answer = (turn["content"] for turn in row["conversations"])
+        text = MALFORMED if i % 9 == 4 else answer
+        items.append(
+            RewardInput(PromptRow(f"row-{i}", "q?", prompt, (), row["rubrics"]), text, True)
+        )
+    return items
+
+
+class Recorder:
+    """A judge without :meth:`submit` that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[JudgeRequest]] = []
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        self.calls.append(list(requests))
+        return LexicalJudge().judge(requests)
+
+
+def streamed(items: Sequence[RewardInput], judge: Any, order: Sequence[int]) -> list[RewardResult]:
+    """Rewards of items that finish in another order than they stand in."""
+    stream = RewardStream(REWARD, judge)
+    for place in order:
+        stream.add(items[place], place)
+        stream.submit()
+    return stream.results()
+
+
+@pytest.fixture
+def shuffled() -> list[int]:
+    order = list(range(40))
+    random.Random(3).shuffle(order)
+    return order
+
+
+@pytest.mark.parametrize("make_judge", [LexicalJudge, ThreadedJudge])
+def test_the_order_in_which_rollouts_finish_changes_no_result(make_judge, shuffled):
+    items = rollouts()
+    expected = compute_rewards(items, REWARD, LexicalJudge())
+    assert {r.status for r in expected} == {"scored", "malformed"}
+    assert streamed(items, make_judge(), shuffled) == expected
+
+
+def test_a_judge_that_cannot_stream_is_asked_once_and_the_same_as_for_a_batch(shuffled):
+    items = rollouts()
+    batch, stream = Recorder(), Recorder()
+    compute_rewards(items, REWARD, batch)
+    streamed(items, stream, shuffled)
+    assert stream.calls == batch.calls
+    assert len(batch.calls) == 1
+
+
+def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
+    judge, items = ThreadedJudge(), rollouts(4)
+    judge.gate.clear()  # it has answered nothing yet: adding and submitting wait for no judge
+    stream = RewardStream(REWARD, judge)
+    for number, item in enumerate(items, start=1):
+        assert stream.add(item) == number - 1
+        stream.submit()
+        assert len(judge.submitted) == number
+    judge.gate.set()
+    assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
+    assert judge.at_once == 0
+
+
+def test_a_batch_that_is_there_is_one_call_also_for_a_judge_that_streams():
+    judge = ThreadedJudge()
+    assert compute_rewards(rollouts(), REWARD, judge) == compute_rewards(
+        rollouts(), REWARD, LexicalJudge()
+    )
+    assert (judge.at_once, judge.submitted) == (1, [])
+
+
+def test_rollouts_that_are_added_together_are_submitted_together():
+    judge, items = ThreadedJudge(), rollouts(6)
+    stream = RewardStream(REWARD, judge)
+    for item in items:
+        stream.add(item)
+    stream.submit()
+    stream.submit()
+    assert len(judge.submitted) == 1
+    assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
+
+
+def test_what_was_not_submitted_is_asked_at_the_end():
+    judge, items = ThreadedJudge(), rollouts(6)
+    stream = RewardStream(REWARD, judge)
+    stream.add(items[0])
+    stream.submit()
+    for item in items[1:]:
+        stream.add(item)
+    assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
+    assert len(judge.submitted) == 2
+
+
+def test_a_malformed_rollout_asks_nothing():
+    judge = ThreadedJudge()
+    item = rollouts(1)[0]._replace(text=MALFORMED)
+    (result,) = streamed([item], judge, [0])
+    assert result.status == "malformed"
+    assert (judge.at_once, judge.submitted) == (0, [])
+
+
+def test_a_failed_judgement_takes_its_rollout_alone_out():
+    class FailsOnce:
+        def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+            judgements = LexicalJudge().judge(requests)
+            if any(request.text == victim.text for request in requests):
+                judgements[0] = Judgement("failed", None, "HTTP 500")
+            return judgements
+
+    items = rollouts(6)
+    asked = ThreadedJudge()
+    streamed(items, asked, range(6))
+    victim = asked.submitted[2][0]
+    results = streamed(items, ThreadedJudge(FailsOnce()), range(6))
+    expected = compute_rewards(items, REWARD, LexicalJudge())
+    assert [r.status for r in results].count("unscored") == 1
+    (failed,) = (i for i, r in enumerate(results) if r.status == "unscored")
+    assert results[:failed] == expected[:failed]
+    assert results[failed + 1 :] == expected[failed + 1 :]
+
+
+@pytest.mark.parametrize("error", [JudgeOutage("nobody is there"), Interrupted("asked to stop")])
+def test_what_ends_the_judge_comes_out_where_somebody_waits(error):
+    judge = ThreadedJudge()
+    judge.error = (2, error)
+    stream = RewardStream(REWARD, judge)
+    for item in rollouts(4):
+        stream.add(item)
+        stream.submit()
+    with pytest.raises(type(error)):
+        stream.results()
+
+
+def test_a_judge_that_loses_a_judgement_is_a_bug_and_no_reward():
+    class Short:
+        def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+            return LexicalJudge().judge(requests)[1:]
+
+    for judge in (Short(), ThreadedJudge(Short())):
+        with pytest.raises(RuntimeError, match=r"\d+ judgements for \d+ requests"):
+            streamed(rollouts(2), judge, [0, 1])
+
+
+def test_who_waits_is_told_how_far_it_is():
+    seen: list[tuple[int, int]] = []
+    stream = RewardStream(REWARD, ThreadedJudge())
+    for item in rollouts(9):
+        stream.add(item)
+        stream.submit()
+    stream.results(lambda *counts: seen.append(counts))
+    assert seen[-1] == (9, 9)
+    assert seen == sorted(seen)
+    assert len(seen) == 8  # one of them was malformed
+
+
+def test_rubrics_that_do_not_fit_are_named_by_row_as_soon_as_they_are_added():
+    item = rollouts(1)[0]
+    broken = item._replace(prompt=item.prompt.__class__("row-9", "q?", "", (), "no JSON"))
+    with pytest.raises(DataError, match="row-9"):
+        RewardStream(REWARD, ThreadedJudge()).add(broken)
+
+
+def test_a_place_is_taken_once():
+    stream = RewardStream(REWARD, LexicalJudge())
+    stream.add(rollouts(1)[0], 3)
+    with pytest.raises(ValueError, match="place 3"):
+        stream.add(rollouts(1)[0], 3)
+
+
+# ---------------------------------------------------------------- too many failures
+
+
+def unscored(*details: str) -> RewardResult:
+    judgements = [{"status": "failed", "detail": detail} for detail in details]
+    return RewardResult("unscored", None, {}, [{"status": "scored", "detail": ""}, *judgements])
+
+
+def test_a_stop_for_failures_says_what_they_were():
+    results = [
+        unscored("HTTP 500", "HTTP 500"),
+        unscored("HTTP 500", "the score 7 is out of range"),
+        *[RewardResult("scored", 1.0, {})] * 2,
+    ]
+    with pytest.raises(JudgeOutage) as stopped:
+        require_scored(results, 0.25, of="rollouts of a step")
+    text = str(stopped.value)
+    assert "failed on 2 of 4 rollouts of a step" in text
+    assert "HTTP 500 (3 times); the score 7 is out of range" in text
+    assert "judge.max_failed_share" in text
+
+
+def test_a_share_that_is_allowed_stops_nothing():
+    require_scored([unscored("x"), RewardResult("scored", 1.0, {})], 0.5, of="answers")
+    require_scored([], 0.0, of="answers")
+
+
+def test_many_kinds_of_failure_are_summed_up():
+    results = [unscored("a", "a", "b", "b", "c", "c", "d", "e")]
+    with pytest.raises(JudgeOutage, match="2 further failed judgements"):
+        require_scored(results, 0.0, of="answers")
+
+
+# ---------------------------------------------------------------- what judging took
+
+
+def test_usage_of_a_time_is_the_difference_and_times_add_up():
+    before = JudgeUsage(asked=3, calls=4, answers={200: 3, 500: 1}, latency_s=2.0)
+    now = JudgeUsage(
+        asked=8, calls=10, answers={200: 8, 500: 1, 429: 1}, lost={"timeout": 2}, latency_s=5.0
+    )
+    between = usage_between(before, now)
+    assert (between.asked, between.calls, between.latency_s) == (5, 6, 3.0)
+    assert between.answers == {200: 5, 429: 1}
+    assert usage_sum(before, between) == now
+    assert usage_metrics(between)["judge/latency_mean_s"] == 0.5
+    assert usage_metrics(JudgeUsage())["judge/latency_mean_s"] == 0.0
+
+
+def test_usage_survives_a_checkpoint_and_one_that_counted_less():
+    usage = JudgeUsage(asked=8, answers={200: 8, 500: 1}, unusable={"length": 2}, paused_s=1.5)
+    kept = json.loads(json.dumps(usage_to_json(usage)))
+    assert usage_from_json(kept) == usage
+    del kept["paused_s"], kept["answers"]
+    assert usage_from_json(kept) == JudgeUsage(asked=8, unusable={"length": 2})
+    assert usage_from_json({}) == JudgeUsage()
+
+
+def test_a_judge_that_keeps_no_count_has_no_usage():
+    assert usage_of(LexicalJudge()) is None
+    assert isinstance(ThreadedJudge(), StreamingJudge)
+    assert usage_of(ThreadedJudge()) == JudgeUsage()
