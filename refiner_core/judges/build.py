@@ -45,4 +45,4 @@ def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judg
         return LexicalJudge()
     from refiner_core.judges.openai import OpenAIJudge  # aiohttp only where it is used
 
-    return OpenAIJudge(config)
+    return OpenAIJudge(config, around)

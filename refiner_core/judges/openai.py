@@ -1,185 +1,236 @@
-"""A judge behind any OpenAI-compatible server.
+"""A judge behind any OpenAI-compatible server, or several of them.
 
 In: judge requests. Out: judgements, in order; a request that cannot be judged ends as ``failed``,
-never as a number. One chat request per judgement, temperature and model from the configuration.
+never as a number.
 
 ::
 
-    requests ─ unique ─> workers (at most `concurrency`) ─> POST …/chat/completions ─> parse
-                              ^── 408, 429, 5xx, lost connection, unreadable reply: wait, again ──┘
+    submit ─ plan ─> store? ─> engine: one event loop in a thread of its own ─> PendingJudgements
+                                 │ scored: into the store, as they come
+                                 └ all servers gone: pause ─> go on, or JudgeOutage
 
-Each judgement has a deadline of ``timeout_s`` seconds, waiting included. The key is read from the
-environment at each call and kept nowhere; replies of the server are quoted in no error, because
-servers like to quote keys.
+What is scored is put into the store at once, so that work that ends in the middle loses nothing. A
+judge may be used from any thread, also from one that runs an event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import email.utils
+import contextlib
 import os
-import random
+import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-import aiohttp
+import weakref
+from collections.abc import Iterator, Sequence
 
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.types import Judgement, JudgeRequest
-from refiner_core.judges.calls import Call, Reply, plan_calls, read_reply, request_body
-from refiner_core.judges.prompting import judge_prompts_digest
+from refiner_core.contract.errors import ConfigurationError, Interrupted
+from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
+from refiner_core.judges.build import Surroundings
+from refiner_core.judges.calls import plan_calls
+from refiner_core.judges.prompting import load_judge_prompts
+from refiner_core.judges.served.client import authorization
+from refiner_core.judges.served.client import retry_after_s as retry_after_s
+from refiner_core.judges.served.engine import Engine, Pace
+from refiner_core.judges.served.fleet import BreakerSettings
+from refiner_core.judges.served.thread import EngineThread
+from refiner_core.judges.served.usage import Counts
+from refiner_core.judges.served.work import Batch
+from refiner_core.judges.store import MemoryStore
 
-_RETRYABLE = frozenset({408, 429, *range(500, 600)})
-_MAX_BACKOFF_S = 30.0
-
-
-class _Retry(NamedTuple):
-    """Why a try failed, and how long the server asked to be left alone (seconds)."""
-
-    reason: str
-    after_s: float = 0.0
+#: Calls are planned in parts, so that the first are on their way while the last are planned.
+_PART = 128
+#: How often who waits looks for a pause and for a stop, seconds.
+_LOOK_S = 0.1
 
 
 class OpenAIJudge:
-    """Implements :class:`~refiner_core.contract.types.Judge` over HTTP.
+    """Implements :class:`~refiner_core.contract.types.StreamingJudge` over HTTP.
 
     Parameters
     ----------
     config
-        ``base_url`` is required. ``max_retries`` counts the tries after the first.
+        ``base_url`` or ``base_urls`` is required where ``around`` knows no endpoints.
+        ``max_retries`` counts the tries after the first; those that fail because a server is gone
+        count for nothing.
+    around
+        Store, endpoints, stop and pause; see :class:`~refiner_core.judges.build.Surroundings`.
     first_backoff_s
-        Wait after the first failed try; it doubles with each, up to 30 s, and is jittered.
+        Longest wait after the first failed try; it doubles with each, up to 30 s, and the wait is
+        drawn from 0 to it.
+    breaker
+        When a server is left out, and for how long.
 
     Raises
     ------
     ConfigurationError
-        No usable ``base_url``, or an unknown version of the prompts.
+        No usable address, or prompts that cannot be read.
     """
 
-    def __init__(self, config: JudgeConfig, *, first_backoff_s: float = 0.5) -> None:
-        if not (config.base_url or "").startswith(("http://", "https://")):
-            raise ConfigurationError(
-                "The openai judge has no usable `base_url`",
-                expected="the address of a server, such as http://127.0.0.1:8000/v1",
-                fix="judge.base_url",
-            )
-        judge_prompts_digest(config.prompt)  # an unknown version is refused now, not at step 1
+    def __init__(
+        self,
+        config: JudgeConfig,
+        around: Surroundings | None = None,
+        *,
+        first_backoff_s: float = 0.5,
+        breaker: BreakerSettings | None = None,
+    ) -> None:
+        self._around = around or Surroundings()
+        _check_addresses(config, self._around)
+        # Prompts that cannot be read are refused now, not at step 1.
+        self._prompts = load_judge_prompts(config.prompt, config.form)
         self._config = config
-        self._url = f"{str(config.base_url).rstrip('/')}/chat/completions"
-        self._first_backoff_s = first_backoff_s
+        self._store = self._around.store or MemoryStore()
+        self._counts = Counts()
+        self._pace = Pace(first_backoff_s, breaker or BreakerSettings())
+        self._starting, self._telling = threading.Lock(), threading.Lock()
+        self._thread: EngineThread | None = None
+        self._told = ""
+        self._process, self._closed = os.getpid(), False
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order; identical requests are sent once.
+        """One judgement per request, in order. Errors as of :meth:`Pending.result`."""
+        return self.submit(requests).result() if requests else []
 
-        May be called from inside a running event loop: it then runs in a thread of its own.
+    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
+        """Begin to judge; what the store knows and what is in flight already is not asked again.
+
+        Raises
+        ------
+        ConfigurationError
+            The key in the environment is none that a header can carry.
+        RuntimeError
+            The judge was closed, or made by the process that this one was forked from.
         """
-        calls = plan_calls(requests, self._config)
-        if not calls:
-            return []
-        judgements = _run(self._judge_all(calls, self._headers()))
-        found = {c.requests[0]: j for c, j in zip(calls, judgements, strict=True)}
-        return [found[request] for request in requests]
+        engine = self._running()
+        batch = Batch(requests, time.monotonic() + self._config.batch_timeout_s)
+        self._counts.wanted(len(requests))
+        engine.call(engine.engine.begin, batch)
+        try:
+            for part in self._parts(batch.requests):
+                self._plan(part, batch, engine)
+        except BaseException as error:
+            engine.call(engine.engine.drop, batch, error)
+            raise
+        engine.call(engine.engine.seal, batch)
+        return Pending(self, batch)
 
-    async def _judge_all(self, calls: Sequence[Call], headers: dict[str, str]) -> list[Judgement]:
-        results: dict[int, Judgement] = {}
-        queue = iter(enumerate(calls))
-        workers = max(1, min(self._config.concurrency, len(calls)))
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=workers),
-            timeout=aiohttp.ClientTimeout(total=None),  # the deadline of a judgement is ours
-            headers=headers,
-        )
-        async with session, asyncio.TaskGroup() as group:
-            for _ in range(workers):
-                group.create_task(self._work(session, queue, results))
-        return [results[index] for index in range(len(calls))]
+    def usage(self) -> JudgeUsage:
+        """What it has done since it was made."""
+        return self._counts.snapshot()
 
-    def _headers(self) -> dict[str, str]:
-        name = self._config.api_key_env
-        key = os.environ.get(name, "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise ConfigurationError(
-                f"The judge's key in {name} has characters that no header may carry",
-                expected="printable ASCII",
-                fix=f"export {name}=…",
+    def close(self) -> None:
+        """End the thread and the connections; who still waits gets an error."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.end()
+            self._store.flush()
+
+    def __enter__(self) -> OpenAIJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- for Pending
+
+    def _wait(self, batch: Batch) -> list[Judgement]:
+        try:
+            while not batch.over.wait(_LOOK_S):
+                self._look(batch)
+        except BaseException as error:
+            assert self._thread is not None
+            with contextlib.suppress(RuntimeError):  # it was closed: nothing is left to be dropped
+                self._thread.call(self._thread.engine.drop, batch, error)
+            raise
+        finally:
+            self._store.flush()
+            self._tell()
+        if batch.error is not None:
+            raise batch.error
+        return [batch.found[request] for request in batch.requests]
+
+    def _look(self, batch: Batch) -> None:
+        self._tell()
+        if self._told and self._around.should_stop():
+            raise Interrupted(
+                "Stopped on request while it waited for the judge's servers",
+                expected="that they answer again",
+                fix="start them and run the same command again; nothing that was judged is lost",
             )
-        return {"Authorization": f"Bearer {key}"} if key else {}
 
-    async def _work(
-        self,
-        session: aiohttp.ClientSession,
-        queue: Iterator[tuple[int, Call]],
-        results: dict[int, Judgement],
-    ) -> None:
-        for index, call in queue:
-            results[index] = await self._judge_one(session, call)
+    def _tell(self) -> None:
+        text = self._thread.engine.pause if self._thread is not None else ""
+        with self._telling:
+            changed, self._told = text != self._told, text
+            if changed:
+                self._around.on_pause(text)
 
-    async def _judge_one(self, session: aiohttp.ClientSession, call: Call) -> Judgement:
-        body = request_body(call, self._config, structured=False)
-        limit_s = self._config.timeout_s
-        deadline, last = time.monotonic() + limit_s, _Retry("it was not asked yet")
-        try:
-            async with asyncio.timeout(limit_s):
-                for attempt in range(self._config.max_retries + 1):
-                    outcome = await self._try(session, body, call)
-                    if isinstance(outcome, Judgement):
-                        return outcome
-                    last = outcome
-                    wait_s = max(self._backoff_s(attempt), outcome.after_s)
-                    if attempt == self._config.max_retries or time.monotonic() + wait_s > deadline:
-                        return _failed(f"gave up after {attempt + 1} tries, last: {last.reason}")
-                    await asyncio.sleep(wait_s)
-        except TimeoutError:
-            return _failed(f"no judgement within {limit_s:g} s, last: {last.reason}")
-        raise AssertionError("unreachable: the last try returns")
+    # ---- before the engine
 
-    def _backoff_s(self, attempt: int) -> float:
-        longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0**attempt)
-        return longest * (0.5 + 0.5 * random.random())
+    def _running(self) -> EngineThread:
+        if os.getpid() != self._process:
+            raise RuntimeError("a judge cannot be used in a forked process; make one there")
+        authorization(Endpoint(""), self._config.api_key_env)  # refused here, not call by call
+        with self._starting:
+            if self._closed:
+                raise RuntimeError("the judge was closed")
+            if self._thread is None:
+                engine = Engine(self._config, self._around, self._store, self._counts, self._pace)
+                self._thread = EngineThread(engine)
+                weakref.finalize(self, self._thread.end)
+            return self._thread
 
-    async def _try(
-        self, session: aiohttp.ClientSession, body: dict[str, Any], call: Call
-    ) -> Judgement | _Retry:
-        try:
-            # No redirects: they would carry the key to another server.
-            async with session.post(self._url, json=body, allow_redirects=False) as response:
-                if response.status in _RETRYABLE:
-                    after_s = retry_after_s(response.headers.get("Retry-After"))
-                    return _Retry(f"HTTP {response.status}", after_s)
-                if response.status != 200:
-                    return _failed(f"HTTP {response.status}")
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            return _Retry(type(error).__name__)
-        reply = read_reply(raw, call)
-        if isinstance(reply, Reply):
-            return reply.judgements[0]
-        return _failed(reply.detail) if reply.final else _Retry(reply.detail)
+    def _parts(self, requests: Sequence[JudgeRequest]) -> Iterator[Sequence[JudgeRequest]]:
+        unique = list(dict.fromkeys(requests))
+        # What is asked together must be planned together.
+        size = _PART if self._config.form == "per_rubric" else max(1, len(unique))
+        for start in range(0, len(unique), size):
+            yield unique[start : start + size]
+
+    def _plan(self, part: Sequence[JudgeRequest], batch: Batch, engine: EngineThread) -> None:
+        calls = plan_calls(part, self._config, self._prompts)
+        known = iter(self._store.get([key for call in calls for key in call.keys]))
+        unknown = []
+        for call in calls:
+            scores = [known_one.score for _ in call.keys if (known_one := next(known)) is not None]
+            if len(scores) < len(call.keys):
+                unknown.append(call)
+                continue
+            batch.stored.update(call.requests)
+            for request, score in zip(call.requests, scores, strict=True):
+                batch.found[request] = Judgement("scored", score)
+        if unknown:
+            engine.call(engine.engine.add, batch, unknown)
 
 
-def retry_after_s(value: str | None) -> float:
-    """Seconds in a ``Retry-After`` header (a number or an HTTP date); 0 where there is none."""
-    if value is None:
-        return 0.0
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
+class Pending:
+    """Implements :class:`~refiner_core.contract.types.PendingJudgements`."""
+
+    def __init__(self, judge: OpenAIJudge, batch: Batch) -> None:
+        self._judge, self._batch = judge, batch
+
+    def result(self) -> list[Judgement]:
+        """Wait for them; one per request, in order. What was scored is in the store on return.
+
+        Raises
+        ------
+        JudgeOutage
+            No server could be asked for longer than ``outage_patience_s``.
+        Interrupted
+            A stop was asked for in a pause.
+        ConfigurationError
+            Servers refuse every call: a wrong address, key or model.
+        """
+        return self._judge._wait(self._batch)
 
 
-def _failed(detail: str) -> Judgement:
-    return Judgement("failed", None, detail)
-
-
-def _run(work: Coroutine[Any, Any, list[Judgement]]) -> list[Judgement]:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, work).result()
+def _check_addresses(config: JudgeConfig, around: Surroundings) -> None:
+    addresses = [a for a in (config.base_url, *config.base_urls) if a]
+    usable = all(address.startswith(("http://", "https://")) for address in addresses)
+    if usable and (addresses or around.endpoints is not None):
+        return
+    raise ConfigurationError(
+        "The openai judge has no usable `base_url`",
+        expected="the address of a server, such as http://127.0.0.1:8000/v1",
+        fix="judge.base_url",
+    )

@@ -1,0 +1,157 @@
+"""One HTTP request to a judge's server.
+
+In: a server, a body, a flight to note things on. Out: what came of it, as a value: nothing here
+raises for what a server does. The key is read from the environment (or taken from the endpoint) at
+each request and kept nowhere; redirects are not followed, because they would carry it elsewhere;
+replies are quoted nowhere, because servers like to quote keys.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import aiohttp
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.types import Endpoint
+from refiner_core.judges.served.fleet import Server
+
+#: A judgement is short: what is longer than this is none, bytes.
+LARGEST_REPLY = 8 << 20
+#: A server that does not take a connection for so long is not there, seconds.
+CONNECT_S = 10.0
+PROBE_S = 5.0
+#: Shorter than the patience of servers (uvicorn: 5 s), so that none ends a connection as we use it.
+_KEEPALIVE_S = 4.0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A request under way. ``expires_at`` is when it is cut short (monotonic seconds)."""
+
+    server: Server
+    begun: float
+    expires_at: float
+    trial: bool = False
+    #: The status, as soon as it is known; 0 before.
+    status: int = 0
+
+
+class Answered(NamedTuple):
+    """An answer; ``raw`` is read for status 200 alone."""
+
+    status: int
+    raw: bytes = b""
+    retry_after_s: float = 0.0
+
+
+class Lost(NamedTuple):
+    """No answer, or one that broke off: ``refused`` (never sent), ``connection``, ``truncated``,
+    ``too_long``."""
+
+    reason: str
+
+
+class Client:
+    """A session of one event loop; to be made inside it."""
+
+    def __init__(self, api_key_env: str, timeout_s: float) -> None:
+        self._api_key_env = api_key_env
+        self._probe_s = min(PROBE_S, timeout_s)
+        # The deadline of a judgement is the caller's.
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=limits,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
+        )
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._session.close()
+
+    async def ask(self, flight: Flight, body: bytes) -> Answered | Lost:
+        """One chat request."""
+        server = flight.server
+        try:
+            async with self._session.post(
+                server.chat_url,
+                data=body,
+                headers=authorization(server.endpoint, self._api_key_env),
+                allow_redirects=False,
+            ) as response:
+                flight.status = status = response.status
+                if status != 200:
+                    return Answered(status, b"", retry_after_s(response.headers.get("Retry-After")))
+                raw = await _read(response.content)
+        except aiohttp.ClientConnectorError:
+            return Lost("refused")
+        except aiohttp.ConnectionTimeoutError:
+            return Lost("refused")
+        except (aiohttp.ClientError, OSError):
+            return Lost("truncated" if flight.status == 200 else "connection")
+        return Lost("too_long") if raw is None else Answered(status, raw)
+
+    async def alive(self, server: Server) -> bool:
+        """Whether anything answers there."""
+        try:
+            async with self._session.get(
+                server.models_url,
+                headers=authorization(server.endpoint, self._api_key_env),
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=self._probe_s),
+            ) as response:
+                return response.status < 500 and response.status not in (408, 429)
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes | None:
+    """The whole body; None where it is longer than any judgement."""
+    chunk: bytes = await content.readany()
+    if content.at_eof():
+        return chunk
+    chunks, size = [chunk], len(chunk)
+    while chunk := await content.readany():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > LARGEST_REPLY:
+            return None
+    return b"".join(chunks)
+
+
+def authorization(endpoint: Endpoint, api_key_env: str) -> dict[str, str]:
+    """The header that carries the key; none without one.
+
+    Raises
+    ------
+    ConfigurationError
+        The key has characters that a header cannot carry.
+    """
+    key = endpoint.key or os.environ.get(api_key_env, "").strip()
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigurationError(
+            f"The judge's key in {api_key_env} has characters that no header may carry",
+            expected="printable ASCII",
+            fix=f"export {api_key_env}=…",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def retry_after_s(value: str | None) -> float:
+    """Seconds in a ``Retry-After`` header (a number or an HTTP date); 0 where there is none."""
+    if value is None:
+        return 0.0
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

@@ -1,0 +1,190 @@
+"""Which server is asked next. Pure: no HTTP, the clock is given.
+
+In: endpoints, and how calls ended. Out: a server for the next call, or none.
+
+The one with the fewest calls in flight is asked. A server whose breaker is open is left out; one
+that a probe has found gets one call at a time until it is answered. A server that has never
+answered anything and refuses (wrong key, path or model) is left out once all that is in flight
+there has come back refused, too: a single item may be refused for what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from refiner_core.contract.types import Endpoint
+from refiner_core.judges.served.breaker import Breaker, Trouble
+
+#: What a server says that has another address, wants another key, or has no such model.
+REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
+
+
+@dataclass(frozen=True)
+class BreakerSettings:
+    """See :class:`~refiner_core.judges.served.breaker.Breaker`."""
+
+    threshold: int = 5
+    first_cooldown_s: float = 0.5
+    longest_cooldown_s: float = 30.0
+
+
+class Server:
+    """An endpoint and what is known about it. Its key shows nowhere."""
+
+    def __init__(self, endpoint: Endpoint, breaker: Breaker) -> None:
+        self.endpoint, self.breaker = endpoint, breaker
+        base = endpoint.url.rstrip("/")
+        self.chat_url, self.models_url = f"{base}/chat/completions", f"{base}/models"
+        parts = urlsplit(base)
+        self.name = parts.hostname or base
+        if parts.port:
+            self.name = f"{self.name}:{parts.port}"
+        self.in_flight = 0
+        #: Of them, those that began while it was on trial.
+        self.on_trial = 0
+        #: It asked to be left alone until then.
+        self.held_until = 0.0
+        #: It has answered a call with 200.
+        self.proved = False
+        #: The status with which it refused before it was proved; 0: it did not.
+        self.refused = 0
+        #: What it last had to say instead of a judgement, for people.
+        self.last_words = "not asked yet"
+        #: Distinct calls that it has turned down in a row.
+        self.turned_down: set[Hashable] = set()
+        #: Whether it takes a JSON schema for the reply.
+        self.structured: Literal["unknown", "yes", "no"] = "unknown"
+
+    def __repr__(self) -> str:
+        return f"Server({self.name}, {self.breaker.state})"
+
+
+class Fleet:
+    """All servers of one judge."""
+
+    def __init__(self, clock: Callable[[], float], settings: BreakerSettings | None = None) -> None:
+        self.servers: list[Server] = []
+        self._clock, self._settings = clock, settings or BreakerSettings()
+
+    def renew(self, endpoints: Sequence[Endpoint]) -> None:
+        """Take these; what is known about one that stays is kept."""
+        known = {server.endpoint: server for server in self.servers}
+        self.servers = [known.get(e) or self._made(e) for e in dict.fromkeys(endpoints)]
+
+    @property
+    def up(self) -> bool:
+        """Whether a server is there that is not only on trial (or it is not clear that it is)."""
+        return any(
+            s.breaker.state == "closed" and (not s.refused or s.in_flight) for s in self.servers
+        )
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether any number of calls may begin now."""
+        return any(s.breaker.state == "closed" and not s.refused for s in self.servers)
+
+    @property
+    def open_to_one(self) -> bool:
+        """Whether a server on trial waits for its call."""
+        return any(_takes_trial(s) for s in self.servers)
+
+    def pick(self, avoid: Server | None = None) -> Server | None:
+        """The server for the next call, ``avoid`` only if there is no other; None: nobody."""
+        now = self._clock()
+        best: Server | None = None
+        rank = (2, 2, 0)
+        for server in self.servers:
+            if server is not avoid and _takes_trial(server):
+                return server
+            if server.breaker.state == "closed" and not server.refused:
+                own = (int(server.held_until > now), int(server is avoid), server.in_flight)
+                if best is None or own < rank:
+                    best, rank = server, own
+        if best is None and avoid is not None and avoid in self.servers and _takes_trial(avoid):
+            return avoid
+        return best
+
+    def wait_s(self, server: Server) -> float:
+        """How long a server has asked to be left alone; 0 where another may be asked instead."""
+        now = self._clock()
+        for other in self.servers:
+            if other is not server and _is_free(other, now):
+                return 0.0
+        return max(0.0, server.held_until - now)
+
+    def begins(self, server: Server) -> bool:
+        """A call goes there. True: it is the one that a server on trial is given."""
+        trial = server.breaker.state == "half_open"
+        server.in_flight += 1
+        server.on_trial += trial
+        return trial
+
+    def ended(self, server: Server, call: Hashable, trouble: Trouble, *, trial: bool) -> bool:
+        """A call has ended. True: it failed because its server is gone, and not by itself.
+
+        A trial counts against its call: a moment before it, a probe has found the server.
+        """
+        server.in_flight -= 1
+        server.on_trial -= trial
+        server.breaker.note(call, trouble)
+        return trouble is Trouble.GONE and not trial and server.breaker.state != "closed"
+
+    def due_probes(self) -> list[Server]:
+        """Servers to look at now; each answer goes to their breakers."""
+        return [server for server in self.servers if server.breaker.take_probe()]
+
+    def turned_down(self, server: Server, call: Hashable, status: int) -> bool:
+        """It answered with a status that another try would not change.
+
+        True: that says something of this call. False: it may say that nothing can be had there, and
+        the call waits until that is known.
+        """
+        server.turned_down.add(call)
+        many = len(server.turned_down) >= self._settings.threshold
+        if status not in REFUSALS:
+            if many and not server.proved:
+                server.refused = status
+            return True
+        if server.proved:
+            server.proved = not many  # a key that has run out: the next answer decides
+            return True
+        server.refused = status
+        return False
+
+    def answered(self, server: Server) -> None:
+        """It answered a call with 200."""
+        server.proved, server.refused = True, 0
+        if server.turned_down:
+            server.turned_down.clear()
+
+    def all_refuse(self) -> Server | None:
+        """One of them, where every server refuses and nothing that may prove it is in flight."""
+        settled = [s for s in self.servers if s.refused and not s.in_flight]
+        return settled[0] if settled and len(settled) == len(self.servers) else None
+
+    def forgive(self) -> None:
+        """Refusals may have been mended (the key is read anew)."""
+        for server in self.servers:
+            server.refused = 0
+            server.turned_down.clear()
+
+    def _made(self, endpoint: Endpoint) -> Server:
+        s = self._settings
+        breaker = Breaker(
+            self._clock,
+            threshold=s.threshold,
+            first_cooldown_s=s.first_cooldown_s,
+            longest_cooldown_s=s.longest_cooldown_s,
+        )
+        return Server(endpoint, breaker)
+
+
+def _takes_trial(server: Server) -> bool:
+    return server.breaker.state == "half_open" and not server.on_trial and not server.refused
+
+
+def _is_free(server: Server, now: float) -> bool:
+    return server.breaker.state == "closed" and not server.refused and server.held_until <= now

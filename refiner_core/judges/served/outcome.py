@@ -1,0 +1,77 @@
+"""What an answer means for the call, and what it says about its server. Pure.
+
+==================================== ======== ==========================================
+answer                               server   call
+==================================== ======== ==========================================
+200 with judgements                  well     scored
+200 without                          well     again, or failed where that would not help
+408, 429                             busy     again
+502, 503, 504, connection lost       gone     again
+other 5xx                            sick     again
+anything else                        well     failed
+==================================== ======== ==========================================
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from refiner_core.contract.types import Judgement
+from refiner_core.judges.calls import Call, Reply, read_reply
+from refiner_core.judges.served.breaker import Trouble
+from refiner_core.judges.served.client import Answered, Lost
+
+_BUSY = frozenset({408, 429})
+_GONE = frozenset({502, 503, 504})
+_LOST = {
+    "refused": "no connection",
+    "connection": "the connection was lost",
+    "truncated": "the reply broke off",
+    "too_long": "the reply is too long",
+}
+
+
+class Outcome(NamedTuple):
+    """``judgements`` where scored; else why not, and whether that is the last word.
+
+    ``unusable`` counts a 200 without judgements; ``partial`` is what could be read of it.
+    """
+
+    trouble: Trouble
+    judgements: tuple[Judgement, ...] | None = None
+    reason: str = ""
+    final: bool = False
+    unusable: str = ""
+    partial: tuple[Judgement | None, ...] = ()
+    tokens: tuple[int, int] = (0, 0)
+
+
+def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
+    """Read an answer."""
+    if isinstance(answer, Lost):
+        broken = answer.reason in ("truncated", "too_long")
+        trouble = Trouble.NONE if answer.reason == "too_long" else Trouble.GONE
+        return Outcome(trouble, reason=_LOST[answer.reason], unusable=answer.reason * broken)
+    status = answer.status
+    if status == 200:
+        return _read(answer.raw, call)
+    reason = f"HTTP {status}"
+    if status in _BUSY:
+        return Outcome(Trouble.BUSY, reason=reason)
+    if status >= 500:
+        return Outcome(Trouble.GONE if status in _GONE else Trouble.SICK, reason=reason)
+    return Outcome(Trouble.NONE, reason=reason, final=True)
+
+
+def _read(raw: bytes, call: Call) -> Outcome:
+    reply = read_reply(raw, call)
+    if isinstance(reply, Reply):
+        tokens = (reply.prompt_tokens, reply.completion_tokens)
+        return Outcome(Trouble.NONE, reply.judgements, tokens=tokens)
+    return Outcome(
+        Trouble.NONE,
+        reason=reply.detail,
+        final=reply.final,
+        unusable=reply.reason,
+        partial=reply.partial,
+    )
