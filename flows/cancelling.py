@@ -24,11 +24,13 @@ from infra.observe import Observer, Patience
 from infra.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.processes import ProcessId, host_name
 from infra.reconcile import Seen
+from infra.services.leases import held_by_others
 from infra.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, from_json
+from refiner_core.contract.services import is_service
 
 _POLL_S = 0.3
 _TELL_EVERY_S = 5.0
@@ -145,6 +147,12 @@ class _Cancel:
             return tuple(self.stages)
         done = {n for n, i in self.run.stages.items() if self.workspace.read_result(i) is not None}
         spared = {n for n, i in self.run.stages.items() if i in self.spared}
+        ours = {self.run.run, *self.run.stages.values()}
+        spared |= {
+            n
+            for n, i in self.run.stages.items()
+            if is_service(i) and held_by_others(self.workspace, i, ours)
+        }
         return tuple(n for n in stage_names(self.run) if n not in done | spared)
 
     @functools.cached_property

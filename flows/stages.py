@@ -27,8 +27,9 @@ class StageWork:
     """All that a stage may use.
 
     ``inputs`` maps a role (``data``, ``policy``, ``weights`` …) to the output folder of the
-    finished stage that fills it, ``input_stages`` to its id. ``workspace`` is for cards alone,
-    which describe a whole run.
+    finished stage that fills it, ``input_stages`` to its id. ``workspace`` is for cards, which
+    describe a whole run, and for what is shared: servers and the store of judgements. ``attempt``
+    is the number of this try.
     """
 
     spec: StageSpec
@@ -39,6 +40,7 @@ class StageWork:
     io: StageIO
     stage_id: str
     workspace: Workspace
+    attempt: int = 1
 
     @property
     def model_ref(self) -> str:
@@ -177,6 +179,13 @@ def run_card(work: StageWork) -> dict[str, Any]:
     return refresh_card(work)
 
 
+def run_serve(work: StageWork) -> dict[str, Any]:
+    """A judge's server, for as long as somebody asks it."""
+    from flows.serving import run_serve
+
+    return run_serve(work)
+
+
 STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
     "fetch": run_fetch,
     "data": run_data,
@@ -187,4 +196,5 @@ STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
     "export": run_export,
     "publish": run_publish,
     "card": run_card,
+    "serve": run_serve,
 }

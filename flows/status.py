@@ -26,13 +26,14 @@ from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, StageRecord, from_json
+from refiner_core.contract.services import is_service
 
 #: How long a look waits for the scheduler. A healthy one answers sooner; a dead one in a minute.
 SCHEDULER_WAIT_S = 0.6
 #: Which of a stage's values is its main one, where it has it; else the first.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
 _KINDS = (
-    *("fetch", "data", "sft", "rft", "grpo", "command"),
+    *("fetch", "data", "sft", "rft", "serve", "grpo", "command"),
     *("export", "publish", "evaluate", "card"),
 )
 
@@ -45,7 +46,8 @@ class StageStatus:
     ----------
     state
         ``waiting``, ``queued``, ``running``, ``suspended``, ``paused``, ``hung``, ``killed``,
-        ``interrupted``, ``cancelled``, ``failed``, ``blocked`` or ``done``.
+        ``interrupted``, ``cancelled``, ``failed``, ``blocked``, ``done``; of a server ``idle``,
+        where it does not run because nobody needs it.
     reason
         Why it waits or how its last attempt ended.
     step, total, metric
@@ -138,7 +140,7 @@ class Watcher:
             row = StageStatus(name, stage_id, "waiting", gpus=devices_of(run.config, _kind(name)))
             row = _with_attempts(row, record, workspace)
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
-            if state in ("waiting", "interrupted", "failed") and name in told:
+            if state in ("waiting", "interrupted", "failed", "idle") and name in told:
                 state, reason = told[name]
             rows.append(replace(row, state=state, reason=reason))
         return RunStatus(
@@ -146,7 +148,7 @@ class Watcher:
             recipe=run.recipe,
             command=run.command,
             started_at=run.started_at,
-            finished=all(row.state == "done" for row in rows),
+            finished=all(row.state == "done" for row in rows if not is_service(row.id)),
             orchestrator=who,
             stages=tuple(rows),
             incidents=tuple(run_incidents(workspace, run)),
@@ -159,7 +161,7 @@ class Watcher:
         self, stage_id: str, record: StageRecord | None, seen: Seen | None
     ) -> tuple[str, str]:
         if record is None or not record.attempts:
-            return "waiting", ""
+            return ("idle" if is_service(stage_id) else "waiting"), ""
         if record.result is not None:
             return "done", ""
         last = record.attempts[-1]
@@ -167,6 +169,8 @@ class Watcher:
             outcome = last.outcome
             if outcome is None:
                 return "interrupted", ""
+            if outcome.decision == "finish":
+                return "idle", first_line(outcome.message)
             state = "failed" if outcome.decision == "stop" else "interrupted"
             if outcome.failure == "cancelled":
                 state = "cancelled"
@@ -342,4 +346,5 @@ def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
 
 def is_finished(workspace: Workspace, run: RunRecord) -> bool:
     """Whether every stage of a run is done."""
-    return all(workspace.layout.stage(i).result.exists() for i in run.stages.values())
+    stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
+    return all(workspace.layout.stage(i).result.exists() for i in stages)

@@ -17,6 +17,7 @@ from infra.logs import set_up_logging
 from infra.restart import AttemptClosed, attempt_to_run, job_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.services import is_service
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(attempt.config.log_level)
         with attempt:
             try:
-                attempt.finish(_run(attempt))
+                report = _run(attempt)
+                if is_service(args.stage_id):
+                    attempt.rest(str(report["ended"]))
+                else:
+                    attempt.finish(report)
             except BaseException as error:
                 return attempt.fail(error).exit_code
     except AttemptClosed as closed:
@@ -73,6 +78,7 @@ def work_of(attempt: AttemptRun) -> StageWork:
         io=attempt.io,
         stage_id=attempt.stage_id,
         workspace=attempt.workspace,
+        attempt=attempt.number,
     )
 
 

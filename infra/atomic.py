@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 #: Every half-written file or folder of ours starts with this.
 TEMPORARY = ".tmp-"
-_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _STALE_TRIES = 3
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
@@ -78,7 +78,7 @@ def create_bytes(path: Path, data: bytes) -> bool:
             # file it is tells that for sure; a count of links may be one that the client remembers.
             won = temporary.samefile(path)
         except OSError as error:
-            if error.errno not in _LINKS_UNSUPPORTED:
+            if error.errno not in LINKS_UNSUPPORTED:
                 raise
             won = _create_by_open(path, data)
     finally:

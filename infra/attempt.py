@@ -206,6 +206,15 @@ class AttemptRun:
         self._after_result()
         return result
 
+    def rest(self, message: str) -> None:
+        """End without a result, as a server does that nobody needs: it is never done, and may be
+        wanted again. What a full disk keeps from being written, the exit code says."""
+        self.io.close()
+        try:
+            self._close_patiently(Outcome("none", "finish", message))
+        except OSError as error:
+            log.error("the outcome could not be written: %s", error)
+
     def fail(self, error: BaseException) -> Outcome:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
         then the exit code alone tells the orchestrator."""

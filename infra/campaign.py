@@ -31,13 +31,16 @@ from infra.reconcile import (
     Observed,
     Policy,
     Release,
+    Serve,
     reconcile,
 )
 from infra.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
+from infra.services.leases import CallLeases, held_by_others
 from infra.views import view_of
 from infra.workspace import Workspace, now_text
-from refiner_core.contract.plan import Plan
+from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord
+from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
 
 log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Campaign:
             note=self._note,
         )
         self._holds = Holds(plan, workspace.layout)
+        self._leases = CallLeases(workspace, run.run, clock)
         self._ended_before: dict[str, int] | None = None
         self._done_before: frozenset[str] = frozenset()
         self._stop: StopWish | None = None
@@ -203,6 +207,7 @@ class Campaign:
             log.debug("the campaign ends with an error", exc_info=error)
             self._error = error
             # Its process may live on; nobody works on the run any more.
+            self._leases.keep(())
             self._write_orchestrator("ended", getattr(error, "exit_code", 70))
         self._ended.set()
         with self._changed:
@@ -224,6 +229,7 @@ class Campaign:
         actions = reconcile(self.plan, records, observed, self._policy(records))
         look_s = time.thread_time() - began
         if act:
+            self._leases.keep([a.stage.id for a in actions if isinstance(a, Serve) and a.wanted])
             self._act(actions, records)
         self._stop_jobs(observed)
         began = time.thread_time()
@@ -349,8 +355,21 @@ class Campaign:
             if stage.id in self._spared and seen.sight == "live":
                 self._actor.left_alone[stage.id] = f"run {self._spared[stage.id]}"
                 continue
+            if is_service(stage.id) and not self._may_end(stage, observed):
+                continue
             if seen.sight in ("live", "hung"):
                 self._actor.stop(stage, attempt, seen, wish)
+
+    def _may_end(self, service: PlannedStage, observed: Observed) -> bool:
+        """Whether nobody needs a server any more: not the jobs of this call, which may still wait
+        for answers while they save, nor anybody else."""
+        asking = (s.id for s in self.plan.stages if service.name in s.after)
+        if any(i in observed.attempts and observed.attempts[i].sight != "dead" for i in asking):
+            return False
+        ours = {self.run.run, *(s.id for s in (*self.plan.given, *self.plan.stages))}
+        if other := held_by_others(self.workspace, service.id, ours):
+            self._actor.left_alone[service.id] = other
+        return not other
 
     # ------------------------------------------------------------ showing
 
@@ -369,7 +388,10 @@ class Campaign:
             if stage.id in self._actor.left_alone and not view.terminal:
                 whose = self._actor.left_alone[stage.id]
                 message = f"goes on: it belongs to {whose}, which still runs"
-                view = replace(view, state="interrupted", message=message, exit_code=6)
+                if is_service(stage.id):
+                    view = replace(view, state="done", message=f"goes on: {whose} needs it")
+                else:
+                    view = replace(view, state="interrupted", message=message, exit_code=6)
             views[stage.name] = view
         with self._changed:
             changed = [v for n, v in views.items() if v != self._views.get(n)]

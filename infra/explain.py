@@ -14,6 +14,7 @@ from infra.observe import Observer, Patience
 from infra.workspace import Workspace
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
 from refiner_core.contract.records import StageRecord, StageSpec
+from refiner_core.contract.services import is_service
 
 PlannedAction = Literal["run", "skip", "reattach"]
 
@@ -34,23 +35,38 @@ def observe_actions(
     patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
     observer = Observer(workspace, router or router_to_look(settings, workspace), patience)
     records, observed = observer.look(stage.id for stage in plan.stages)
-    forecasts = []
-    for stage in plan.stages:
+    forecasts: dict[str, StageForecast] = {}
+    services = [stage for stage in plan.stages if is_service(stage.id)]
+    for stage in (*(s for s in plan.stages if s not in services), *services):
         record, seen = records.get(stage.id), observed.attempts.get(stage.id)
         if record is not None and record.result is not None:
             made = record.result.finished_at[:19].replace("T", " ")
             damage = workspace.output_damage(stage.id)
             but = f", but {damage}: delete {workspace.layout.stage(stage.id).control} to redo it"
             reason = f"done on {made} UTC{but if damage else ''}"
-            forecasts.append(StageForecast(stage, "skip", reason))
+            forecasts[stage.name] = StageForecast(stage, "skip", reason)
         elif record is not None and seen is not None and seen.sight in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
             how = "runs" if seen.running else "queues"
             reason = f"attempt {seen.number} {how} (job {job})"
-            forecasts.append(StageForecast(stage, "reattach", reason))
+            forecasts[stage.name] = StageForecast(stage, "reattach", reason)
+        elif stage in services:
+            asking = (f for f in forecasts.values() if stage.name in f.stage.after)
+            forecasts[stage.name] = _service_forecast(stage, list(asking))
         else:
-            forecasts.append(StageForecast(stage, "run", _why_run(stage, record, workspace)))
-    return forecasts
+            why = _why_run(stage, record, workspace)
+            forecasts[stage.name] = StageForecast(stage, "run", why)
+    return [forecasts[stage.name] for stage in plan.stages]
+
+
+def _service_forecast(stage: PlannedStage, asking: list[StageForecast]) -> StageForecast:
+    """A server runs while somebody asks it."""
+    names = [f.stage.name for f in asking if f.action != "skip"]
+    if not names:
+        return StageForecast(stage, "skip", "nobody asks it: all that would is done")
+    return StageForecast(
+        stage, "run", f"serves {stage.identity['serve.model']} to {', '.join(names)}"
+    )
 
 
 def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:

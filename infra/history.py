@@ -14,6 +14,9 @@ from infra.timeline import Incident, StageHistory, incidents_of
 from infra.workspace import Workspace
 from refiner_core.contract.records import RunRecord
 
+#: Kinds of stages whose section of a recipe has another name.
+_SECTIONS = {"card": "publish", "export": "publish", "serve": "judge"}
+
 
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
     """What went wrong in the stages of a run, oldest first."""
@@ -40,7 +43,7 @@ def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHisto
 
 def devices_of(config: Mapping[str, Any], kind: str) -> int:
     """GPUs of all nodes that a recipe gives to a kind of stage; 0 for one on CPUs."""
-    section = config.get("publish" if kind in ("card", "export") else kind)
+    section = config.get(_SECTIONS.get(kind, kind))
     resources = (section or {}).get("resources") or {}
     return int(resources.get("gpus") or 0) * int(resources.get("nodes") or 1)
 

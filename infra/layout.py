@@ -14,6 +14,7 @@
           scheduler.json                      what the scheduler said in the end; once
           started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
                                               by the worker
+          endpoint.json                       where a server answers, by its worker, once it does
           stop.json                           somebody wants it to save and end; once
           outcome.json                        by the worker, or by who found it dead; once
           submitit/                           submitit's own files
@@ -27,12 +28,13 @@
       judgements/                             the store of judgements, one file per writer
       code/<digest>/                          code snapshots
       batches/<comment>/                      submitit's files of an array of jobs
+      rescores/<id>/                          what `refiner rescore` has found
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published, judgements); they may be different file systems, and are the same
-folder unless the workspace was made with another ``data_root``. A data root of its own carries
+output, tracking, published, judgements, rescores); they may be different file systems, and are the
+same folder unless the workspace was made with another ``data_root``. A data root of its own carries
 ``refiner-data.json``: whose it is.
 """
 
@@ -101,6 +103,11 @@ class AttemptPaths:
     def stop(self) -> Path:
         """Somebody wants it to save and end, and why."""
         return self.control / "stop.json"
+
+    @property
+    def endpoint(self) -> Path:
+        """Where a server answers, once it does."""
+        return self.control / "endpoint.json"
 
     @property
     def outcome(self) -> Path:
@@ -277,6 +284,11 @@ class Layout:
     def published(self) -> Path:
         """Folder target of publishing."""
         return self.data / "published"
+
+    @property
+    def rescores(self) -> Path:
+        """One folder per question that `refiner rescore` was asked."""
+        return self.data / "rescores"
 
     @property
     def judgements(self) -> Path:

@@ -23,6 +23,7 @@ from infra.processes import ProcessId
 from infra.reconcile import Observed, Seen
 from infra.workspace import Workspace
 from refiner_core.contract.records import StageRecord
+from refiner_core.contract.services import is_service
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,14 @@ class Observer:
             if _open_number(records[stage_id]) == attempt.ref.number:
                 seen[stage_id] = look
         self._done |= {i: r for i, r in records.items() if r.result is not None}
-        return records, Observed(seen)
+        ready = {
+            (stage_id, attempt.number)
+            for stage_id, record in records.items()
+            if is_service(stage_id)
+            for attempt in record.attempts
+            if self.workspace.layout.attempt(stage_id, attempt.number).endpoint.exists()
+        }
+        return records, Observed(seen, ready=frozenset(ready))
 
     def open_attempt(self, stage_id: str, record: StageRecord) -> OpenAttempt | None:
         """The newest attempt, if it has neither outcome nor result."""

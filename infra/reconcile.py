@@ -4,18 +4,23 @@ In: a plan, the records of its stages, a look at the world and the rules of this
 action per stage. :func:`reconcile` is pure and level-triggered: it has no memory, so whoever runs
 it next, after a crash or beside another orchestrator, comes to the same decisions; applied until
 nothing but terminal actions is left, it changes nothing more.
+
+A service (kind ``serve``) is never done. It is *wanted* while a stage that asks it runs, or could
+run but for it; *ready* when its live attempt answers. Only then are those stages launched, so that
+no trainer holds GPUs while a server loads its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infra.failures import CLASSES, budget_left, classify_silent_end, outcome_of
 from infra.jobs import Sight
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.services import is_service
 from refiner_core.contract.views import ViewState
 
 
@@ -40,12 +45,13 @@ class Seen:
 @dataclass(frozen=True)
 class Observed:
     """The world now: the newest attempt of each stage (by stage id), which stages (by id) lack room
-    for what they would write next, and which checkpoints (stage id, step) are complete, as far as a
-    stage waits for one."""
+    for what they would write next, which checkpoints (stage id, step) are complete, as far as a
+    stage waits for one, and which attempts (stage id, number) at services have answered."""
 
     attempts: Mapping[str, Seen] = field(default_factory=dict)
     short: Mapping[str, str] = field(default_factory=dict)
     checkpoints: frozenset[tuple[str, int]] = frozenset()
+    ready: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,24 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Serve(Wait):
+    """A service that lives, or may do so: ``ready`` if it answers, ``wanted`` if a stage of this
+    call needs it now."""
+
+    ready: bool = False
+    wanted: bool = False
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Nobody in this call needs the service any more; ``live``: it still runs, and ends by itself
+    when nobody else needs it either."""
+
+    stage: PlannedStage
+    live: bool
+
+
+@dataclass(frozen=True)
 class CloseAttempt:
     """Write the outcome of an attempt that ended without one; a hung one is killed first."""
 
@@ -157,7 +181,8 @@ class Block:
     state: ViewState
 
 
-Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block
+Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block | Rest
+_OVER = (Done, Fail, Block, Rest)
 
 
 def reconcile(
@@ -178,9 +203,13 @@ def reconcile(
         The rules of this call.
     """
     step = _Step(plan, records, observed, policy)
+    services = [s for s in plan.stages if is_service(s.id)]
     for stage in plan.stages:
-        step.decide(stage)
-    return tuple(step.actions.values())
+        if stage not in services:
+            step.decide(stage)
+    for service in services:
+        step.decide_service(service)
+    return tuple(step.actions[stage.name] for stage in plan.stages)
 
 
 class _Step:
@@ -193,14 +222,18 @@ class _Step:
         observed: Observed,
         policy: Policy,
     ) -> None:
+        self.plan = plan
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
         self.given = {stage.name: self._given(stage) for stage in plan.given}
         self.launched: set[str] = set()
+        self.wanted: set[str] = set()
+        self.services: dict[str, Action] = {}
         busy = [
             is_light(stage_id)
             for stage_id, seen in observed.attempts.items()
             if seen.local and seen.sight in ("live", "hung") and not _ended(records.get(stage_id))
+            if not is_service(stage_id)
         ]
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
@@ -221,7 +254,56 @@ class _Step:
         return self.actions[name] if name in self.actions else self.given[name]
 
     def decide(self, stage: PlannedStage) -> None:
-        self.actions[stage.name] = self._action(stage)
+        self.actions[stage.name] = action = self._action(stage)
+        if isinstance(action, Launch) or (isinstance(action, Wait) and action.attempt > 0):
+            self.wanted.update(service.name for service in self._services_of(stage))
+
+    def decide_service(self, stage: PlannedStage) -> None:
+        """After the others, for it follows from what they need."""
+        self.actions[stage.name] = self._service_action(stage)
+
+    def _service_action(self, stage: PlannedStage) -> Action:
+        asking = [a for a in self.actions.values() if stage.name in a.stage.after]
+        over = all(isinstance(a, _OVER) for a in asking)
+        now = self._service(stage)
+        if isinstance(now, Serve):
+            if over and not self._stopping(stage):
+                return Rest(stage, live=True)
+            return replace(now, wanted=stage.name in self.wanted)
+        if stage.name in self.wanted or isinstance(now, CloseAttempt | Release):
+            return now
+        if isinstance(now, Fail) and any(
+            isinstance(a, Block) and a.by == stage.name for a in asking
+        ):
+            return now
+        return Rest(stage, live=False) if over else Wait(stage, "nobody needs it yet")
+
+    def _service(self, stage: PlannedStage) -> Action:
+        """What a service does if it is wanted."""
+        if stage.name not in self.services:
+            action = self._action(stage)
+            if isinstance(action, Wait) and action.attempt > 0:
+                seen = self.observed.attempts.get(stage.id)
+                ready = seen is not None and seen.sight == "live" and seen.running
+                ready = ready and (stage.id, action.attempt) in self.observed.ready
+                action = Serve(**vars(action), ready=ready)
+            self.services[stage.name] = action
+        return self.services[stage.name]
+
+    def _services_of(self, stage: PlannedStage) -> list[PlannedStage]:
+        found = (self.plan.by_name[name] for name in stage.after)
+        return [s for s in found if is_service(s.id)]
+
+    def _served(self, stage: PlannedStage) -> Action | None:
+        """What a stage does whose service is not ready; None if it is, or it needs none."""
+        for service in self._services_of(stage):
+            now = self._service(service)
+            if isinstance(now, Fail | Block):
+                return Block(stage, service.name, "interrupted" if _resumable(now) else "blocked")
+            self.wanted.add(service.name)
+            if not (isinstance(now, Serve) and now.ready):
+                return Wait(stage, f"waits until {service.name} answers")
+        return None
 
     def _action(self, stage: PlannedStage) -> Action:
         record = self.records.get(stage.id)
@@ -263,14 +345,18 @@ class _Step:
         """What an ended attempt means for this call; None if another one may begin."""
         last = record.attempts[-1]
         before = self.policy.ended_before.get(stage.id, 0)
-        if last.number <= before:
+        if last.number <= before or outcome.decision == "finish":
             return None
         exhausted = CLASSES[outcome.failure].exhausted
         if outcome.decision == "stop":
             return Fail(stage, outcome, exhausted)
         if self._stopping(stage):
             return self._stopped(stage, outcome.message)
-        mine = [a for a in record.attempts if a.number > before]
+        # A server that has answered has got further than one that did not come up.
+        ready = [a.number for a in record.attempts if (stage.id, a.number) in self.observed.ready]
+        mine = [
+            a for a in record.attempts if a.number > before and a.number >= max(ready, default=0)
+        ]
         if not budget_left(mine, self.policy.retries):
             return Fail(stage, outcome, exhausted)
         return None
@@ -297,7 +383,10 @@ class _Step:
         return Pause(stage, reason)
 
     def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
-        needed = dict.fromkeys((*stage.inputs.values(), *stage.after))
+        services = {service.name for service in self._services_of(stage)}
+        needed = dict.fromkeys(
+            n for n in (*stage.inputs.values(), *stage.after) if n not in services
+        )
         for role, step in stage.at_step.items():
             if missing := self._checkpoint(stage, stage.inputs[role], step):
                 return missing
@@ -322,9 +411,12 @@ class _Step:
             return Wait(stage, f"pauses after {failure.replace('_', ' ')}, {pause_s:.0f} s more")
         if stage.id in self.launched:
             return Wait(stage, "the same stage under another name is about to run")
-        if self.policy.runs_local(stage):
-            if self.slots[is_light(stage.id)] <= 0:
-                return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
+        takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
+        if takes_slot and self.slots[is_light(stage.id)] <= 0:
+            return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
+        if unserved := self._served(stage):
+            return unserved
+        if takes_slot:
             self.slots[is_light(stage.id)] -= 1
         self.launched.add(stage.id)
         return Launch(stage, 0 if last is None else last.number)

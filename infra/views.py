@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from infra.reconcile import Action, Block, CloseAttempt, Done, Fail, Launch, Pause, Release, Wait
+from infra.reconcile import (
+    Action,
+    Block,
+    CloseAttempt,
+    Done,
+    Fail,
+    Launch,
+    Pause,
+    Release,
+    Rest,
+    Wait,
+)
 from infra.workspace import Workspace
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.types import Progress
@@ -36,8 +47,10 @@ def view_of(
     began, whose time does not count; ``done_before`` whether it was done by then.
     """
     stage = action.stage
-    now = _state_of(action, record, owner, done_before)
     last = record.attempts[-1] if record is not None and record.attempts else None
+    if isinstance(action, Rest):
+        done_before = last is None or last.number <= ended_before
+    now = _state_of(action, record, owner, done_before)
     shown = last.number if last is not None else 0
     if record is not None and record.result is not None:
         shown = record.result.attempt
@@ -63,6 +76,9 @@ def view_of(
 def _state_of(action: Action, record: StageRecord | None, owner: str, done_before: bool) -> _State:
     if isinstance(action, Done):
         return _State("skipped" if done_before else "done")
+    if isinstance(action, Rest):
+        message = "nobody needs it now; it ends by itself" if action.live else ""
+        return _State("skipped" if done_before else "done", message)
     if isinstance(action, Fail):
         return _State(action.state, action.outcome.message, action.outcome.exit_code or 1)
     if isinstance(action, Block):

@@ -177,15 +177,17 @@ def _count(status: RunStatus) -> str:
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
     from flows.status import is_finished
     from infra.orchestrators import orchestrator_of
+    from refiner_core.contract.services import is_service
 
     rows = []
     for run_id in workspace.run_ids():
         run = workspace.read_run(run_id)
         who = orchestrator_of(workspace, run_id)
-        done = sum(workspace.layout.stage(i).result.exists() for i in run.stages.values())
+        stages = [i for i in run.stages.values() if not is_service(i)]
+        done = sum(workspace.layout.stage(i).result.exists() for i in stages)
         state = "finished" if is_finished(workspace, run) else "not finished"
         state = {"running": "running", "elsewhere": "running elsewhere"}.get(who.standing, state)
-        rows.append((run_id, run.recipe, state, f"{done}/{len(run.stages)}"))
+        rows.append((run_id, run.recipe, state, f"{done}/{len(stages)}"))
     if as_json:
         keys = ("run", "recipe", "state", "stages_done")
         print_json({"version": 1, "runs": [dict(zip(keys, row, strict=True)) for row in rows]})

@@ -172,6 +172,8 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
         guess = _CARD_BYTES
     elif stage.kind == "fetch":
         guess, basis = 0, "goes to the Hub's cache (HF_HOME)"
+    elif stage.kind == "serve":
+        guess, basis = 0, "a server: its log alone"
     elif stage.kind == "publish":
         return _publish_need(stage, plan, known)
     size = history.output_bytes

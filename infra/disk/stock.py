@@ -22,6 +22,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import OutputFile, RunRecord, StageRecord, from_json
+from refiner_core.contract.services import is_service
 
 log = logging.getLogger(__name__)
 
@@ -273,8 +274,8 @@ def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord])
     known = [r for r in runs if r is not None]
     busy = {known[-1].code}
     for run in known:
-        done = [records[s].result is not None for s in run.stages.values() if s in records]
-        if len(done) < len(run.stages) or not all(done):
+        stages = [s for s in run.stages.values() if not is_service(s)]  # these are never done
+        if not all(s in records and records[s].result is not None for s in stages):
             busy.add(run.code)
     return frozenset({r.code for r in known if r.code} - busy)
 

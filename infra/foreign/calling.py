@@ -19,7 +19,7 @@ from refiner_core.contract.plan import PLACEHOLDER
 #: What marks every process of a trainer: the folder that it writes into.
 MARK = "REFINER_OUTPUT"
 #: Settings that we make for our own worker.
-_OURS = (
+OURS = (
     *("PYTHONSAFEPATH", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     *("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"),
 )
@@ -85,7 +85,7 @@ def environment(
     ``ours`` is the folder that this worker imports refiner from, which is no business of the
     trainer's.
     """
-    kept = {k: v for k, v in base.items() if k not in _OURS and k != "PYTHONPATH"}
+    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
     paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
     if paths:
         kept["PYTHONPATH"] = os.pathsep.join(paths)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.command_checks import check_command
-from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
+from refiner_core.contract.config import RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
+from refiner_core.contract.services import serves as serves
 
 
 class Check(NamedTuple):
@@ -282,13 +283,6 @@ CHECKS: tuple[Check, ...] = (
         for name in ("models", "decoding")
     ),
 )
-
-
-def serves(judge: JudgeConfig) -> bool:
-    """Whether refiner starts the judge's server itself."""
-    return judge.kind == "openai" and (
-        judge.serve.engine != "none" or judge.serve_command is not None
-    )
 
 
 def _is_json_object(text: str) -> bool:

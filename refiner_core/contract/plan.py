@@ -13,7 +13,8 @@ What is published before training ends is in :mod:`refiner_core.contract.publica
 ``command`` is another trainer; it reads `data` or an earlier model only where its texts name
 ``{data}`` or ``{model}``. What lies on a Hub is fetched first, by ``fetch``, where the network is:
 the stages that read it come *after* that stage without having it as an input, so that where a
-model comes from changes no fingerprint.
+model comes from changes no fingerprint. So do those that ask a judge whose server refiner starts:
+``judge``, of kind ``serve``, answers before they begin; see :mod:`refiner_core.contract.services`.
 
 Several stages may share a *kind* (``evaluate``); each has a *name* of its own (``evaluate-sft``).
 ``card`` follows ``publish`` and the evaluations and writes the numbers into the published card, so
@@ -31,9 +32,15 @@ from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
 from refiner_core.contract.publications import add_publications
+from refiner_core.contract.services import (
+    CONSUMERS,
+    JUDGE_SERVICE,
+    has_service,
+    service_identity,
+)
 
 StageKind = Literal[
-    "fetch", "data", "sft", "grpo", "command", "export", "publish", "evaluate", "card"
+    "fetch", "data", "sft", "grpo", "command", "export", "publish", "evaluate", "card", "serve"
 ]
 
 #: Raise a kind's number when the same configuration would now give another result.
@@ -47,6 +54,7 @@ STAGE_VERSIONS: dict[StageKind, int] = {
     "publish": 1,
     "evaluate": 1,
     "card": 1,
+    "serve": 1,
 }
 
 _TOKENIZER = (
@@ -79,6 +87,7 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
         "grpo.stop_strings",
     ),
     "card": ("publish.license", "publish.card_template"),
+    "serve": (),
 }
 #: These say which evaluations and publications exist, not what one of them is.
 _NOT_IN_A_STAGE = ("evaluate.models", "publish.which", "publish.steps", "publish.evaluate")
@@ -104,6 +113,7 @@ _SOURCES: dict[StageKind, tuple[str, ...]] = {
     "publish": ("card_template",),
     "evaluate": ("model", "rubrics", "judge_prompt"),
     "card": ("card_template",),
+    "serve": (),
 }
 #: Doubled braces, the shell's own ``${…}``, or a placeholder.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
@@ -281,7 +291,7 @@ class _Builder:
             needs_network=True,
         )
         others = (
-            replace(stage, after=("fetch",)) if reads[name] else stage
+            replace(stage, after=("fetch", *stage.after)) if reads[name] else stage
             for name, stage in self.stages.items()
         )
         return (fetch, *others)
@@ -319,7 +329,45 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
             evaluations[model] = name
     if "publish" in config.stages:
         add_publications(builder, models[final], evaluations)
-    return _only(config, builder.with_fetch())
+    return _only(config, _with_judge(config, builder.with_fetch()))
+
+
+def judge_service(config: RecipeConfig) -> PlannedStage | None:
+    """The stage that serves the recipe's judge; None where refiner starts no server for it, or
+    starts it within the jobs that ask it.
+
+    Raises
+    ------
+    ConfigurationError
+        The server would be open to strangers.
+    """
+    if not has_service(config):
+        return None
+    values = service_identity(config)
+    return PlannedStage(
+        name=JUDGE_SERVICE,
+        kind="serve",
+        fingerprint=stage_fingerprint("serve", STAGE_VERSIONS["serve"], values, {}, {}),
+        identity=values,
+        sources={},
+        inputs={},
+        input_fingerprints={},
+        resources=config.judge.resources,
+    )
+
+
+def _with_judge(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ...]:
+    """The stages, with the judge's server before the first of those that ask it."""
+    service = judge_service(config)
+    first = next((i for i, s in enumerate(stages) if s.kind in CONSUMERS), None)
+    if service is None or first is None:
+        return stages
+    asking = (
+        replace(s, after=(*s.after, service.name)) if s.kind in CONSUMERS else s for s in stages
+    )
+    found = list(asking)
+    found.insert(first, service)
+    return tuple(found)
 
 
 def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
@@ -332,8 +380,10 @@ def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
         )
     if not config.only:
         return Plan(config.recipe, config, stages)
-    wanted = tuple(s for s in stages if s.name in config.only)
-    given = tuple(s for s in stages if s.name not in config.only)
+    needed = {n for s in stages if s.name in config.only for n in s.after if n == JUDGE_SERVICE}
+    names = needed.union(config.only)
+    wanted = tuple(s for s in stages if s.name in names)
+    given = tuple(s for s in stages if s.name not in names)
     return Plan(config.recipe, config, wanted, given)
 
 

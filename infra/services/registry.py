@@ -1,0 +1,233 @@
+"""The servers of a workspace: which there are, where they answer, and ending them.
+
+In: a workspace. Out: :class:`ServiceStatus` values, for people and scripts; the address and key of
+a server that runs, for those who ask it. What a server is stands in its stage's record, where it
+answers in its newest attempt's ``endpoint.json``; the key is in neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infra import atomic
+from infra.dispatch import Router, make_router, router_to_look
+from infra.failures import classify_silent_end, outcome_of
+from infra.jobs import AttemptRef, OpenAttempt
+from infra.observe import Observer
+from infra.processes import ProcessId, host_name
+from infra.reconcile import Seen
+from infra.services.keys import known_key
+from infra.services.leases import holders
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.config import DispatchConfig, JudgeConfig
+from refiner_core.contract.records import StageRecord, from_json
+from refiner_core.contract.services import is_service
+from refiner_core.contract.types import Endpoint
+
+ServiceState = Literal[
+    "queued",  # its job waits for the scheduler
+    "starting",
+    "serving",  # somebody holds a lease
+    "idle",  # it answers, and nobody needs it just now
+    "ended",
+    "killed",  # its job is gone, and nobody has noted that yet
+    "unknown",  # its scheduler cannot be asked from here
+]
+RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """One server.
+
+    Attributes
+    ----------
+    id, model, engine
+        What it is.
+    state, reason
+        How it is, and how its last attempt ended.
+    url, node
+        Where it answers, once it does; empty otherwise.
+    leases
+        Who needs it: attempts at stages (``grpo-0123…-0001``) and calls (``run-…``).
+    idle_s
+        For how long nobody has, by its own clock; None where it does not run.
+    """
+
+    id: str
+    model: str
+    engine: str
+    state: ServiceState
+    reason: str = ""
+    url: str = ""
+    node: str = ""
+    job_id: str | None = None
+    attempt: int = 0
+    leases: tuple[str, ...] = ()
+    idle_s: float | None = None
+    log: str = ""
+
+
+def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **more: Any) -> None:
+    """Say where a server answers. This makes its attempt ready."""
+    value = {"version": 1, "url": endpoint.url, "node": host_name(), "at": now_text(), **more}
+    atomic.create_json(workspace.layout.attempt(*ref).endpoint, value)
+
+
+def live_endpoints(workspace: Workspace, service_id: str, judge: JudgeConfig) -> list[Endpoint]:
+    """Where a service answers now, by its records; empty while it is being started or replaced.
+
+    Raises
+    ------
+    ConfigurationError
+        Its key cannot be had here.
+    """
+    numbers = workspace.layout.stage(service_id).attempt_numbers()
+    if not numbers:
+        return []
+    paths = workspace.layout.attempt(service_id, numbers[-1])
+    found = workspace.read_control(paths.endpoint)
+    if found is None or paths.outcome.exists():
+        return []
+    folder = workspace.layout.service(service_id)
+    key = known_key(folder, str(found.get("key_from")), judge.api_key_env)
+    return [Endpoint(str(found["url"]), key)]
+
+
+def services_of(workspace: Workspace, wanted: str | None = None) -> list[ServiceStatus]:
+    """All servers that were ever started here, or those whose id begins as ``wanted`` says."""
+    ids = [i for i in workspace.stage_ids() if is_service(i)]
+    return [_status(workspace, i) for i in ids if wanted is None or _means(wanted, i)]
+
+
+def _means(wanted: str, service_id: str) -> bool:
+    return service_id.startswith(wanted) or service_id.partition("-")[2].startswith(wanted)
+
+
+def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
+    record, _, seen = _look(workspace, service_id, adopt=False)
+    identity = record.spec.identity if record is not None else {}
+    last = record.attempts[-1] if record is not None and record.attempts else None
+    status = ServiceStatus(
+        service_id,
+        model=str(identity.get("serve.model") or ""),
+        engine=str(identity.get("serve.engine") or ""),
+        state="ended",
+    )
+    if last is None:
+        return status
+    paths = workspace.layout.attempt(service_id, last.number)
+    endpoint = workspace.read_control(paths.endpoint) or {}
+    needed_by = tuple(holders(workspace, service_id))
+    state = _state(seen, bool(endpoint), bool(needed_by))
+    runs = state in RUNNING
+    beat = workspace.read_heartbeat(service_id, last.number) or {}
+    idle_s = ((beat.get("progress") or {}).get("values") or {}).get("idle_s")
+    return ServiceStatus(
+        **{**vars(status), "state": state},
+        reason=last.outcome.message if last.outcome is not None else seen.note if seen else "",
+        url=str(endpoint.get("url") or "") if runs else "",
+        node=str(endpoint.get("node") or last.node),
+        job_id=last.job_id,
+        attempt=last.number,
+        leases=needed_by,
+        idle_s=idle_s if runs and endpoint else None,
+        log=str(paths.log),
+    )
+
+
+def _state(seen: Seen | None, answers: bool, needed: bool) -> ServiceState:
+    if seen is None:
+        return "ended"
+    if seen.sight in ("dead", "hung"):
+        return "killed"
+    if seen.sight == "unknown":
+        return "unknown"
+    if not seen.running:
+        return "queued"
+    if not answers:
+        return "starting"
+    return "serving" if needed else "idle"
+
+
+def _look(
+    workspace: Workspace, service_id: str, *, adopt: bool
+) -> tuple[StageRecord | None, Router, Seen | None]:
+    """The record, who knows of its job, and what is seen of its open attempt."""
+    numbers = workspace.layout.stage(service_id).attempt_numbers()
+    config = {}
+    if numbers:
+        paths = workspace.layout.attempt(service_id, numbers[-1])
+        config = workspace.read_control(paths.config) or {}
+    settings = from_json(DispatchConfig, config.get("dispatch") or {})
+    router = (make_router if adopt else router_to_look)(settings, workspace)
+    records, observed = Observer(workspace, router).look([service_id])
+    return records.get(service_id), router, observed.attempts.get(service_id)
+
+
+# ---------------------------------------------------------------- ending
+
+
+def end_service(
+    workspace: Workspace,
+    service_id: str,
+    reason: str,
+    *,
+    grace_s: float = 60.0,
+    tell: Callable[[str], None] = lambda message: None,
+) -> bool:
+    """End a server, whoever has started it; True when nothing of it runs any more.
+
+    Its worker is asked first, and killed after ``grace_s``. Who still needs it starts another one.
+    """
+    asked_at: float | None = None
+    began, killed = time.monotonic(), False
+    while time.monotonic() - began < 2 * grace_s + 10:
+        record, router, seen = _look(workspace, service_id, adopt=True)
+        if record is None or seen is None:
+            return True
+        attempt = _open(workspace, service_id, record)
+        if seen.sight == "dead":
+            _close(workspace, attempt, seen, reason)
+        elif asked_at is None:
+            workspace.ask_stop(service_id, seen.number, "interrupted", reason)
+            if attempt.started is None:
+                if workspace.void_attempt(*attempt.ref) and router.kill(attempt):
+                    end = outcome_of("interrupted", f"not begun: {reason}")
+                    workspace.close_attempt(*attempt.ref, end)
+            elif router.stop(attempt):
+                asked_at = time.monotonic()
+        elif time.monotonic() - asked_at > grace_s and not killed:
+            killed = router.kill(attempt)
+            tell(f"{service_id} has not ended in {grace_s:g} s: killed")
+        time.sleep(_POLL_S)
+    return False
+
+
+def _open(workspace: Workspace, service_id: str, record: StageRecord) -> OpenAttempt:
+    last = record.attempts[-1]
+    ref = AttemptRef(service_id, last.number)
+    return OpenAttempt(ref, last, workspace.read_control(workspace.layout.attempt(*ref).started))
+
+
+def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
+    """Note the end of a server that was dead before it could be asked."""
+    if attempt.started is None and not workspace.void_attempt(*attempt.ref):
+        return
+    end = seen.silent_end or classify_silent_end(attempt.started is not None, "")
+    workspace.close_attempt(*attempt.ref, end)
+    _kill_processes(workspace.layout.service(attempt.ref.stage_id), attempt)
+
+
+def _kill_processes(mark: Path, attempt: OpenAttempt) -> None:
+    """What a dead worker's server may have left on this machine, should its minder be gone too."""
+    from infra.foreign.process import kill_leftovers
+
+    text = (attempt.started or {}).get("process")
+    if text is not None and ProcessId.parse(text).here:
+        kill_leftovers(mark)

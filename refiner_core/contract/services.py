@@ -1,0 +1,78 @@
+"""Servers that refiner starts by itself: when there is one, and what makes two of them the same.
+
+In: a recipe's configuration. Out: whether it has a judge's server of its own, what that server is
+(engine, model, arguments …) as values that are hashed into its id, and who waits for it. Nothing of
+this has a part in what a judgement is, so no stage runs again because its judge is served
+elsewhere; and all recipes of a workspace that would start the same server share the one that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+
+#: Name of the stage that serves the judge, and how ids of such stages begin.
+JUDGE_SERVICE = "judge"
+_PREFIX = "serve-"
+#: Kinds of stages that ask a judge.
+CONSUMERS = ("grpo", "evaluate")
+
+
+def is_service(stage_id: str) -> bool:
+    """Whether a stage is a server: it is wanted for a while, and never done."""
+    return stage_id.startswith(_PREFIX)
+
+
+def serves(judge: JudgeConfig) -> bool:
+    """Whether refiner starts the judge's server itself."""
+    return judge.kind == "openai" and (
+        judge.serve.engine != "none" or judge.serve_command is not None
+    )
+
+
+def has_service(config: RecipeConfig) -> bool:
+    """Whether the judge's server is a job of its own."""
+    return serves(config.judge) and config.judge.serve.where == "job"
+
+
+def engine_of(judge: JudgeConfig) -> str:
+    """``vllm``, ``transformers`` or ``command``: what serves the judge."""
+    return "command" if judge.serve.engine == "none" else judge.serve.engine
+
+
+def service_identity(config: RecipeConfig) -> dict[str, Any]:
+    """All that decides which server is started.
+
+    ``reach`` says who can ask it: this machine alone, or all nodes.
+
+    Raises
+    ------
+    ConfigurationError
+        Its engine cannot keep strangers out, and other nodes have to reach it.
+    """
+    judge, engine = config.judge, engine_of(config.judge)
+    reach = "node" if config.dispatch.executor == "local" else "cluster"
+    if engine == "transformers" and reach == "cluster":
+        raise ConfigurationError(
+            "`transformers serve` knows no keys, and as a job of its own it would have to listen "
+            "where every user of the cluster reaches it.",
+            expected="an engine that asks for a key, or a server that only its own job reaches",
+            fix="set judge.serve.where=beside, or judge.serve.engine=vllm",
+        )
+    serve = judge.serve
+    values: Mapping[str, Any] = {
+        "model": judge.model,
+        "revision": judge.revision,
+        "engine": engine,
+        "args": list(serve.args),
+        "python": serve.python,
+        "container": serve.container,
+        "setup": list(serve.setup),
+        "command": judge.serve_command if engine == "command" else None,
+        "gpus": judge.resources.gpus,
+        "reach": reach,
+    }
+    return {f"serve.{name}": value for name, value in values.items()}
