@@ -1,0 +1,227 @@
+"""`refiner rescore`: stored rollouts under other settings, before a GPU is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
+
+if TYPE_CHECKING:
+    from flows.rescoring.work import Planned, Wanted
+
+#: More new calls than this are made only by who has been asked.
+ASK_ABOVE = 5000
+
+
+@click.command("rescore", context_settings={"ignore_unknown_options": False})
+@click.argument("words", nargs=-1, metavar="[RUN]... [workspace=DIR] [KEY=VALUE]...")
+@click.option(
+    "--judge",
+    "judges",
+    multiple=True,
+    metavar="SPEC",
+    help="`lexical`, a YAML file with a judge section, or model=NAME,base_url=URL,…",
+)
+@click.option(
+    "--rubrics",
+    multiple=True,
+    metavar="SET",
+    help="a rubric set by name or file, beside instance rubrics where the run has them "
+    "(static:SET: alone); `instance`; `none`",
+)
+@click.option("--citation-weight", "weights", multiple=True, type=float, metavar="W")
+@click.option("--cross", is_flag=True, help="all combinations, not one option at a time")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["rollouts", "evaluation"]),
+    default="rollouts",
+    help="what is rescored: rollouts of training, or samples of evaluations",
+)
+@click.option("--steps", metavar="STEPS", help="all, last:5, 40-50 (default: all; of several "
+              "runs last:5)")  # fmt: skip
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N groups")
+@click.option("--model", "models", multiple=True, help="of evaluations: only this model")
+@click.option("--decoding", "decodings", multiple=True, type=click.Choice(["greedy", "sampled"]))
+@click.option("--baseline", default="own", metavar="SETTING", help="what the others are compared "
+              "with (default: own)")  # fmt: skip
+@click.option("--common", is_flag=True, help="several runs: use the prompts that all have")
+@click.option("--metric", type=click.Choice(["total", "rubric", "citation"]), default="total",
+              help="of the judge x policy matrix")  # fmt: skip
+@click.option("--price-in", type=float, metavar="P", help="per million tokens read")
+@click.option("--price-out", type=float, metavar="P", help="per million tokens written")
+@click.option("--dry-run", is_flag=True, help="say what would be asked; ask and write nothing")
+@click.option("--yes", is_flag=True, help=f"do not ask before more than {ASK_ABOVE} calls")
+@click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/rescores/ID)")
+@json_option
+def rescore_command(words: tuple[str, ...], **options: Any) -> None:
+    """Score stored rollouts of RUNs again under other settings (default: the newest run).
+
+    Each --judge, --rubrics and --citation-weight is a setting of its own and is compared with what
+    the run itself gave; KEY=VALUE of `reward` and `judge` apply to all of them. Judgements that the
+    run has stored are used again where the judge is the same, so that another weight, gate or
+    aggregation asks nobody. Several RUNs make a judge x policy matrix.
+    """
+    from flows.rescoring import carry_out, plan_rescore
+    from flows.rescoring.text import document_lines, next_lines, plan_lines
+    from flows.rescoring.writing import document_of, write
+
+    wanted = _wanted(words, options)
+    planned = plan_rescore(wanted)
+    as_json = bool(options["as_json"])
+    if options["dry_run"]:
+        _show_plan(planned, as_json)
+        return
+    for line in plan_lines(planned):
+        click.echo(line, err=True)
+    _ask_leave(planned, yes=bool(options["yes"]))
+    with _Bar() as bar:
+        done = carry_out(planned, bar.show)
+    document = document_of(done)
+    default = wanted.workspace.layout.rescores / planned.short_id
+    folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
+    write(done, document, folder)
+    if as_json:
+        print_json({**document, "folder": str(folder)})
+        return
+    command = ["refiner", "rescore", *words]
+    with until_nobody_reads():
+        click.echo("")
+        for line in document_lines(document):
+            click.echo(line)
+    for line in next_lines(document, folder, command):
+        click.echo(line, err=True)
+
+
+def _wanted(words: Sequence[str], options: dict[str, Any]) -> Wanted:
+    from flows.rescoring.asking import Prices
+    from flows.rescoring.reading import Part
+    from flows.rescoring.settings import Options
+    from flows.rescoring.work import Wanted
+    from flows.status import find_run
+    from infra.workspace import Workspace
+    from refiner_core.contract.errors import ConfigurationError
+
+    where, rest = split_workspace(words)
+    workspace = Workspace.read_only(where)
+    overrides = tuple(word for word in rest if "=" in word)
+    names = [word for word in rest if "=" not in word]
+    runs = [find_run(workspace, name) for name in names] or [find_run(workspace)]
+    found = tuple({run.run: run for run in runs if run is not None}.values())
+    if not found:
+        raise ConfigurationError(
+            f"{workspace.root} has no runs.",
+            expected="a workspace in which something was trained",
+            fix="name another one with workspace=DIR",
+        )
+    part = Part(
+        source=options["source"],
+        sample=options["sample"],
+        models=options["models"],
+        decodings=options["decodings"],
+    )
+    chosen = Options(
+        options["judges"], options["rubrics"], options["weights"], overrides, options["cross"]
+    )
+    return Wanted(
+        workspace,
+        found,
+        chosen,
+        part,
+        steps=options["steps"],
+        baseline=options["baseline"],
+        metric=options["metric"],
+        common=options["common"],
+        prices=Prices(options["price_in"], options["price_out"]),
+    )
+
+
+def _show_plan(planned: Planned, as_json: bool) -> None:
+    from flows.rescoring.text import plan_lines
+
+    if not as_json:
+        for line in plan_lines(planned):
+            click.echo(line)
+        click.echo("Nothing was asked or written. Next: the same command without --dry-run.")
+        return
+    judges = [
+        {
+            "judge": plan.name,
+            "identity": dict(plan.identity),
+            "questions": len(plan.questions),
+            "reused": plan.reused,
+            "stored": plan.kept,
+            "unknown": len(plan.unknown) - plan.kept,
+            "calls": plan.calls,
+            "prompt_tokens_about": plan.prompt_tokens,
+        }
+        for plan in planned.judges.values()
+        if plan.questions
+    ]
+    print_json(
+        {
+            "version": 1,
+            "dry_run": True,
+            "id": planned.short_id,
+            "policies": [
+                {"name": p.name, "run": p.run, "rollouts": len(p.rollouts), "steps": p.steps}
+                for p in planned.policies
+            ],
+            "settings": [setting.name for setting in planned.settings],
+            "judging": judges,
+            "calls": planned.new_calls,
+        }
+    )
+
+
+def _ask_leave(planned: Planned, *, yes: bool) -> None:
+    """Before many calls, ask; where nobody can answer, refuse."""
+    from refiner_core.contract.errors import ConfigurationError
+
+    calls = planned.new_calls
+    if yes or calls <= ASK_ABOVE:
+        return
+    if sys.stdin.isatty() and click.confirm(f"Make {calls} calls?", err=True):
+        return
+    raise ConfigurationError(
+        f"This takes {calls} new calls of judges, and nobody has said yes to that.",
+        expected=f"at most {ASK_ABOVE} calls, or leave to make more",
+        fix="add --yes; or judge fewer rollouts with --steps last:5 or --sample 200",
+    )
+
+
+class _Bar:
+    """How far judging is, on standard error: a bar on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._progress: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._said = 0.0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, judge: str, done: int, total: int) -> None:
+        """So many judgements of a judge have come."""
+        if not sys.stderr.isatty():
+            if done == total:
+                click.echo(f"{judge}: {done} judgements", err=True)
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
+        if self._progress is None:
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+        if judge not in self._tasks:
+            self._tasks[judge] = self._progress.add_task(judge, total=total)
+        self._progress.update(self._tasks[judge], completed=done)

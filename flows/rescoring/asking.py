@@ -1,0 +1,228 @@
+"""What the judges have to be asked for a rescoring, and asking it.
+
+In: per judge the questions that no stored judgement answers. Out: their judgements, and a
+:class:`Bill`: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
+money. Whatever was judged is in the store, so that the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.types import (
+    Judge,
+    Judgement,
+    JudgementStore,
+    JudgeRequest,
+    JudgeUsage,
+    PendingJudgements,
+    StreamingJudge,
+)
+from refiner_core.rescoring.questions import Key, is_batched, keys_of
+
+#: Questions that are handed to a judge at once are this many times what it asks at a time.
+_DEEP = 4
+_LEAST = 512
+#: Four characters a token: for an estimate before anything was asked.
+_CHARACTERS_PER_TOKEN = 4.0
+
+
+class Prices(NamedTuple):
+    """Per million tokens, in whatever currency."""
+
+    read: float | None = None
+    written: float | None = None
+
+    def of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        """What they cost; None where nobody has said."""
+        if self.read is None and self.written is None:
+            return None
+        return (
+            (self.read or 0.0) * prompt_tokens + (self.written or 0.0) * completion_tokens
+        ) / 1e6
+
+
+@dataclass
+class JudgePlan:
+    """One judge, the questions of all settings that it judges, and what is known of them.
+
+    ``known`` are the judgements that were stored with rollouts that this judge has judged, and
+    ``unknown`` the questions that none of them answers; ``calls``, ``kept`` and ``prompt_tokens``
+    say what asking them means (of a judge that is not served: nothing).
+    """
+
+    name: str
+    config: JudgeConfig
+    identity: Mapping[str, Any]
+    known: dict[Key, Sequence[Judgement]] = field(default_factory=dict)
+    questions: set[Key] = field(default_factory=set)
+    unknown: dict[Key, JudgeRequest] = field(default_factory=dict)
+    calls: int = 0
+    kept: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def reused(self) -> int:
+        """Questions that judgements stored with the rollouts answer."""
+        return len(self.questions) - len(self.unknown)
+
+    @property
+    def served(self) -> bool:
+        """Whether asking it takes calls."""
+        return self.config.kind != "lexical"
+
+    def need(self, requests: Sequence[JudgeRequest]) -> None:
+        """Note what one rollout asks under one setting."""
+        keys = keys_of(requests, batched=is_batched(self.config))
+        for key, request in zip(keys, requests, strict=True):
+            self.questions.add(key)
+            if key not in self.known:
+                self.unknown.setdefault(key, request)
+
+    def count(self, store: JudgementStore | None) -> None:
+        """See how many calls asking would take, given what the store has."""
+        if not self.served or not self.unknown:
+            return
+        from refiner_core.judges.calls import plan_calls
+
+        for requests in _wholes(self.unknown):
+            for call in plan_calls(requests, self.config):
+                known = store.get(call.keys) if store is not None else [None]
+                if all(k is not None for k in known):
+                    self.kept += len(call.keys)
+                    continue
+                self.calls += 1
+                length = sum(len(message["content"]) for message in call.messages)
+                self.prompt_tokens += round(length / _CHARACTERS_PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a judge was asked.
+
+    ``questions`` are distinct: ``reused`` were stored with the rollouts, ``stored`` in the
+    workspace's store, ``asked`` were put to the judge now; ``failed`` of those have no score.
+    """
+
+    judge: str
+    identity: Mapping[str, Any]
+    questions: int
+    reused: int
+    stored: int
+    asked: int
+    failed: int
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    cost: float | None
+
+
+def ask(
+    plan: JudgePlan, judge: Judge, prices: Prices, progress: Callable[[int], None]
+) -> tuple[dict[Key, Judgement], Bill]:
+    """Put the unknown questions to the judge.
+
+    Parameters
+    ----------
+    progress
+        Told how many judgements have come, each time that some do.
+
+    Raises
+    ------
+    JudgeOutage
+        Nobody could be asked; what has been judged is kept.
+    """
+    before, began = _usage(judge), time.monotonic()
+    answers: dict[Key, Judgement] = {}
+    for keys, judgements in _in_flight(plan, judge):
+        answers.update(zip(keys, judgements, strict=True))
+        progress(len(keys))
+    after = _usage(judge)
+    failed = sum(j.status == "failed" for j in answers.values())
+    stored = after.stored - before.stored if after and before else 0
+    read = after.prompt_tokens - before.prompt_tokens if after and before else 0
+    written = after.completion_tokens - before.completion_tokens if after and before else 0
+    bill = Bill(
+        judge=plan.name,
+        identity=plan.identity,
+        questions=len(plan.questions),
+        reused=plan.reused,
+        stored=stored,
+        asked=len(answers) - stored,
+        failed=failed,
+        calls=after.calls - before.calls if after and before else 0,
+        prompt_tokens=read,
+        completion_tokens=written,
+        seconds=time.monotonic() - began,
+        cost=prices.of(read, written) if plan.served else 0.0,
+    )
+    return answers, bill
+
+
+def _usage(judge: Judge) -> JudgeUsage | None:
+    return judge.usage() if isinstance(judge, StreamingJudge) else None
+
+
+def _in_flight(
+    plan: JudgePlan, judge: Judge
+) -> Iterator[tuple[Sequence[Key], Sequence[Judgement]]]:
+    """Questions and their judgements, some at a time; a judge that streams has the next ones
+    before the last ones are answered, so that it is never idle."""
+    waiting: deque[tuple[Sequence[Key], PendingJudgements]] = deque()
+    keys: Sequence[Key]
+    for keys, requests in _chunks(plan):
+        if not isinstance(judge, StreamingJudge):
+            yield keys, judge.judge(requests)
+            continue
+        waiting.append((keys, judge.submit(requests)))
+        if len(waiting) > 1:
+            first, pending = waiting.popleft()
+            yield first, pending.result()
+    for keys, pending in waiting:
+        yield keys, pending.result()
+
+
+def _chunks(plan: JudgePlan) -> Iterator[tuple[list[Key], list[JudgeRequest]]]:
+    size = max(_LEAST, _DEEP * plan.config.concurrency)
+    keys: list[Key] = list(plan.unknown)
+    place = 0
+    for requests in _wholes(plan.unknown):
+        for first, last in _cuts(requests, size):
+            yield keys[place + first : place + last], requests[first:last]
+        place += len(requests)
+
+
+def _cuts(requests: Sequence[JudgeRequest], size: int) -> Iterator[tuple[int, int]]:
+    """Where to cut, without parting the rubrics of an answer, which may be one call."""
+    first = 0
+    while first < len(requests):
+        last = min(first + size, len(requests))
+        while last < len(requests) and _together(requests[last - 1], requests[last]):
+            last += 1
+        yield first, last
+        first = last
+
+
+def _together(a: JudgeRequest, b: JudgeRequest) -> bool:
+    return a.kind == b.kind == "rubric" and (a.question, a.text) == (b.question, b.text)
+
+
+def _wholes(unknown: Mapping[Key, JudgeRequest]) -> list[list[JudgeRequest]]:
+    """The questions in their order, in lists in which no answer has rubrics of two companies: with
+    the batched form these are other questions."""
+    lists: list[list[JudgeRequest]] = [[]]
+    company: dict[tuple[str, str], Any] = {}
+    for key, request in unknown.items():
+        if isinstance(key, tuple):
+            answer = (request.question, request.text)
+            if company.setdefault(answer, key[1]) != key[1]:
+                lists.append([])
+                company = {answer: key[1]}
+        lists[-1].append(request)
+    return lists

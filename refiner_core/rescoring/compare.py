@@ -1,0 +1,278 @@
+"""How two scorings of the same rollouts differ, in numbers with intervals.
+
+In: rollouts and two :class:`~refiner_core.rescoring.scores.Scores` of them, first what is compared
+with. Out: a :class:`Comparison`. Every share is a numerator, a denominator and an interval of 95 %
+over prompts, since samples of one prompt resemble each other.
+
+What is counted over what:
+
+================  ===================================  ===========================================
+number            of                                   over
+================  ===================================  ===========================================
+spearman          advantages, pooled                   samples with an advantage on both sides
+kendall           advantages within a group (tau-b),   groups in which neither side is constant
+                  mean over groups
+best_changed      groups that share no best sample     groups with two or more samples that are
+                                                       scored on both sides
+best_differs      groups whose sets of best samples    the same groups
+                  are not the same (ties count)
+no_signal         groups without spread                groups with two or more scored samples
+sign_changed      advantages that change sign          samples with an advantage on both sides
+================  ===================================  ===========================================
+
+Rewards that differ by rounding alone are equal, as they are in training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, estimate
+from refiner_core.rescoring.rollouts import StoredRollout, groups_of
+from refiner_core.rescoring.scores import METRICS, Scores
+from refiner_core.training.advantages import EQUAL_REWARDS
+
+Floats = npt.NDArray[np.float64]
+#: An advantage that is smaller has no sign: it is what rounding leaves of a mean.
+NO_SIGN = 1e-6
+RESAMPLES = 1000
+#: Above this share of resamples without a correlation, the rest would give an interval of luck.
+_MOST_UNDEFINED = 0.05
+
+
+class Correlation(NamedTuple):
+    """A rank correlation over ``samples`` of ``prompts``; None where one side is constant."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    samples: int
+    prompts: int
+
+
+class Beside(NamedTuple):
+    """One number under both scorings."""
+
+    first: Estimate | None
+    second: Estimate | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """See the table in the module's docstring. ``means`` maps a component to its mean under both;
+    ``unscored`` counts the rollouts that have no total under each."""
+
+    spearman: Correlation
+    kendall: Estimate | None
+    best_changed: Estimate | None
+    best_differs: Estimate | None
+    no_signal: Beside
+    sign_changed: Estimate | None
+    means: dict[str, Beside]
+    unscored: tuple[int, int]
+    rollouts: int
+    groups: int
+    prompts: int
+
+
+def compare(
+    rollouts: Sequence[StoredRollout],
+    first: Scores,
+    second: Scores,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Comparison:
+    """Hold the second scoring against the first."""
+    groups = groups_of(rollouts)
+    prompts = [rollout.prompt.sample_id for rollout in rollouts]
+    rows = [
+        {"sample_id": prompts[members[0]], **_group_row(members, first, second)}
+        for members in groups.values()
+    ]
+    signs = [
+        {"sample_id": prompt, "changed": _sign_changed(a, b)}
+        for prompt, a, b in zip(prompts, first.advantages, second.advantages, strict=True)
+    ]
+
+    def share(table: Sequence[dict[str, Any]], name: str) -> Estimate | None:
+        return estimate(table, name, kind="yes_no", resamples=resamples, seed=seed)
+
+    return Comparison(
+        spearman=pooled_spearman(
+            first.advantages, second.advantages, prompts, resamples=resamples, seed=seed
+        ),
+        kendall=estimate(rows, "tau", resamples=resamples, seed=seed),
+        best_changed=share(rows, "changed"),
+        best_differs=share(rows, "differs"),
+        no_signal=Beside(
+            no_signal(rollouts, first, resamples=resamples, seed=seed),
+            no_signal(rollouts, second, resamples=resamples, seed=seed),
+        ),
+        sign_changed=share(signs, "changed"),
+        means=_means(rollouts, first, second, resamples, seed),
+        unscored=(first.unscored, second.unscored),
+        rollouts=len(rollouts),
+        groups=len(groups),
+        prompts=len(set(prompts)),
+    )
+
+
+def no_signal(
+    rollouts: Sequence[StoredRollout], scores: Scores, *, resamples: int = RESAMPLES, seed: int = 0
+) -> Estimate | None:
+    """Share of the groups with two or more scored samples whose rewards are all equal: they teach
+    nothing."""
+    rows = [
+        {
+            "sample_id": rollouts[members[0]].prompt.sample_id,
+            "flat": None
+            if scores.dropped[name] == "too_few_scored"
+            else float(scores.dropped[name] == "zero_std"),
+        }
+        for name, members in groups_of(rollouts).items()
+    ]
+    return estimate(rows, "flat", kind="yes_no", resamples=resamples, seed=seed)
+
+
+def mean_of(
+    rollouts: Sequence[StoredRollout],
+    values: Sequence[float | None],
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate | None:
+    """The mean over the rollouts that have a value, with an interval over prompts."""
+    rows = [
+        {"sample_id": rollout.prompt.sample_id, "value": value}
+        for rollout, value in zip(rollouts, values, strict=True)
+    ]
+    return estimate(rows, "value", resamples=resamples, seed=seed)
+
+
+def _means(
+    rollouts: Sequence[StoredRollout], first: Scores, second: Scores, resamples: int, seed: int
+) -> dict[str, Beside]:
+    return {
+        metric: Beside(
+            mean_of(rollouts, first.values(metric), resamples=resamples, seed=seed),
+            mean_of(rollouts, second.values(metric), resamples=resamples, seed=seed),
+        )
+        for metric in METRICS
+    }
+
+
+# ---------------------------------------------------------------- groups
+
+
+def _group_row(members: Sequence[int], first: Scores, second: Scores) -> dict[str, float | None]:
+    both = [i for i in members if first.totals[i] is not None and second.totals[i] is not None]
+    if len(both) < 2:
+        return {"changed": None, "differs": None, "tau": None}
+    a, b = ([float(s.totals[i] or 0.0) for i in both] for s in (first, second))
+    best_a, best_b = best_samples(a), best_samples(b)
+    return {
+        "changed": float(best_a.isdisjoint(best_b)),
+        "differs": float(best_a != best_b),
+        "tau": kendall_tau_b(a, b),
+    }
+
+
+def best_samples(totals: Sequence[float]) -> frozenset[int]:
+    """Positions of the highest totals; those that differ from it by rounding alone are as good."""
+    highest = max(totals)
+    slack = EQUAL_REWARDS * max(1.0, max(abs(t) for t in totals))
+    return frozenset(i for i, t in enumerate(totals) if highest - t <= slack)
+
+
+def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Kendall's tau-b (Kendall 1945, "The treatment of ties in ranking problems", Biometrika
+    33:239-251) of totals in one group; None where a side is constant. Advantages of a group have
+    the order of its totals."""
+    concordance, ties_a, ties_b = 0, 0, 0
+    slack_a, slack_b = (EQUAL_REWARDS * max(1.0, max(abs(t) for t in side)) for side in (a, b))
+    size = len(a)
+    for i in range(size):
+        for j in range(i):
+            sign_a, sign_b = _sign(a[i] - a[j], slack_a), _sign(b[i] - b[j], slack_b)
+            concordance += sign_a * sign_b
+            ties_a += sign_a == 0
+            ties_b += sign_b == 0
+    pairs = size * (size - 1) // 2
+    if pairs in (ties_a, ties_b):
+        return None
+    return concordance / math.sqrt((pairs - ties_a) * (pairs - ties_b))
+
+
+def _sign_changed(a: float | None, b: float | None) -> float | None:
+    if a is None or b is None:
+        return None
+    return float(_sign(a, NO_SIGN) * _sign(b, NO_SIGN) < 0)
+
+
+def _sign(value: float, slack: float) -> int:
+    return 0 if abs(value) <= slack else (1 if value > 0 else -1)
+
+
+# ---------------------------------------------------------------- pooled ranks
+
+
+def pooled_spearman(
+    first: Sequence[float | None],
+    second: Sequence[float | None],
+    prompts: Sequence[str],
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Correlation:
+    """Spearman's rank correlation of what both sides have, and its percentile interval over
+    prompts: a prompt is drawn again with all its samples, and ranks are taken anew each time."""
+    kept = [
+        (a, b, p)
+        for a, b, p in zip(first, second, prompts, strict=True)
+        if a is not None and b is not None
+    ]
+    numbers = {p: i for i, p in enumerate(dict.fromkeys(p for _, _, p in kept))}
+    nothing = Correlation(None, None, None, len(kept), len(numbers))
+    if len(kept) < 2:
+        return nothing
+    # Rounded, so that what rounding has left of equal values is one rank.
+    a, b = (np.round(np.array([k[side] for k in kept], dtype=np.float64), 9) for side in (0, 1))
+    unit = np.array([numbers[p] for _, _, p in kept])
+    places = [np.unique(side, return_inverse=True)[1] for side in (a, b)]
+    value = _weighted_spearman(places, np.ones(len(kept)))
+    if value is None:
+        return nothing
+    if len(numbers) < 2:
+        return nothing._replace(value=value)
+    rng = np.random.default_rng(seed)
+    drawn = [
+        _weighted_spearman(places, np.bincount(pick, minlength=len(numbers))[unit].astype(float))
+        for pick in rng.integers(0, len(numbers), size=(resamples, len(numbers)))
+    ]
+    known = [v for v in drawn if v is not None]
+    if len(known) < (1 - _MOST_UNDEFINED) * resamples:
+        return nothing._replace(value=value)
+    low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Correlation(value, float(low), float(high), len(kept), len(numbers))
+
+
+def _weighted_spearman(places: Sequence[npt.NDArray[Any]], weights: Floats) -> float | None:
+    """Of samples that stand ``weights`` times each; ``places`` number the distinct values in
+    order."""
+    ranks = []
+    for place in places:
+        at_value = np.bincount(place, weights=weights)
+        ranks.append((np.cumsum(at_value) - (at_value - 1) / 2)[place])
+    total = weights.sum()
+    x, y = (rank - (weights * rank).sum() / total for rank in ranks)
+    spread = float((weights * x * x).sum()) * float((weights * y * y).sum())
+    if spread <= 0:
+        return None
+    return max(-1.0, min(1.0, float((weights * x * y).sum()) / math.sqrt(spread)))

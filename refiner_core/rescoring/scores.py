@@ -1,0 +1,214 @@
+"""Totals and advantages of rollouts: as they were stored, and under other settings.
+
+In: rollouts, settings, a judge. Out: :class:`Scores`, parallel to the rollouts; and
+:class:`Fidelity`: whether the run's own settings give back to the bit what was stored, without
+which no difference between settings would mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.types import Judge
+from refiner_core.rescoring.questions import items_of
+from refiner_core.rescoring.rollouts import StoredRollout, groups_of
+from refiner_core.rewards import compute_rewards
+from refiner_core.training.advantages import DropReason, Normalization, group_advantages
+
+Metric = Literal["total", "rubric", "citation"]
+METRICS: tuple[Metric, ...] = ("total", "rubric", "citation")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entry per rollout; ``dropped`` has one per group, None for a group that is trained on.
+
+    A rollout whose judge failed has neither total nor advantage.
+    """
+
+    totals: tuple[float | None, ...]
+    advantages: tuple[float | None, ...]
+    statuses: tuple[str, ...]
+    components: tuple[Mapping[str, float], ...]
+    judgements: tuple[Sequence[Mapping[str, Any]], ...]
+    dropped: Mapping[str, DropReason | None] = field(default_factory=dict)
+
+    @property
+    def unscored(self) -> int:
+        """Rollouts without a total."""
+        return sum(total is None for total in self.totals)
+
+    def values(self, metric: Metric) -> list[float | None]:
+        """A metric per rollout; None where there is none: the judge failed, the row has no rubrics
+        or no evidence to cite."""
+        if metric == "total":
+            return list(self.totals)
+        return [
+            None if total is None else _component(components, metric)
+            for total, components in zip(self.totals, self.components, strict=True)
+        ]
+
+
+def _component(components: Mapping[str, float], metric: Metric) -> float | None:
+    if metric == "rubric" and components.get("no_rubrics"):
+        return None
+    if metric == "citation" and not components.get("citation_applicable", 1.0):
+        return None
+    return components.get(metric)
+
+
+def scores_under(
+    rollouts: Sequence[StoredRollout],
+    reward: RewardConfig,
+    judge: Judge,
+    normalization: Normalization,
+) -> Scores:
+    """Reward the rollouts again. Errors as of :func:`~refiner_core.rewards.compute_rewards`."""
+    results = compute_rewards(items_of(rollouts), reward, judge)
+    totals = [result.total for result in results]
+    advantages, dropped = _advantages(rollouts, totals, normalization)
+    return Scores(
+        totals=tuple(totals),
+        advantages=tuple(advantages),
+        statuses=tuple(result.status for result in results),
+        components=tuple(result.components for result in results),
+        judgements=tuple(result.judgements for result in results),
+        dropped=dropped,
+    )
+
+
+def stored_scores(
+    rollouts: Sequence[StoredRollout], again: Scores, normalization: Normalization
+) -> Scores:
+    """What was stored. Advantages of an evaluation, which stores none, are made from its totals;
+    components that its files leave out are those of ``again``, the same settings once more."""
+    totals = [rollout.total for rollout in rollouts]
+    made, dropped = _advantages(rollouts, totals, normalization)
+    in_training = any(rollout.step is not None for rollout in rollouts)
+    return Scores(
+        totals=tuple(totals),
+        advantages=tuple(r.advantage for r in rollouts) if in_training else tuple(made),
+        statuses=tuple(rollout.status for rollout in rollouts),
+        components=tuple(
+            {**more, **rollout.components}
+            for rollout, more in zip(rollouts, again.components, strict=True)
+        ),
+        judgements=tuple(rollout.judgements for rollout in rollouts),
+        dropped=dropped,
+    )
+
+
+def _advantages(
+    rollouts: Sequence[StoredRollout],
+    totals: Sequence[float | None],
+    normalization: Normalization,
+) -> tuple[list[float | None], dict[str, DropReason | None]]:
+    found: list[float | None] = [None] * len(rollouts)
+    dropped: dict[str, DropReason | None] = {}
+    for name, members in groups_of(rollouts).items():
+        group = group_advantages([totals[i] for i in members], normalization)
+        dropped[name] = group.dropped
+        for position, value in zip(members, group.values, strict=True):
+            found[position] = value
+    return found, dropped
+
+
+# ---------------------------------------------------------------- fidelity
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How much of what was stored the run's own settings give back, bit by bit.
+
+    Attributes
+    ----------
+    totals, advantages
+        How many of ``rollouts`` are the same. ``advantages`` is None for an evaluation.
+    rejudged, judged_alike
+        With the lexical judge, which costs nothing: judgements made again, and how many of them
+        are as they were stored.
+    first
+        The first rollout that differs, in words.
+    unused
+        Stored judgements that today's code does not ask for: it reads answers, evidence or
+        rubrics in another way than the run did.
+    """
+
+    rollouts: int
+    totals: int
+    advantages: int | None
+    rejudged: int = 0
+    judged_alike: int = 0
+    first: str = ""
+    unused: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is as it was."""
+        same = self.totals == self.rollouts and self.advantages in (None, self.rollouts)
+        return same and self.rejudged == self.judged_alike
+
+    def warning(self) -> str:
+        """What is to be said about it; empty where all is well."""
+        if self.exact:
+            return ""
+        parts = []
+        if self.totals < self.rollouts:
+            parts.append(f"{self.rollouts - self.totals} of {self.rollouts} totals differ")
+        if self.advantages is not None and self.advantages < self.rollouts:
+            parts.append(f"{self.rollouts - self.advantages} of {self.rollouts} advantages differ")
+        if self.judged_alike < self.rejudged:
+            parts.append(
+                f"the lexical judge of today judges {self.rejudged - self.judged_alike} of "
+                f"{self.rejudged} questions in another way"
+            )
+        first = f" (first: {self.first})" if self.first else ""
+        stale = ""
+        if self.unused:
+            stale = (
+                f" {self.unused} stored judgements answer questions that are not asked any more: "
+                "the rubric set or the reading of answers has changed since the run."
+            )
+        return (
+            f"The run's own settings do not give back what was stored: {', '.join(parts)}{first}."
+            f"{stale} Differences below are in part those of the code, not of the settings; the "
+            "row `own, again` shows how much."
+        )
+
+
+def fidelity(
+    rollouts: Sequence[StoredRollout],
+    again: Scores,
+    *,
+    unused: int = 0,
+    rejudged: int = 0,
+    judged_alike: int = 0,
+) -> Fidelity:
+    """Hold the run's own settings against what was stored."""
+    totals = [r.total == t for r, t in zip(rollouts, again.totals, strict=True)]
+    in_training = any(rollout.step is not None for rollout in rollouts)
+    advantages = [
+        not in_training or r.advantage == a for r, a in zip(rollouts, again.advantages, strict=True)
+    ]
+    first = ""
+    for i, (total, advantage) in enumerate(zip(totals, advantages, strict=True)):
+        if not (total and advantage):
+            what, was, now = (
+                ("advantage", rollouts[i].advantage, again.advantages[i])
+                if total
+                else ("total", rollouts[i].total, again.totals[i])
+            )
+            first = f"{rollouts[i].group}, sample {rollouts[i].sample_index}: {what} {was} -> {now}"
+            break
+    return Fidelity(
+        rollouts=len(rollouts),
+        totals=sum(totals),
+        advantages=sum(advantages) if in_training else None,
+        rejudged=rejudged,
+        judged_alike=judged_alike,
+        first=first,
+        unused=unused,
+    )
