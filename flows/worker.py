@@ -57,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
+    from flows.judge_prompts import planned_prompts
     from flows.rubric_sets import planned_rubrics
     from flows.stages import STAGE_FUNCTIONS
 
     attempt.check_inputs()
-    with planned_rubrics(attempt.spec, attempt.config):
+    spec, config = attempt.spec, attempt.config
+    with planned_rubrics(spec, config), planned_prompts(spec, config):
         return STAGE_FUNCTIONS[attempt.spec.kind](work_of(attempt))  # type: ignore[index]
 
 

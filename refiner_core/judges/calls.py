@@ -169,17 +169,23 @@ def _call(
 ) -> Call:
     batched = config.form == "batched" and requests[0].kind == "rubric"
     messages = prompts.render_batch(requests) if batched else prompts.render(requests[0])
-    schema = None
+    schema, digest = None, b""
     if config.structured_output != "none":
         count = len(requests) if batched else None
-        schema = _schema(requests[0].kind, count, only_whole=prompts.shipped)
-    keys = _keys(base, schema, messages, len(requests))
+        schema, digest = _schema(requests[0].kind, count, only_whole=prompts.shipped)
+    keys = _keys(base + digest, messages, len(requests))
     return Call(requests, tuple(messages), keys, schema, batched)
 
 
 @functools.lru_cache(maxsize=1024)
-def _schema(kind: str, count: int | None, *, only_whole: bool) -> _Schema:
-    """What a reply may be; ``count`` of a list. Prompts of the user's own may ask for halves."""
+def _schema(kind: str, count: int | None, *, only_whole: bool) -> tuple[_Schema, bytes]:
+    """What a reply may be, ``count`` scores in a list, and its digest. Prompts of the user's own
+    may ask for halves."""
+    schema = _schema_of(kind, count, only_whole=only_whole)
+    return schema, hashlib.sha256(canonical_json(schema).encode()).digest()
+
+
+def _schema_of(kind: str, count: int | None, *, only_whole: bool) -> _Schema:
     allowed = _ALLOWED.get(kind, (0.0, 1.0, 2.0) if only_whole else None)
     score: _Schema = {"type": "number", "minimum": 0, "maximum": MAX_SCORE}
     if allowed is not None:
@@ -201,12 +207,8 @@ def _object(properties: _Schema) -> _Schema:
     }
 
 
-def _keys(
-    base: bytes, schema: _Schema | None, messages: Sequence[Message], count: int
-) -> tuple[bytes, ...]:
+def _keys(base: bytes, messages: Sequence[Message], count: int) -> tuple[bytes, ...]:
     whole = hashlib.sha256(base)
-    if schema is not None:
-        whole.update(canonical_json(schema).encode())
     for message in messages:
         text = message["content"].encode("utf-8", "replace")
         whole.update(f"\x1e{message['role']}\x1f{len(text)}\x1f".encode())

@@ -13,10 +13,11 @@ same request is the same text each time, which keeps judgements repeatable.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -56,6 +57,8 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = {"<": "‹", "[": "❲"}
+#: Prompts that are kept as they were read, by name and form.
+_held: dict[tuple[str, str], JudgePrompts] = {}
 
 
 class Message(TypedDict):
@@ -141,6 +144,8 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
     """
     if prompt in prompt_versions():
         return _shipped(prompt)
+    if (prompt, form) in _held:
+        return _held[prompt, form]
     folder = Path(prompt).expanduser()
     if not folder.is_dir():
         raise ConfigurationError(
@@ -156,26 +161,35 @@ def load_judge_prompts(prompt: str, form: str = "per_rubric") -> JudgePrompts:
 def judge_prompts_digest(version: str, form: str = "per_rubric") -> str:
     """SHA-256 over the prompts that a form uses; part of what makes two judgements comparable.
 
-    Of a folder it is read anew each time. Errors as of :func:`load_judge_prompts`.
+    Of a folder it is read anew each time, unless it is held. Errors as of
+    :func:`load_judge_prompts`.
     """
     return load_judge_prompts(version, form).digest(form)
 
 
-def require_prompts(prompts: JudgePrompts, form: str, digest: str) -> None:
-    """See that these are the prompts that a plan was made with.
+@contextlib.contextmanager
+def hold_judge_prompts(prompt: str, form: str, digest: str) -> Iterator[JudgePrompts]:
+    """Judge by the prompts that a plan was made with: within the block, edits of their folder
+    change nothing.
 
     Raises
     ------
     ConfigurationError
-        Their folder has been edited since.
+        They have been edited since; or as of :func:`load_judge_prompts`.
     """
+    prompts = load_judge_prompts(prompt, form)
     if (found := prompts.digest(form)) != digest:
         raise ConfigurationError(
-            f"The judge's prompts in {prompts.name} have changed since this was planned "
+            f"The judge's prompts {prompt} have changed since this was planned "
             f"({digest[:12]} then, {found[:12]} now)",
             expected="the prompts that the fingerprint was made of",
             fix="put them back as they were, or run the recipe again, which plans with the new",
         )
+    _held[prompt, form] = prompts
+    try:
+        yield prompts
+    finally:
+        del _held[prompt, form]
 
 
 def render_prompt(version: str, request: JudgeRequest) -> list[Message]:
@@ -183,6 +197,7 @@ def render_prompt(version: str, request: JudgeRequest) -> list[Message]:
     return load_judge_prompts(version).render(request)
 
 
+@functools.lru_cache(maxsize=256)
 def fence(label: str, text: str) -> str:
     """``text`` between tags that it cannot contain, and without tokens of chat templates."""
     text = _CONTROL.sub(lambda match: _HARMLESS[match[0]], _sendable(text))

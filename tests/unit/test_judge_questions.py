@@ -19,7 +19,7 @@ from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
 from refiner_core.judges import LexicalJudge, judge_prompts_digest, parse_judgement, parsing
 from refiner_core.judges.calls import Call, Reply, Unusable, plan_calls, read_reply, request_body
 from refiner_core.judges.parsing import parse_batch
-from refiner_core.judges.prompting import fence, load_judge_prompts, require_prompts
+from refiner_core.judges.prompting import fence, hold_judge_prompts, load_judge_prompts
 from refiner_core.rewards import RewardInput, compute_rewards
 
 V1 = Path(parsing.__file__).parent / "prompts" / "v1"
@@ -550,10 +550,26 @@ def test_a_folder_that_is_edited_while_a_job_waits_is_refused_and_never_half_use
     config = replace(SINGLE, prompt=str(own))
     asked = plan_calls(rubrics(1), config, held)
     edited(own, "rubric.system.md", lambda text: text + "\nBe kind.")
-    require_prompts(held, "per_rubric", planned)
     assert plan_calls(rubrics(1), config, held) == asked
-    with pytest.raises(ConfigurationError, match=r"changed since.*put them back"):
-        require_prompts(load_judge_prompts(str(own)), "per_rubric", planned)
+    with (
+        pytest.raises(ConfigurationError, match=r"changed since.*put them back"),
+        hold_judge_prompts(str(own), "per_rubric", planned),
+    ):
+        pass
+
+
+def test_within_a_stage_an_edit_changes_neither_what_is_asked_nor_what_is_recorded(
+    own: Path,
+) -> None:
+    planned = judge_prompts_digest(str(own))
+    config = replace(SINGLE, prompt=str(own))
+    asked = plan_calls(rubrics(1), config)
+    with hold_judge_prompts(str(own), "per_rubric", planned):
+        edited(own, "rubric.system.md", lambda text: text + "\nBe kind.")
+        assert plan_calls(rubrics(1), config) == asked
+        assert judge_prompts_digest(str(own)) == planned
+    assert plan_calls(rubrics(1), config) != asked
+    assert judge_prompts_digest(str(own)) != planned
 
 
 def test_a_version_is_meant_before_a_folder_of_the_same_name(
