@@ -150,11 +150,12 @@ class _Builder:
 
 def _block(text: str) -> tuple[int, int, Problem | None]:
     """Start and end of the inside of the single answer block, or why there is none."""
-    tags = list(_ANSWER_TAG.finditer(text))
-    opening = [tag for tag in tags if not tag[1]]
-    closing = [tag for tag in tags if tag[1]]
-    if len(opening) > 1 or len(closing) > 1:
-        return 0, 0, Problem.MANY_ANSWERS
+    opening: list[re.Match[str]] = []
+    closing: list[re.Match[str]] = []
+    for tag in _ANSWER_TAG.finditer(text):
+        (closing if tag[1] else opening).append(tag)
+        if len(opening) > 1 or len(closing) > 1:
+            return 0, 0, Problem.MANY_ANSWERS
     if not opening:
         return 0, 0, Problem.NO_ANSWER
     if not closing or closing[0].start() < opening[0].end():

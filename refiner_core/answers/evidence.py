@@ -6,10 +6,36 @@ In: the user's message. Out: :class:`ParsedEvidence`, the text of each ``<snippe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from refiner_core.answers.tags import Tag, read_attributes, scan_tags
+
+
+class _Joined(Mapping[str, str]):
+    """Texts by id, put together when they are asked for.
+
+    Text that thousands of ids share is kept once, however often the same ids stand in the prompt:
+    joining all of it at once could take more memory than anybody has.
+    """
+
+    def __init__(self, parts: dict[str, list[str]]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, key: str) -> str:
+        parts = self._parts[key]
+        if len(parts) > 1:
+            parts[:] = ["\n".join(parts)]
+        return parts[0]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 @dataclass(frozen=True)
@@ -112,4 +138,4 @@ def parse_evidence(prompt: str) -> ParsedEvidence:
         text = "".join(element.pieces).strip()
         for name in element.ids:
             texts.setdefault(name, []).append(text)
-    return ParsedEvidence({name: "\n".join(parts) for name, parts in texts.items()})
+    return ParsedEvidence(_Joined(texts))

@@ -22,6 +22,7 @@ and 0 where the prompt has no evidence. What the formula leaves open, and we dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -134,4 +135,4 @@ def _known(claim: Claim, evidence: ParsedEvidence) -> tuple[str, ...]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return math.fsum(values) / len(values) if values else 0.0

@@ -36,17 +36,18 @@ def aggregate_rubrics(
     =============  =====================================================================  ==========
 
     The flip is that of the published refiner runs; the others are recorded alternatives of the
-    reference trainer.
+    reference trainer. Sums are exact, so that the order of rubrics does not show.
     """
-    size = sum(rubric.weight for rubric, _ in scores)
+    size = math.fsum(rubric.weight for rubric, _ in scores)
     if size == 0:
         return None
-    signed = sum(rubric.signed_weight * score for rubric, score in scores)
+    signed = math.fsum(rubric.signed_weight * score for rubric, score in scores)
     if aggregation == "signed_mean":
         return signed / size
     if aggregation == "positive_sum":
-        return signed / max(sum(max(rubric.signed_weight, 0.0) for rubric, _ in scores), 1.0)
-    flipped = sum(
+        positive = math.fsum(max(rubric.signed_weight, 0.0) for rubric, _ in scores)
+        return signed / max(positive, 1.0)
+    flipped = math.fsum(
         rubric.weight * (1.0 - score if rubric.polarity == "negative" else score)
         for rubric, score in scores
     )

@@ -18,6 +18,9 @@ from refiner_core.contract.errors import DataError
 
 Polarity = Literal["positive", "negative"]
 
+#: Weights are sizes relative to each other; sums of far larger ones would not be numbers any more.
+MAX_WEIGHT = 1e9
+
 _KEYS: dict[str, Polarity] = {"positive_rubrics": "positive", "negative_rubrics": "negative"}
 _FORMS = (
     '{"positive_rubrics": [{"title", "description", "weight"}], "negative_rubrics": […]} '
@@ -151,6 +154,8 @@ def normal_entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
     weight = 1.0 if weight is None else weight
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise DataError(f"`{where}.weight` is {weight!r:.60}", expected="a finite number")
+    if abs(weight) > MAX_WEIGHT:
+        raise DataError(f"`{where}.weight` is {weight!r:.60}", expected=f"at most {MAX_WEIGHT:g}")
     title = _text(entry, "title", where) or description[:60]
     normal = RubricEntry(title=title, description=description, weight=abs(float(weight)))
     return normal, weight < 0
