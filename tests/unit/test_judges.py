@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import email.utils
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -23,8 +20,6 @@ from refiner_core.judges import (
     parse_judgement,
     render_prompt,
 )
-from refiner_core.judges.openai import OpenAIJudge, retry_after_s
-from tests.support.judge_server import JudgeServer, Reply, completion, score
 
 PINNED_V1 = "38c4d0b131090baac4422edf568d3f92f187572caef7370cf42ed1cdbf7d304c"
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
@@ -237,169 +232,3 @@ def test_an_unknown_version_is_refused() -> None:
         judge_prompts_digest("v0")
     with pytest.raises(ConfigurationError, match="v9"):
         build_judge(JudgeConfig(kind="openai", base_url="http://127.0.0.1:1/v1", prompt="v9"))
-
-
-# ---------------------------------------------------------------- over HTTP
-
-
-def judge_at(base_url: str, **changes: object) -> OpenAIJudge:
-    config = JudgeConfig(kind="openai", model="m", base_url=base_url, max_retries=2, timeout_s=5)
-    return OpenAIJudge(replace(config, **changes), first_backoff_s=0.01)  # type: ignore[arg-type]
-
-
-def requests(count: int) -> list[JudgeRequest]:
-    return [replace(RUBRIC, text=f"answer {i}") for i in range(count)]
-
-
-def test_judgements_come_back_in_order_and_identical_requests_are_sent_once() -> None:
-    def script(body: dict, call: int) -> Reply:  # type: ignore[type-arg]
-        number = int(body["messages"][1]["content"].split("answer ")[1].split()[0])
-        return score(number % 3, delay_s=0.002 * (7 - number))
-
-    with JudgeServer(script) as server:
-        judgements = judge_at(server.base_url).judge(requests(7) * 2)
-    assert [j.score for j in judgements] == [n % 3 / 2 for n in range(7)] * 2
-    assert len(server.bodies) == 7
-    assert server.bodies[0]["temperature"] == 0.0
-    assert server.bodies[0]["model"] == "m"
-    assert server.bodies[0]["max_tokens"] == 512
-
-
-def test_no_more_than_the_configured_number_is_in_flight() -> None:
-    with JudgeServer(lambda body, call: score(2, delay_s=0.01)) as server:
-        judge_at(server.base_url, concurrency=3).judge(requests(12))
-    assert server.most_in_flight == 3
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Reply(status=500),
-        Reply(status=503, body="busy"),
-        Reply(status=408),
-        Reply(status=429),
-        Reply(drop=True),
-        Reply(body="garbage"),
-        Reply(body="[]"),
-        Reply(body='{"choices": []}'),
-        completion("no score here"),
-        completion('{"score": 10}'),
-        completion(None),
-        completion('{"score": 2}', finish_reason="abort"),
-    ],
-)
-def test_a_passing_fault_is_retried_and_a_lasting_one_fails(bad: Reply) -> None:
-    with JudgeServer(lambda body, call: bad if call < 2 else score(1)) as server:
-        assert judge_at(server.base_url).judge([RUBRIC]) == [Judgement("scored", 0.5)]
-    with JudgeServer(lambda body, call: bad) as server:
-        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
-    assert judgement.status == "failed"
-    assert judgement.score is None
-    assert "3 tries" in judgement.detail
-    assert len(server.bodies) == 3
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Reply(status=400),
-        Reply(status=401),
-        Reply(status=404),
-        Reply(status=307, headers={"Location": "http://127.0.0.1:1/"}),
-        completion('{"score": 2}', finish_reason="length"),
-        completion('{"score": 2}', finish_reason="content_filter"),
-    ],
-)
-def test_what_another_try_would_not_mend_fails_at_once(bad: Reply) -> None:
-    with JudgeServer(lambda body, call: bad) as server:
-        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
-    assert judgement.status == "failed"
-    assert judgement.score is None
-    assert len(server.bodies) == 1
-
-
-def test_one_bad_item_does_not_touch_the_others() -> None:
-    def script(body: dict, call: int) -> Reply:  # type: ignore[type-arg]
-        return Reply(status=400) if "answer 3" in body["messages"][1]["content"] else score(2)
-
-    with JudgeServer(script) as server:
-        judgements = judge_at(server.base_url).judge(requests(6))
-    assert [j.status for j in judgements] == ["scored"] * 3 + ["failed"] + ["scored"] * 2
-
-
-def test_retry_after_is_honoured() -> None:
-    busy = Reply(status=429, headers={"Retry-After": "1"})
-    with JudgeServer(lambda body, call: score(2) if call else busy) as server:
-        started = time.monotonic()
-        assert judge_at(server.base_url).judge([RUBRIC]) == [Judgement("scored", 1.0)]
-    assert time.monotonic() - started >= 1.0
-
-
-def test_a_wait_past_the_deadline_fails_without_waiting() -> None:
-    busy = Reply(status=429, headers={"Retry-After": "3600"})
-    with JudgeServer(lambda body, call: busy) as server:
-        started = time.monotonic()
-        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
-    assert judgement.status == "failed"
-    assert "429" in judgement.detail
-    assert time.monotonic() - started < 3
-
-
-def test_retry_after_reads_seconds_and_dates() -> None:
-    assert retry_after_s("7") == 7.0
-    assert retry_after_s(None) == retry_after_s("soon") == 0.0
-    assert 50 < retry_after_s(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 61
-    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-
-
-def test_each_judgement_has_its_own_deadline() -> None:
-    def script(body: dict, call: int) -> Reply:  # type: ignore[type-arg]
-        return score(2, delay_s=30 if "answer 1" in body["messages"][1]["content"] else 0)
-
-    with JudgeServer(script) as server:
-        started = time.monotonic()
-        judgements = judge_at(server.base_url, timeout_s=0.5).judge(requests(3))
-        assert time.monotonic() - started < 5
-    assert [j.status for j in judgements] == ["scored", "failed", "scored"]
-    assert "0.5 s" in judgements[1].detail
-
-
-def test_without_a_server_all_judgements_fail() -> None:
-    judgements = judge_at("http://127.0.0.1:9/v1").judge(requests(3))
-    assert [(j.status, j.score) for j in judgements] == [("failed", None)] * 3
-
-
-def test_it_may_be_called_from_inside_an_event_loop() -> None:
-    async def inside(judge: OpenAIJudge) -> list[Judgement]:
-        return judge.judge([RUBRIC])
-
-    with JudgeServer(lambda body, call: score(2)) as server:
-        assert asyncio.run(inside(judge_at(server.base_url))) == [Judgement("scored", 1.0)]
-
-
-def test_the_key_comes_from_the_environment_and_shows_nowhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    key = "sk-test-0123456789"
-    monkeypatch.setenv("MY_JUDGE_KEY", key)
-    caplog.set_level("DEBUG")
-    echo = Reply(status=401, body=f"Incorrect API key: {key}")
-    with JudgeServer(lambda body, call: echo) as server:
-        judge = judge_at(server.base_url, api_key_env="MY_JUDGE_KEY")
-        (judgement,) = judge.judge([RUBRIC])
-    assert server.headers[0]["Authorization"] == f"Bearer {key}"
-    assert key not in judgement.detail + caplog.text + repr(judge) + repr(vars(judge))
-    monkeypatch.setenv("MY_JUDGE_KEY", "sk-\x07")
-    with pytest.raises(ConfigurationError, match="MY_JUDGE_KEY") as refused:
-        judge.judge([RUBRIC])
-    assert "\x07" not in str(refused.value)
-
-
-@pytest.mark.parametrize("base_url", [None, "", "localhost:8000"])
-def test_a_judge_without_an_address_is_refused(base_url: str | None) -> None:
-    with pytest.raises(ConfigurationError, match=r"judge\.base_url"):
-        build_judge(JudgeConfig(kind="openai", base_url=base_url))
-
-
-def test_no_requests_are_no_calls() -> None:
-    assert judge_at("http://127.0.0.1:9/v1").judge([]) == []

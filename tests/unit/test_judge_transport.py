@@ -1,0 +1,584 @@
+"""A judge over HTTP: what is sent, what is sent again, what it costs, and when it is given up.
+
+Against a scripted server with counters of its own. Whole steps under faults are in
+``tests/integration/test_judge_faults.py``, the rules of breakers in ``test_judge_breaker.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
+from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
+from refiner_core.judges import build_judge
+from refiner_core.judges.build import Surroundings
+from refiner_core.judges.openai import OpenAIJudge, retry_after_s
+from refiner_core.judges.served.fleet import BreakerSettings
+from refiner_core.judges.store import MemoryStore
+from tests.support.judge_server import JudgeServer, Reply, completion, score
+
+RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
+QUICK = BreakerSettings(first_cooldown_s=0.02, longest_cooldown_s=0.1)
+NOBODY = "http://127.0.0.1:9/v1"
+Body = dict[str, Any]
+
+
+@pytest.fixture
+def made() -> Iterator[list[OpenAIJudge]]:
+    """Judges that are closed at the end of a test."""
+    judges: list[OpenAIJudge] = []
+    yield judges
+    for judge in judges:
+        judge.close()
+
+
+@pytest.fixture
+def judge_at(made: list[OpenAIJudge]) -> Any:
+    def make(
+        base_url: str | None, around: Surroundings | None = None, **changes: Any
+    ) -> OpenAIJudge:
+        config = JudgeConfig(kind="openai", model="m", base_url=base_url, max_retries=2)
+        quick = {"timeout_s": 5.0, "structured_output": "none"}
+        config = replace(config, **(quick | changes))
+        made.append(OpenAIJudge(config, around, first_backoff_s=0.01, breaker=QUICK))
+        return made[-1]
+
+    return make
+
+
+def requests(count: int) -> list[JudgeRequest]:
+    return [replace(RUBRIC, text=f"answer {i}") for i in range(count)]
+
+
+def number(body: Body) -> int:
+    return int(body["messages"][1]["content"].split("answer ")[1].split()[0])
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def test_judgements_come_back_in_order_and_identical_requests_are_sent_once(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return score(number(body) % 3, delay_s=0.002 * (7 - number(body)))
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url)
+        judgements = judge.judge(requests(7) * 2)
+    assert [j.score for j in judgements] == [n % 3 / 2 for n in range(7)] * 2
+    assert len(server.bodies) == 7
+    assert server.bodies[0]["temperature"] == 0.0
+    assert server.bodies[0]["model"] == "m"
+    assert server.bodies[0]["max_tokens"] == 512
+    assert isinstance(judge, StreamingJudge)
+
+
+def test_no_more_than_the_configured_number_is_in_flight_over_all_submissions(
+    judge_at: Any,
+) -> None:
+    with JudgeServer(lambda body, call: score(2, delay_s=0.01)) as server:
+        judge = judge_at(server.base_url, concurrency=3)
+        pending = [judge.submit([request]) for request in requests(12)]
+        for one in pending:
+            one.result()
+    assert server.most_in_flight == 3
+
+
+def test_no_requests_are_no_calls(judge_at: Any) -> None:
+    assert judge_at(NOBODY).judge([]) == []
+    assert judge_at(NOBODY).submit([]).result() == []
+
+
+def test_what_is_known_or_under_way_is_not_asked_again(judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: score(2, delay_s=0.05)) as server:
+        judge = judge_at(server.base_url)
+        first, second = judge.submit(requests(4)), judge.submit(requests(6))
+        assert first.result() == second.result()[:4]
+        judge.judge(requests(6) * 2)
+    usage = judge.usage()
+    assert (usage.asked, usage.calls, usage.shared, usage.stored) == (22, 6, 4, 12)
+    assert len(server.bodies) == 6
+
+
+def test_a_store_outlives_the_judge_and_keeps_no_failure(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=400) if number(body) == 1 and call < 3 else score(2)
+
+    store = MemoryStore()
+    with JudgeServer(script) as server:
+        first = judge_at(server.base_url, Surroundings(store=store)).judge(requests(3))
+        second = judge_at(server.base_url, Surroundings(store=store)).judge(requests(3))
+    assert [j.status for j in first] == ["scored", "failed", "scored"]
+    assert [j.status for j in second] == ["scored"] * 3
+    assert len(server.bodies) == 4
+
+
+def test_tokens_and_latency_are_counted(judge_at: Any) -> None:
+    tokens = {"prompt_tokens": 7, "completion_tokens": 3}
+    reply = completion('{"score": 2}', delay_s=0.02, usage=tokens)
+    store = MemoryStore()
+    with JudgeServer(lambda body, call: reply) as server:
+        judge = judge_at(server.base_url, Surroundings(store=store))
+        judge.judge(requests(5))
+    usage = judge.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens) == (35, 15)
+    assert usage.latency_s >= 5 * 0.02
+    assert usage.answers == {200: 5}
+
+
+def test_all_rubrics_of_an_answer_are_one_call_in_the_batched_form(judge_at: Any) -> None:
+    scores = [{"criterion": n, "score": n - 1} for n in (1, 2, 3)]
+    reply = completion(json.dumps({"scores": scores}))
+    asked = [replace(RUBRIC, reference=f"criterion {n}") for n in range(3)]
+    with JudgeServer(lambda body, call: reply) as server:
+        judge = judge_at(server.base_url, form="batched")
+        assert [j.score for j in judge.judge([*asked, *asked])] == [0.0, 0.5, 1.0] * 2
+    usage = judge.usage()
+    assert (usage.calls, usage.asked, usage.shared) == (1, 6, 3)
+
+
+def test_of_a_batched_reply_that_never_comes_whole_what_could_be_read_is_used(
+    judge_at: Any,
+) -> None:
+    reply = completion(json.dumps({"scores": [{"criterion": 2, "score": 2}]}))
+    asked = [replace(RUBRIC, reference=f"criterion {n}") for n in range(3)]
+    with JudgeServer(lambda body, call: reply) as server:
+        judge = judge_at(server.base_url, form="batched")
+        judgements = judge.judge(asked)
+    assert [j.score for j in judgements] == [None, 1.0, None]
+    usage = judge.usage()
+    assert (usage.calls, usage.failed, sum(usage.unusable.values())) == (3, 2, 3)
+
+
+# ---------------------------------------------------------------- what is tried again
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Reply(status=500),
+        Reply(status=503, body="busy"),
+        Reply(status=408),
+        Reply(status=429),
+        Reply(drop=True),
+        Reply(truncate=True),
+        Reply(body="garbage"),
+        Reply(body="[]"),
+        Reply(body='{"choices": []}'),
+        completion("no score here"),
+        completion('{"score": 10}'),
+        completion(None),
+        completion('{"score": 2}', finish_reason="abort"),
+    ],
+)
+def test_a_passing_fault_is_tried_again_and_a_lasting_one_fails(bad: Reply, judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: bad if call < 2 else score(1)) as server:
+        assert judge_at(server.base_url).judge([RUBRIC]) == [Judgement("scored", 0.5)]
+    with JudgeServer(lambda body, call: bad) as server:
+        judge = judge_at(server.base_url)
+        (judgement,) = judge.judge([RUBRIC])
+    assert judgement.status == "failed"
+    assert judgement.score is None
+    assert "3 tries" in judgement.detail
+    assert len(server.bodies) == 3
+    assert judge.usage().retries == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Reply(status=400),
+        Reply(status=413),
+        completion('{"score": 2}', finish_reason="length"),
+        completion('{"score": 2}', finish_reason="content_filter"),
+    ],
+)
+def test_what_another_try_would_not_mend_fails_at_once(bad: Reply, judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: bad) as server:
+        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
+    assert judgement.status == "failed"
+    assert judgement.score is None
+    assert len(server.bodies) == 1
+
+
+def test_one_bad_item_does_not_touch_the_others(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=400) if number(body) == 3 else score(2)
+
+    with JudgeServer(script) as server:
+        judgements = judge_at(server.base_url).judge(requests(6))
+    assert [j.status for j in judgements] == ["scored"] * 3 + ["failed"] + ["scored"] * 2
+
+
+def test_retry_after_is_honoured(judge_at: Any) -> None:
+    busy = Reply(status=429, headers={"Retry-After": "1"})
+    with JudgeServer(lambda body, call: score(2) if call else busy) as server:
+        started = time.monotonic()
+        assert judge_at(server.base_url).judge([RUBRIC]) == [Judgement("scored", 1.0)]
+    assert time.monotonic() - started >= 1.0
+
+
+def test_a_wait_past_the_deadline_fails_without_waiting(judge_at: Any) -> None:
+    busy = Reply(status=429, headers={"Retry-After": "3600"})
+    with JudgeServer(lambda body, call: busy) as server:
+        started = time.monotonic()
+        (judgement,) = judge_at(server.base_url).judge([RUBRIC])
+    assert judgement.status == "failed"
+    assert "429" in judgement.detail
+    assert time.monotonic() - started < 3
+
+
+def test_a_server_that_asked_for_patience_is_not_waited_for_where_another_can_be_asked(
+    judge_at: Any,
+) -> None:
+    busy = Reply(status=429, headers={"Retry-After": "3600"})
+    with (
+        JudgeServer(lambda body, call: busy) as one,
+        JudgeServer(lambda body, call: score(2)) as other,
+    ):
+        judge = judge_at(one.base_url, base_urls=(other.base_url,))
+        assert {j.score for j in judge.judge(requests(20))} == {1.0}
+
+
+def test_retry_after_reads_seconds_and_dates() -> None:
+    assert retry_after_s("7") == 7.0
+    assert retry_after_s(None) == retry_after_s("soon") == 0.0
+    assert 50 < retry_after_s(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 61
+    assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+
+
+def test_a_storm_of_refusals_does_not_come_back_as_one_wave(made: list[OpenAIJudge]) -> None:
+    """Full jitter: tries are spread over the whole wait, not bunched at its end."""
+    config = JudgeConfig(
+        kind="openai", model="m", base_url=NOBODY, concurrency=100, structured_output="none"
+    )
+    came: list[float] = []
+
+    def script(body: Body, call: int) -> Reply:
+        came.append(time.monotonic())
+        return Reply(status=429) if call < 100 else score(2)
+
+    with JudgeServer(script) as server:
+        judge = OpenAIJudge(replace(config, base_url=server.base_url), first_backoff_s=1.0)
+        made.append(judge)
+        judge.judge(requests(100))
+    again = sorted(came[100:])
+    assert again[90] - again[10] > 0.3, "80 of 100 come within a wait of up to one second"
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize(
+    "late",
+    [score(2, delay_s=30), Reply(drip="headers"), Reply(drip="body")],
+    ids=["silent", "endless headers", "endless body"],
+)
+def test_each_judgement_has_its_own_deadline(late: Reply, judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return late if number(body) == 1 else score(2)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url, timeout_s=0.4)
+        started = time.monotonic()
+        judgements = judge.judge(requests(3))
+        assert time.monotonic() - started < 5
+    assert [j.status for j in judgements] == ["scored", "failed", "scored"]
+    assert "0.4 s" in judgements[1].detail
+    usage = judge.usage()
+    answered = late.drip == "body"
+    assert usage.lost == ({} if answered else {"timeout": 1})
+    assert usage.unusable == ({"timeout": 1} if answered else {})
+
+
+def test_a_batch_has_a_deadline_and_what_is_left_then_has_failed(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return score(2, delay_s=30 if number(body) > 1 else 0)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url, batch_timeout_s=0.4, timeout_s=20.0, concurrency=3)
+        started = time.monotonic()
+        judgements = judge.judge(requests(8))
+        assert time.monotonic() - started < 5
+        assert [j.status for j in judgements] == ["scored"] * 2 + ["failed"] * 6
+        assert "of its batch" in judgements[-1].detail
+        assert judge.usage().failed == 6
+        assert judge.judge(requests(2)) == judgements[:2], "the judge goes on"
+
+
+# ---------------------------------------------------------------- structured output
+
+
+def asks_for_a_schema(body: Body) -> bool:
+    return "response_format" in body
+
+
+@pytest.mark.parametrize("status", [400, 404, 415, 422, 501])
+def test_a_server_that_takes_no_schema_is_asked_without_one_for_good(
+    status: int, judge_at: Any
+) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=status) if asks_for_a_schema(body) else score(2)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url, structured_output="auto", max_retries=0, concurrency=1)
+        assert {j.score for j in judge.judge(requests(4))} == {1.0}
+    assert [asks_for_a_schema(body) for body in server.bodies] == [True] + [False] * 4
+    assert judge.usage().failed == 0
+
+
+def test_a_server_that_takes_schemas_is_asked_with_one_and_one_bad_item_changes_nothing(
+    judge_at: Any,
+) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=400) if number(body) == 2 else score(2)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url, structured_output="auto", concurrency=1)
+        judgements = judge.judge(requests(5))
+    assert [j.status for j in judgements].count("failed") == 1
+    assert all(asks_for_a_schema(body) for body in server.bodies)
+    schema = server.bodies[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["score"]
+
+
+def test_a_recipe_that_insists_on_schemas_never_falls_back(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=400) if asks_for_a_schema(body) else score(2)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url, structured_output="json_schema")
+        (judgement,) = judge.judge([RUBRIC])
+    assert judgement.status == "failed"
+    assert len(server.bodies) == 1
+
+
+# ---------------------------------------------------------------- what no server mends
+
+
+@pytest.mark.parametrize(
+    ("status", "named"),
+    [
+        (401, r"judge\.api_key_env"),
+        (403, r"judge\.api_key_env"),
+        (404, r"judge\.base_url.*judge\.model"),
+        (307, r"judge\.base_url"),
+    ],
+)
+def test_a_wrong_key_path_or_model_ends_it_at_once_and_says_what_to_mend(
+    status: int, named: str, judge_at: Any
+) -> None:
+    """Instead of failing a fifth of a step's items one by one."""
+    reply = Reply(status=status, headers={"Location": NOBODY} if status == 307 else {})
+    with JudgeServer(lambda body, call: reply) as server:
+        judge = judge_at(server.base_url, concurrency=8, structured_output="auto")
+        with pytest.raises(ConfigurationError, match=named):
+            judge.judge(requests(50))
+        assert len(server.bodies) <= 16
+        with pytest.raises(ConfigurationError):
+            judge.judge(requests(1))
+
+
+def test_one_item_that_is_forbidden_does_not_end_the_others(judge_at: Any) -> None:
+    def script(body: Body, call: int) -> Reply:
+        return Reply(status=403) if number(body) == 0 else score(2, delay_s=0.05)
+
+    with JudgeServer(script) as server:
+        judgements = judge_at(server.base_url).judge(requests(6))
+    assert [j.status for j in judgements] == ["failed"] + ["scored"] * 5
+
+
+def test_of_two_servers_the_one_that_refuses_is_left_out(judge_at: Any) -> None:
+    with (
+        JudgeServer(lambda body, call: Reply(status=404)) as wrong,
+        JudgeServer(lambda body, call: score(2)) as right,
+    ):
+        judge = judge_at(wrong.base_url, base_urls=(right.base_url,), concurrency=4)
+        assert {j.score for j in judge.judge(requests(20))} == {1.0}
+    assert len(wrong.bodies) <= 4
+
+
+def test_the_key_comes_from_the_environment_and_shows_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, judge_at: Any
+) -> None:
+    key = "sk-test-0123456789"
+    monkeypatch.setenv("MY_JUDGE_KEY", key)
+    caplog.set_level("DEBUG")
+    echo = Reply(status=401, body=f"Incorrect API key: {key}")
+    with JudgeServer(lambda body, call: echo) as server:
+        judge = judge_at(server.base_url, api_key_env="MY_JUDGE_KEY")
+        with pytest.raises(ConfigurationError) as refused:
+            judge.judge([RUBRIC])
+    assert server.headers[0]["Authorization"] == f"Bearer {key}"
+    assert key not in str(refused.value) + caplog.text + repr(judge) + repr(vars(judge))
+    monkeypatch.setenv("MY_JUDGE_KEY", "sk-\x07")
+    with pytest.raises(ConfigurationError, match="MY_JUDGE_KEY") as refused:
+        judge.judge([RUBRIC])
+    assert "\x07" not in str(refused.value)
+
+
+def test_an_endpoint_may_bring_its_own_key(monkeypatch: pytest.MonkeyPatch, judge_at: Any) -> None:
+    monkeypatch.setenv("REFINER_JUDGE_API_KEY", "sk-environment")
+    with JudgeServer(lambda body, call: score(2)) as server:
+        served = Surroundings(endpoints=lambda: [Endpoint(server.base_url, "sk-endpoint")])
+        judge_at(None, served).judge([RUBRIC])
+        judge_at(server.base_url).judge([RUBRIC])
+    keys = [headers["Authorization"] for headers in server.headers]
+    assert keys == ["Bearer sk-endpoint", "Bearer sk-environment"]
+
+
+@pytest.mark.parametrize("base_url", [None, "", "localhost:8000"])
+def test_a_judge_without_an_address_is_refused(base_url: str | None) -> None:
+    with pytest.raises(ConfigurationError, match=r"judge\.base_url"):
+        build_judge(JudgeConfig(kind="openai", base_url=base_url))
+
+
+# ---------------------------------------------------------------- outages
+
+
+def test_without_a_server_it_waits_and_then_ends_as_an_outage(judge_at: Any) -> None:
+    told: list[str] = []
+    judge = judge_at(NOBODY, Surroundings(on_pause=told.append), outage_patience_s=0.6)
+    started = time.monotonic()
+    with pytest.raises(JudgeOutage, match=r"127\.0\.0\.1:9.*outage_patience_s") as outage:
+        judge.judge(requests(3))
+    assert 0.6 <= time.monotonic() - started < 5
+    assert outage.value.resumable
+    assert judge.usage().paused_s > 0.3
+    assert len(told) == 2
+    assert "127.0.0.1:9" in told[0]
+    assert told[1] == ""
+
+
+def test_a_stop_is_heard_while_it_waits_for_servers(judge_at: Any) -> None:
+    stop = threading.Event()
+    told: list[str] = []
+
+    def pause(text: str) -> None:
+        told.append(text)
+        stop.set()
+
+    around = Surroundings(should_stop=stop.is_set, on_pause=pause)
+    judge = judge_at(NOBODY, around, outage_patience_s=60.0)
+    started = time.monotonic()
+    with pytest.raises(Interrupted):
+        judge.judge(requests(9))
+    assert time.monotonic() - started < 10
+    assert told[0]
+
+
+def test_a_stop_is_not_heeded_while_servers_answer(judge_at: Any) -> None:
+    """Whoever asked for judgements looks for a stop at its own boundaries."""
+    with JudgeServer(lambda body, call: score(2, delay_s=0.3)) as server:
+        judge = judge_at(server.base_url, Surroundings(should_stop=lambda: True))
+        assert judge.judge([RUBRIC]) == [Judgement("scored", 1.0)]
+
+
+def test_a_server_that_comes_back_elsewhere_is_found(judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: score(2)) as server:
+        asked: list[str] = []
+
+        def endpoints() -> list[Endpoint]:
+            asked.append(NOBODY if not asked else server.base_url)
+            return [Endpoint(asked[-1])]
+
+        judge = judge_at(None, Surroundings(endpoints=endpoints), outage_patience_s=30.0)
+        assert {j.score for j in judge.judge(requests(8))} == {1.0}
+    usage = judge.usage()
+    assert usage.answers == {200: 8}
+    assert usage.calls == 8 + usage.lost["refused"]
+    assert usage.failed == 0
+
+
+def test_why_no_server_can_be_had_is_said_in_the_words_of_who_knows(judge_at: Any) -> None:
+    def endpoints() -> list[Endpoint]:
+        raise JudgeOutage("the judge's job was cancelled by its user")
+
+    with pytest.raises(JudgeOutage, match="cancelled by its user"):
+        judge_at(None, Surroundings(endpoints=endpoints)).judge(requests(2))
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_it_may_be_called_from_inside_an_event_loop(judge_at: Any) -> None:
+    async def inside(judge: OpenAIJudge) -> list[Judgement]:
+        return judge.judge([RUBRIC])
+
+    with JudgeServer(lambda body, call: score(2)) as server:
+        assert asyncio.run(inside(judge_at(server.base_url))) == [Judgement("scored", 1.0)]
+
+
+def test_it_may_be_called_from_several_threads(judge_at: Any) -> None:
+    found: dict[int, list[Judgement]] = {}
+
+    with JudgeServer(lambda body, call: score(number(body) % 3, delay_s=0.01)) as server:
+        judge = judge_at(server.base_url)
+
+        def work(thread: int) -> None:
+            found[thread] = judge.judge(requests(10 + thread))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    expected = [n % 3 / 2 for n in range(17)]
+    assert all([j.score for j in found[n]] == expected[: 10 + n] for n in range(8))
+    assert len(server.bodies) == 17
+    usage = judge.usage()
+    assert usage.asked == sum(10 + n for n in range(8)) == 17 + usage.shared + usage.stored
+
+
+def judge_threads() -> int:
+    return sum(thread.name == "refiner-judge" for thread in threading.enumerate())
+
+
+def test_a_judge_that_nobody_holds_leaves_no_thread_behind() -> None:
+    with JudgeServer(lambda body, call: score(2)) as server:
+        before = judge_threads()
+        config = JudgeConfig(kind="openai", model="m", base_url=server.base_url)
+        judge = OpenAIJudge(config)
+        judge.judge([RUBRIC])
+        assert judge_threads() == before + 1
+        del judge
+        gc.collect()
+        assert judge_threads() == before
+
+
+def test_after_closing_it_says_so(judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: score(2, delay_s=30)) as server:
+        judge = judge_at(server.base_url, timeout_s=60.0)
+        pending = judge.submit([RUBRIC])
+        judge.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            pending.result()
+        with pytest.raises(RuntimeError, match="closed"):
+            judge.judge([RUBRIC])
+        judge.close()
+
+
+def test_a_forked_process_is_told_to_make_its_own(judge_at: Any) -> None:
+    with JudgeServer(lambda body, call: score(2)) as server:
+        judge = judge_at(server.base_url)
+        judge.judge([RUBRIC])
+        child = os.fork()
+        if not child:
+            try:
+                judge.judge(requests(1))
+            except RuntimeError as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert judge.judge(requests(1))[0].score == 1.0
