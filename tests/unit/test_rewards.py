@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,70 +13,30 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
-from refiner_core.contract.seeds import derive_seed
-from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
+from refiner_core.contract.types import JudgeRequest
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
-from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.rewards import compute_rewards
 from refiner_core.rewards.combine import aggregate_rubrics, total_reward
 from refiner_core.rubrics import Rubric, load_rubric_set
-
-EVIDENCE = (
-    "<query>q</query><tool_output>"
-    "<snippet id=a>evidence a</snippet><snippet id=b>evidence b</snippet>"
-    "</tool_output>"
+from tests.support.rewarding import (
+    BOTH,
+    GOOD,
+    NEGATIVE,
+    POSITIVE,
+    ScriptedJudge,
+    by_kind,
+    hashed_judge,
+    reward_of,
+    rollout,
 )
-POSITIVE = {"title": "P", "description": "says P"}
-NEGATIVE = {"title": "N", "description": "says N"}
-BOTH = {"positive_rubrics": [POSITIVE], "negative_rubrics": [NEGATIVE]}
+
 NONE: dict[str, Any] = {"positive_rubrics": [], "negative_rubrics": []}
-GOOD = "<answer><snippet id=a>claim one</snippet></answer>"
 SCORED = {
     "rubric", "citation", "citation_precision", "citation_recall", "citation_f1",
     "citation_format", "citation_applicable", "claims", "uncited", "format_bonus",
     "format_valid", "total", "no_rubrics",
 }  # fmt: skip
-
-
-class ScriptedJudge:
-    """Scores by a function; None is a failure. Keeps what it was asked."""
-
-    def __init__(self, script: Callable[[JudgeRequest], float | None]) -> None:
-        self.script = script
-        self.calls: list[list[JudgeRequest]] = []
-
-    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        self.calls.append(list(requests))
-        scores = [self.script(r) for r in requests]
-        return [Judgement("failed" if s is None else "scored", s) for s in scores]
-
-
-def rollout(
-    text: str,
-    rubrics: Any = BOTH,
-    prompt: str = EVIDENCE,
-    stopped: bool = True,
-    mode: str = "answer_only",
-) -> RewardInput:
-    row = PromptRow("row-1", "q?", prompt, (), json.dumps(rubrics), refiner_mode=mode)
-    return RewardInput(row, text, stopped)
-
-
-def by_kind(**scores: float | None) -> ScriptedJudge:
-    """Scores by kind; rubrics by title letter (`P`, `N`), citations by `kind:claim` or kind."""
-
-    def script(request: JudgeRequest) -> float | None:
-        if request.kind == "rubric":
-            return scores.get(request.reference[-1], 1.0)
-        kind = request.kind.removeprefix("citation_")
-        return scores.get(f"{kind}_{request.text.split()[-1]}", scores.get(kind, 1.0))
-
-    return ScriptedJudge(script)
-
-
-def reward_of(item: RewardInput, judge: ScriptedJudge | None = None, **config: Any) -> RewardResult:
-    (result,) = compute_rewards([item], replace(RewardConfig(), **config), judge or by_kind())
-    return result
 
 
 # ---------------------------------------------------------------- the citation reward
@@ -414,17 +373,6 @@ _RUBRICS = st.lists(_WEIGHTS, max_size=4).map(
     }
 )
 _SCORES = st.integers(0, 2**31)
-
-
-def hashed_judge(seed: int) -> ScriptedJudge:
-    """Some score for each request, the same whenever it is asked."""
-
-    def script(request: JudgeRequest) -> float:
-        halves = 3 if request.kind in ("rubric", "citation_recall") else 2
-        drawn = derive_seed(seed, request.kind, request.text, request.reference)
-        return drawn % halves / (halves - 1)
-
-    return ScriptedJudge(script)
 
 
 @given(_TEXTS, _RUBRICS, _SCORES, st.floats(0, 1))

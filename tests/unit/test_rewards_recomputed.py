@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,29 +11,12 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
-from refiner_core.contract.seeds import derive_seed
-from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
+from refiner_core.contract.types import RewardResult
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.rewards.combine import aggregate_rubrics, judged_rubrics, recompute_total
+from tests.support.rewarding import ScriptedJudge, hashed_judge, rollout
 
 PROMPT = "<tool_output><snippet id=a>one</snippet><snippet id=b>two</snippet></tool_output>"
-
-
-class HashedJudge:
-    """Some score for each request, the same whenever it is asked; can fail."""
-
-    def __init__(self, seed: int, *, fails: bool = False) -> None:
-        self.seed, self.fails = seed, fails
-
-    def judge(self, requests: list[JudgeRequest]) -> list[Judgement]:
-        return [self._one(r) for r in requests]
-
-    def _one(self, request: JudgeRequest) -> Judgement:
-        if self.fails:
-            return Judgement("failed", None, "no answer")
-        steps = 2 if request.kind in ("rubric", "citation_recall") else 1
-        drawn = derive_seed(self.seed, request.kind, request.text, request.reference)
-        return Judgement("scored", drawn % (steps + 1) / steps)
 
 
 TEXTS = st.sampled_from(
@@ -68,9 +50,7 @@ REWARDS = st.builds(
 )  # every field: a new one makes this test fail until it is thought about
 
 
-def rewarded(text: str, prompt: str, rubrics: str, stopped: bool, reward: RewardConfig,
-             judge: Any) -> RewardResult:  # fmt: skip
-    item = RewardInput(PromptRow("r", "q?", prompt, (), rubrics), text, stopped)
+def rewarded(item: RewardInput, reward: RewardConfig, judge: ScriptedJudge) -> RewardResult:
     return compute_rewards([item], reward, judge)[0]
 
 
@@ -83,7 +63,7 @@ def test_every_reward_field_is_varied_below() -> None:
 def test_under_its_own_settings_a_rollout_has_its_own_total(
     text: str, prompt: str, rubrics: str, stopped: bool, reward: RewardConfig, seed: int
 ) -> None:
-    result = rewarded(text, prompt, rubrics, stopped, reward, HashedJudge(seed))
+    result = rewarded(rollout(text, rubrics, prompt, stopped), reward, hashed_judge(seed))
     stored = json.loads(json.dumps(dict(result.components)))
     assert recompute_total(stored, reward, stopped) == result.total == stored["total"]
 
@@ -100,19 +80,19 @@ def test_other_settings_give_what_they_would_have_given(
         static_rubrics=first.static_rubrics,
         instance_rubrics_only=first.instance_rubrics_only,
     )
-    stored = rewarded(text, prompt, rubrics, stopped, first, HashedJudge(seed))
+    stored = rewarded(rollout(text, rubrics, prompt, stopped), first, hashed_judge(seed))
     components = dict(stored.components)
     judged = judged_rubrics(json.loads(json.dumps(list(stored.judgements))))
     term = aggregate_rubrics(judged, second.rubric_aggregation)
     components["rubric"] = term or 0.0
-    expected = rewarded(text, prompt, rubrics, stopped, second, HashedJudge(seed))
+    expected = rewarded(rollout(text, rubrics, prompt, stopped), second, hashed_judge(seed))
     assert recompute_total(components, second, stopped) == expected.total
 
 
 def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
     text = "<answer><snippet id=a>one</snippet></answer>"
     rubrics = json.dumps([{"description": "d"}])
-    result = rewarded(text, PROMPT, rubrics, True, RewardConfig(), HashedJudge(0, fails=True))
+    result = rewarded(rollout(text, rubrics, PROMPT), RewardConfig(), ScriptedJudge(lambda r: None))
     assert result.total is None
     with pytest.raises(DataError, match=r"rubric, citation.*unscored"):
         recompute_total(result.components, RewardConfig(), True)
