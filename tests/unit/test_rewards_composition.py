@@ -1,0 +1,442 @@
+"""What every setting of the reward does to totals and advantages, by vectors and by properties."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from refiner_core.answers import ParsedAnswer, parse_answer, parse_evidence
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.types import JudgeRequest
+from refiner_core.judges import LexicalJudge
+from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.rewards.citations import citation_format, plan_citations, score_citations
+from refiner_core.rewards.combine import aggregate_rubrics, format_bonus, total_reward
+from refiner_core.rubrics import Rubric, load_rubric_set
+from refiner_core.training.advantages import group_advantages
+from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout
+
+GOLDEN = Path(__file__).parent / "golden" / "rewards.json"
+AGGREGATIONS = ("weighted_mean", "signed_mean", "positive_sum")
+NORMALISATIONS = ("standard", "centered", "sample_std")
+
+# ---------------------------------------------------------------- vectors
+
+#: judge 0.6, citation 0.5, format bonus 0.75, scale 10: (citation weight, with the citation reward,
+#: combination, gated) -> total, worked out by hand.
+VECTORS: dict[tuple[float, bool, str, bool], float] = {
+    (0.2, True, "convex", False): 5.8,  # 10 (0.8 x 0.6 + 0.2 x 0.5)
+    (0.2, True, "convex", True): 4.6,  # 10 (0.8 x 0.45 + 0.2 x 0.5): the gate is on the judge term
+    (0.2, True, "additive", False): 7.0,  # 10 (0.6 + 0.2 x 0.5)
+    (0.2, True, "additive", True): 5.5,
+    (0.5, True, "convex", False): 5.5,
+    (0.5, True, "convex", True): 4.75,
+    (0.5, True, "additive", False): 8.5,
+    (0.5, True, "additive", True): 7.0,
+    (0.0, True, "convex", False): 6.0,
+    (0.0, True, "additive", False): 6.0,
+    (1.0, True, "convex", False): 5.0,
+    (1.0, True, "convex", True): 5.0,
+    (1.0, True, "additive", False): 11.0,  # additive leaves [0, scale]
+    (0.2, False, "convex", False): 6.0,  # off means w = 0, not 1 - w of the judge term
+    (0.2, False, "convex", True): 4.5,
+    (0.2, False, "additive", False): 6.0,
+    (0.2, False, "additive", True): 4.5,
+}
+
+
+@pytest.mark.parametrize("settings", VECTORS)
+@pytest.mark.parametrize("scale", [10.0, 1.0, 0.0])
+def test_totals_worked_out_by_hand(settings: tuple[float, bool, str, bool], scale: float) -> None:
+    weight, citations, combination, gated = settings
+    reward = RewardConfig(
+        verification_reward=scale,
+        apply_paper_citation_reward=citations,
+        paper_citation_weight=weight,
+        combination=combination,  # type: ignore[arg-type]
+        gate_judge_score_with_format_bonus=gated,
+    )
+    total = total_reward(reward, judge=0.6, citation=0.5, bonus=0.75, stopped=True)
+    assert total == pytest.approx(VECTORS[settings] * scale / 10)
+
+
+@pytest.mark.parametrize("settings", VECTORS)
+def test_without_rubrics_the_citation_term_stands_alone_under_every_setting(
+    settings: tuple[float, bool, str, bool],
+) -> None:
+    weight, citations, combination, gated = settings
+    reward = RewardConfig(
+        apply_paper_citation_reward=citations,
+        paper_citation_weight=weight,
+        combination=combination,  # type: ignore[arg-type]
+        gate_judge_score_with_format_bonus=gated,
+    )
+    total = total_reward(reward, judge=None, citation=0.5, bonus=0.75, stopped=True)
+    assert total == (5.0 if citations else 0.0)
+
+
+@pytest.mark.parametrize("settings", VECTORS)
+@pytest.mark.parametrize("value", [0.0, -1.5, 25.0])
+def test_the_penalty_replaces_whatever_the_other_settings_make(
+    settings: tuple[float, bool, str, bool], value: float
+) -> None:
+    weight, citations, combination, gated = settings
+    reward = RewardConfig(
+        apply_paper_citation_reward=citations,
+        paper_citation_weight=weight,
+        combination=combination,  # type: ignore[arg-type]
+        gate_judge_score_with_format_bonus=gated,
+        non_stop_penalty=True,
+        non_stop_penalty_value=value,
+    )
+    for judge in (0.6, None):
+        cut = total_reward(reward, judge=judge, citation=0.5, bonus=0.75, stopped=False)
+        assert cut == value
+        whole = total_reward(reward, judge=judge, citation=0.5, bonus=0.75, stopped=True)
+        without = replace(reward, non_stop_penalty=False)
+        for stopped in (True, False):
+            kept = total_reward(without, judge=judge, citation=0.5, bonus=0.75, stopped=stopped)
+            assert kept == whole
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("weighted_mean", 2.2 / 3.5), ("signed_mean", 0.7 / 3.5), ("positive_sum", 0.7 / 2.0)],
+)
+def test_aggregations_worked_out_by_hand(aggregation: str, expected: float) -> None:
+    scores = [
+        (Rubric("a", "d", "positive", 1.5), 1.0),
+        (Rubric("b", "d", "positive", 0.5), 0.0),
+        (Rubric("c", "d", "negative", 1.0), 0.5),
+        (Rubric("d", "d", "negative", 0.5), 0.6),
+        (Rubric("e", "d", "negative", 0.0), 1.0),  # weight 0: judged, counts nothing
+    ]
+    # flipped: 1.5 x 1 + 0.5 x 0 + 1 x 0.5 + 0.5 x 0.4 = 2.2; signed: 1.5 - 0.5 - 0.3 = 0.7
+    assert aggregate_rubrics(scores, aggregation) == pytest.approx(expected)
+
+
+def test_whole_rollouts_keep_their_components() -> None:
+    """Stored rollouts and cards go by these names and values: nobody changes them in passing."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    reward = replace(RewardConfig(), **golden["reward"])
+    for case in golden["cases"]:
+        item = rollout(case["text"], golden["rubrics"], golden["prompt"], case["stopped"])
+        (result,) = compute_rewards([item], reward, LexicalJudge())
+        assert result.status == case["status"], case["why"]
+        assert dict(result.components) == pytest.approx(case["components"]), case["why"]
+
+
+# ---------------------------------------------------------------- what may come in
+
+UNIT = st.floats(0, 1)
+SETTINGS = st.builds(
+    RewardConfig,
+    verification_reward=st.sampled_from([1.0, 10.0, 0.3]),
+    apply_paper_citation_reward=st.booleans(),
+    paper_citation_weight=st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]),
+    combination=st.sampled_from(["convex", "additive"]),
+    gate_judge_score_with_format_bonus=st.booleans(),
+    rubric_source=st.sampled_from(["instance", "instance+static"]),
+    instance_rubrics_only=st.booleans(),
+    rubric_aggregation=st.sampled_from(AGGREGATIONS),
+)
+SCORED = st.lists(
+    st.tuples(
+        st.builds(
+            Rubric,
+            title=st.just("t"),
+            description=st.just("d"),
+            polarity=st.sampled_from(["positive", "negative"]),
+            weight=st.sampled_from([0.0, 0.1, 0.3, 1.0, 2.0, 7.0]),
+        ),
+        UNIT,
+    ),
+    max_size=6,
+)
+SPANS = st.sampled_from(
+    [
+        "Lead",
+        "some plain statement",
+        "<snippet id=a>one</snippet>",
+        '<snippet id="a, b">two</snippet>',
+        "<snippet id=z>three</snippet>",
+        "<snippet ids=a>four</snippet>",
+        "<snippet id=b>five",
+        "</snippet>",
+    ]
+)
+TEXTS = st.lists(SPANS, min_size=1, max_size=5).map(
+    lambda spans: f"<answer>{' '.join(spans)}</answer>"
+)
+RUBRICS = st.lists(st.sampled_from([1.0, 2.0, -1.0, 0.5, 0.0]), max_size=4).map(
+    lambda weights: [{"description": f"says {i}", "weight": w} for i, w in enumerate(weights)]
+)
+SEEDS = st.integers(0, 2**31)
+
+# ---------------------------------------------------------------- bounds
+
+
+@given(SCORED, UNIT, UNIT, UNIT, st.booleans())
+def test_the_default_composition_stays_between_0_and_the_scale(
+    scores: list[Any], citation: float, bonus: float, weight: float, gated: bool
+) -> None:
+    judge = aggregate_rubrics(scores)
+    reward = RewardConfig(paper_citation_weight=weight, gate_judge_score_with_format_bonus=gated)
+    total = total_reward(reward, judge=judge, citation=citation, bonus=bonus, stopped=True)
+    assert 0.0 <= total <= 10.0 * (1 + 1e-12)
+
+
+@given(SCORED, UNIT, UNIT, SETTINGS)
+def test_the_alternatives_stay_within_their_own_bounds(
+    scores: list[Any], citation: float, bonus: float, reward: RewardConfig
+) -> None:
+    """``additive`` goes up to scale x (1 + w); signed aggregations go below 0."""
+    judge = aggregate_rubrics(scores, reward.rubric_aggregation)
+    faults = sum(r.weight for r, _ in scores if r.polarity == "negative")
+    lowest = {"weighted_mean": 0.0, "signed_mean": -1.0, "positive_sum": -faults}
+    if judge is not None:
+        assert lowest[reward.rubric_aggregation] - 1e-9 <= judge <= 1 + 1e-9
+    total = total_reward(reward, judge=judge, citation=citation, bonus=bonus, stopped=True)
+    added = reward.paper_citation_weight if reward.combination == "additive" else 0.0
+    high = reward.verification_reward * (1 + added)
+    low = reward.verification_reward * min(lowest[reward.rubric_aggregation], 0.0)
+    assert low - 1e-9 <= total <= high + 1e-9
+
+
+def test_the_alternatives_do_leave_the_bounds_of_the_default() -> None:
+    full = total_reward(
+        RewardConfig(combination="additive"), judge=1.0, citation=1.0, bonus=1.0, stopped=True
+    )
+    assert full == pytest.approx(12.0)
+    fault = [(Rubric("n", "d", "negative", 3.0), 1.0)]
+    assert [aggregate_rubrics(fault, a) for a in AGGREGATIONS] == [0.0, -1.0, -3.0]
+
+
+# ---------------------------------------------------------------- monotonicity
+
+
+@given(SCORED, st.integers(0, 5), UNIT, UNIT, UNIT, SETTINGS)
+def test_a_better_judgement_of_a_rubric_never_lowers_the_total(
+    scores: list[Any], position: int, better: float, citation: float, bonus: float,
+    reward: RewardConfig,
+) -> None:  # fmt: skip
+    assume(position < len(scores))
+    rubric, score = scores[position]
+    good = max(score, better) if rubric.polarity == "positive" else min(score, better)
+    improved = [*scores]
+    improved[position] = (rubric, good)
+
+    def total(judged: list[Any]) -> float:
+        judge = aggregate_rubrics(judged, reward.rubric_aggregation)
+        return total_reward(reward, judge=judge, citation=citation, bonus=bonus, stopped=True)
+
+    assert total(improved) >= total(scores) - 1e-9
+
+
+@given(TEXTS, RUBRICS, SEEDS, st.integers(0, 30), SETTINGS)
+def test_a_better_judgement_of_anything_never_lowers_the_reward(
+    text: str, rubrics: list[Any], seed: int, position: int, reward: RewardConfig
+) -> None:
+    """Through the whole computation: rubrics of both signs and all three citation questions."""
+    base = hashed_judge(seed)
+    item = rollout(text, {"rubrics": rubrics})
+    (before,) = compute_rewards([item], reward, base)
+    assume(base.asked)
+    victim = base.asked[position % len(base.asked)]
+    faults = {r["description"] for r in rubrics if r["weight"] < 0}
+    faults |= {r.description for r in load_rubric_set("v3").rubrics if r.polarity == "negative"}
+    bad_if_true = victim.kind == "citation_needed" or victim.reference in faults
+    better = ScriptedJudge(lambda r: float(not bad_if_true) if r == victim else base.script(r))
+    (after,) = compute_rewards([item], reward, better)
+    assert after.total is not None
+    assert before.total is not None
+    assert after.total >= before.total - 1e-9
+
+
+@given(TEXTS, st.sampled_from(["a", "b"]))
+def test_one_more_sound_citation_never_lowers_format(text: str, cited: str) -> None:
+    evidence = parse_evidence(EVIDENCE)
+    more = text.replace("</answer>", f"</snippet><snippet id={cited}>more</snippet></answer>")
+
+    def both(answer: ParsedAnswer) -> tuple[float, float]:
+        return citation_format(answer.cited_ids, evidence), format_bonus(answer, "answer_only")
+
+    # An open claim is closed on both sides, so that the two answers differ by the claim alone.
+    before = both(parse_answer(text.replace("</answer>", "</snippet></answer>"), evidence.texts))
+    after = both(parse_answer(more, evidence.texts))
+    assert all(a >= b - 1e-12 for a, b in zip(after, before, strict=True))
+
+
+# ---------------------------------------------------------------- order
+
+
+@given(SCORED, st.randoms(), st.sampled_from(AGGREGATIONS))
+def test_the_order_of_rubrics_does_not_show_in_the_last_bit(
+    scores: list[Any], rng: random.Random, aggregation: str
+) -> None:
+    """Else two rollouts that are judged alike would differ, and a group without spread get one."""
+    mixed = [*scores]
+    rng.shuffle(mixed)
+    assert aggregate_rubrics(mixed, aggregation) == aggregate_rubrics(scores, aggregation)
+
+
+@given(st.lists(SPANS, min_size=1, max_size=6), st.randoms(), SEEDS)
+def test_the_order_in_which_claims_are_judged_does_not_show(
+    spans: list[str], rng: random.Random, seed: int
+) -> None:
+    evidence = parse_evidence(EVIDENCE)
+    answer = parse_answer(f"<answer>{' '.join(spans)}</answer>", evidence.texts)
+    questions = plan_citations(answer, evidence, "q?")
+    judgements = hashed_judge(seed).judge([q.request for q in questions])
+    judged = list(zip(questions, judgements, strict=True))
+    expected = score_citations(answer, evidence, judged)
+    rng.shuffle(judged)
+    assert score_citations(answer, evidence, judged) == expected
+
+
+@given(st.lists(st.tuples(TEXTS, RUBRICS, st.booleans()), max_size=4), SEEDS, SETTINGS,
+       st.randoms())  # fmt: skip
+def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
+    rows: list[Any], seed: int, reward: RewardConfig, rng: random.Random
+) -> None:
+    items = [rollout(t, {"rubrics": r}, stopped=stopped) for t, r, stopped in rows]
+    alone = [compute_rewards([item], reward, hashed_judge(seed))[0] for item in items]
+    order = list(range(len(items)))
+    rng.shuffle(order)
+    mixed = compute_rewards([items[i] for i in order], reward, hashed_judge(seed))
+    assert mixed == [alone[i] for i in order]
+
+
+# ---------------------------------------------------------------- polarity, weight 0, nothing
+
+
+@given(SCORED)
+def test_a_rubric_turned_around_with_its_score_is_the_same_rubric(scores: list[Any]) -> None:
+    """The flip of the weighted mean: a fault at s is a virtue at 1 - s."""
+    other = {"positive": "negative", "negative": "positive"}
+    turned = [(replace(r, polarity=other[r.polarity]), 1.0 - s) for r, s in scores]
+    first, second = aggregate_rubrics(scores), aggregate_rubrics(turned)
+    assert first == pytest.approx(second, abs=1e-12)
+
+
+@given(SCORED, UNIT, st.sampled_from(["positive", "negative"]), st.sampled_from(AGGREGATIONS))
+def test_a_rubric_of_weight_0_counts_nothing(
+    scores: list[Any], score: float, polarity: Any, aggregation: str
+) -> None:
+    with_it = [*scores, (Rubric("t", "d", polarity, 0.0), score)]
+    assert aggregate_rubrics(with_it, aggregation) == aggregate_rubrics(scores, aggregation)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("source", ["instance", "none"])
+def test_a_row_without_rubrics_has_no_judge_term_and_is_counted(
+    aggregation: str, source: str
+) -> None:
+    text = "<answer><snippet id=a>claim one</snippet></answer>"
+    result = reward_of(
+        rollout(text, {"rubrics": []}), rubric_source=source, rubric_aggregation=aggregation
+    )
+    assert aggregate_rubrics([], aggregation) is None
+    assert result.components["no_rubrics"] == 1.0
+    assert result.total == pytest.approx(10 * result.components["citation"])
+
+
+@pytest.mark.parametrize(
+    ("source", "only_instance", "sources"),
+    [
+        ("instance", False, {"instance"}),
+        ("instance+static", False, {"instance", "v3"}),
+        ("instance+static", True, {"instance"}),
+        ("static", False, {"v3"}),
+        ("none", False, set()),
+    ],
+)
+def test_rubrics_that_are_dropped_are_neither_asked_nor_logged_nor_counted(
+    source: str, only_instance: bool, sources: set[str]
+) -> None:
+    """``instance_rubrics_only`` costs no judgement: the published runs log none of the static."""
+    judge = hashed_judge(5)
+    item = rollout("<answer>text</answer>", {"rubrics": [{"description": "says 0"}]})
+    result = reward_of(item, judge, rubric_source=source, instance_rubrics_only=only_instance)
+    logged = [j for j in result.judgements if j["kind"] == "rubric"]
+    assert {j["source"] for j in logged} == sources
+    assert len([r for r in judge.asked if r.kind == "rubric"]) == len(logged)
+    assert result.components["no_rubrics"] == float(not sources)
+
+
+# ---------------------------------------------------------------- advantages
+
+GROUPS = st.lists(st.tuples(TEXTS, st.booleans()), min_size=2, max_size=6)
+
+
+@given(GROUPS, RUBRICS, SEEDS, SETTINGS, st.sampled_from(["standard", "sample_std"]))
+def test_the_scale_cancels_where_advantages_are_divided_by_the_deviation(
+    group: list[Any], rubrics: list[Any], seed: int, reward: RewardConfig, how: Any
+) -> None:
+    """...and matters under ``centered``: see the next test."""
+    items = [rollout(text, {"rubrics": rubrics}, stopped=stopped) for text, stopped in group]
+    small, large = (
+        group_advantages(
+            [r.total for r in compute_rewards(items, replace(reward, verification_reward=scale),
+                                              hashed_judge(seed))], how
+        )
+        for scale in (1.0, 10.0)
+    )  # fmt: skip
+    assert small.dropped == large.dropped
+    assert small.values == pytest.approx(large.values, abs=1e-5)
+
+
+def test_the_scale_matters_without_division_and_beside_a_penalty() -> None:
+    rewards = [0.2, 0.4, 0.9]
+    centred = [group_advantages([scale * r for r in rewards], "centered") for scale in (1, 10)]
+    assert [10 * a for a in centred[0].values if a is not None] == pytest.approx(centred[1].values)
+    # The penalty's value is on the scale of the total, and is not scaled with it.
+    penalised = [group_advantages([scale * 0.2, scale * 0.4, -1.0]) for scale in (1, 10)]
+    assert penalised[0].values != pytest.approx(penalised[1].values, abs=1e-2)
+
+
+@given(GROUPS, RUBRICS, SEEDS, st.integers(0, 99), SETTINGS, st.sampled_from(NORMALISATIONS))
+def test_a_failed_judgement_never_raises_an_advantage(
+    group: list[Any], rubrics: list[Any], seed: int, position: int, reward: RewardConfig, how: Any
+) -> None:
+    """Rollouts that asked the question get no advantage; the others have those of a group in which
+    the failed ones never were."""
+    honest = hashed_judge(seed)
+    items = [rollout(text, {"rubrics": rubrics}, stopped=stopped) for text, stopped in group]
+    whole = compute_rewards(items, reward, honest)
+    assume(honest.asked)
+    victim = honest.asked[position % len(honest.asked)]
+    failing = ScriptedJudge(lambda r: None if r == victim else honest.script(r))
+    results = compute_rewards(items, reward, failing)
+
+    lost = {i for i, item in enumerate(items) if victim in _asked_by(item, reward)}
+    assert {i for i, r in enumerate(results) if r.total is None} == lost
+    assert [r.total for i, r in enumerate(results) if i not in lost] == [
+        r.total for i, r in enumerate(whole) if i not in lost
+    ]
+    advantages = group_advantages([r.total for r in results], how)
+    without = group_advantages([r.total for i, r in enumerate(whole) if i not in lost], how)
+    assert all(advantages.values[i] is None for i in lost)
+    assert [a for i, a in enumerate(advantages.values) if i not in lost] == list(without.values)
+
+
+def _asked_by(item: RewardInput, reward: RewardConfig) -> list[JudgeRequest]:
+    judge = hashed_judge(0)
+    compute_rewards([item], reward, judge)
+    return judge.asked
+
+
+def test_every_field_of_the_reward_is_pinned_here() -> None:
+    """A new setting needs vectors, bounds and a place in the properties above."""
+    pinned = {
+        *SETTINGS.wrapped_strategy.kwargs,  # type: ignore[attr-defined]
+        *("non_stop_penalty", "non_stop_penalty_value", "static_rubrics"),
+    }
+    assert pinned == set(RewardConfig.__dataclass_fields__)
