@@ -8,9 +8,10 @@ another. Functions import what they need, so that a publish job does not pay for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra import atomic
 from infra.checkpoints import MARKER
@@ -19,7 +20,10 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import StageKind
 from refiner_core.contract.records import StageSpec
-from refiner_core.contract.types import Judge, StageIO
+from refiner_core.contract.types import StageIO
+
+if TYPE_CHECKING:
+    from flows.judging import StageJudge
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,11 @@ class StageWork:
         return self.config.model.name_or_path
 
 
-def _judge(work: StageWork) -> Judge:
-    from refiner_core.judges import build_judge
+def _judge(work: StageWork) -> AbstractContextManager[StageJudge]:
+    """The stage's judge, and the IO to use beside it; its server is kept while the stage works."""
+    from flows.judging import judge_for
 
-    return build_judge(work.config.judge)
+    return judge_for(work)
 
 
 def run_data(work: StageWork) -> dict[str, Any]:
@@ -84,14 +89,15 @@ def run_grpo(work: StageWork) -> dict[str, Any]:
     """Prompts, samples, judgements and rewards to weights."""
     from refiner_core.training.grpo import train_grpo
 
-    return train_grpo(
-        work.config,
-        data_dir=work.inputs["data"],
-        model_ref=work.model_ref,
-        output_dir=work.output_dir,
-        io=work.io,
-        judge=_judge(work),
-    )
+    with _judge(work) as (judge, io):
+        return train_grpo(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+        )
 
 
 def run_command(work: StageWork) -> dict[str, Any]:
@@ -115,16 +121,17 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
 
     if work.spec.model == "command":
         require_whole(work.inputs["weights"] / "model", "evaluation")
-    return evaluate_model(
-        work.config,
-        data_dir=work.inputs["data"],
-        data_digest=work.spec.input_fingerprints["data"],
-        model_ref=work.model_ref,
-        model_name=work.spec.model,
-        output_dir=work.output_dir,
-        io=work.io,
-        judge=_judge(work),
-    )
+    with _judge(work) as (judge, io):
+        return evaluate_model(
+            work.config,
+            data_dir=work.inputs["data"],
+            data_digest=work.spec.input_fingerprints["data"],
+            model_ref=work.model_ref,
+            model_name=work.spec.model,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+        )
 
 
 def run_export(work: StageWork) -> dict[str, Any]:

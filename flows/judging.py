@@ -1,0 +1,173 @@
+"""The one place where a judge is put together from what surrounds it.
+
+In: a stage's work, or a configuration and a workspace. Out: the judge, for the time of a block. It
+asks the workspace's store before it asks a server, so that a step that is repeated after a crash
+costs no calls; while all servers are gone it says so, and ends when somebody wants the stage to
+end. That prompts and rubrics are those of the plan is the worker's business; keys stay in the
+environment, where the judge looks for them itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from infra.workspace import Workspace
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.types import (
+    Judge,
+    JudgementStore,
+    Progress,
+    SavedCheckpoint,
+    StageIO,
+    StoredJudgement,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from flows.stages import StageWork
+    from infra.judgements.store import WorkspaceStore
+    from refiner_core.judges.build import Surroundings
+
+_GIB = 2**30
+#: What `refiner status` shows of a stage while all servers are gone.
+WAITING = "waits for the judge"
+
+
+class StageJudge(NamedTuple):
+    """A stage's judge, and the stage's IO, through which the judge's pauses are told too."""
+
+    judge: Judge
+    io: StageIO
+
+
+@contextlib.contextmanager
+def judge_for(work: StageWork) -> Iterator[StageJudge]:
+    """The judge of a stage. A server that refiner starts is kept as long as the block lasts, and
+    all that was judged is on the disk when it ends.
+
+    Raises
+    ------
+    ConfigurationError
+        Nothing says where the judge is, or its prompts cannot be read.
+    RefinerError
+        Its server could not be started.
+    """
+    from flows.serving import judge_endpoints
+    from refiner_core.judges.build import Surroundings
+
+    io = _NotedIO(work.io)
+    with contextlib.ExitStack() as stack:
+        endpoints = stack.enter_context(judge_endpoints(work))
+        writer = f"{work.stage_id}-{work.attempt}"
+        around = Surroundings(
+            store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
+            endpoints=endpoints,
+            should_stop=work.io.should_stop,
+            on_pause=io.pause,
+        )
+        yield StageJudge(stack.enter_context(_built(work.config.judge, around)), io)
+
+
+@contextlib.contextmanager
+def judge_by_hand(
+    config: JudgeConfig, workspace: Workspace, *, fresh: bool = False, writer: str = "by-hand"
+) -> Iterator[Judge]:
+    """A judge for commands outside of stages, with the same store behind it.
+
+    ``fresh`` goes past the store, which then neither answers nor learns: repeatability cannot be
+    measured on answers that are kept.
+
+    Raises
+    ------
+    ConfigurationError
+        Nothing says where the judge is, or its prompts cannot be read.
+    """
+    from refiner_core.judges.build import Surroundings
+
+    with contextlib.ExitStack() as stack:
+        store: JudgementStore | None = _NothingKept()
+        if not fresh:
+            store = stack.enter_context(stored(config, workspace, writer))
+        yield stack.enter_context(_built(config, Surroundings(store=store)))
+
+
+@contextlib.contextmanager
+def stored(
+    config: JudgeConfig, workspace: Workspace, writer: str
+) -> Iterator[WorkspaceStore | None]:
+    """The workspace's store of judgements; None for a judge that costs nothing, and where
+    ``judge.cache_gb`` is 0."""
+    limit_bytes = int(config.cache_gb * _GIB)
+    if config.kind == "lexical" or limit_bytes <= 0:
+        yield None
+        return
+    from infra.judgements.store import WorkspaceStore
+
+    folder = workspace.layout.judgements
+    with WorkspaceStore(folder, writer=writer, limit_bytes=limit_bytes) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def _built(config: JudgeConfig, around: Surroundings) -> Iterator[Judge]:
+    from refiner_core.judges.build import build_judge
+
+    judge = build_judge(config, around)
+    close: Callable[[], None] = getattr(judge, "close", lambda: None)
+    try:
+        yield judge
+    finally:
+        close()
+
+
+class _NothingKept:
+    """A store that knows nothing, so that the same question is asked each time."""
+
+    def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
+        return [None] * len(keys)
+
+    def put(self, key: bytes, judgement: StoredJudgement) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class _NotedIO:
+    """A stage's IO that knows how far the stage said it was, so that a pause can say so too."""
+
+    def __init__(self, io: StageIO) -> None:
+        self._io = io
+        self._last = Progress(0, 0)
+
+    def pause(self, why: str) -> None:
+        """All servers are gone, or (empty) one is back."""
+        last = self._last
+        self._io.progress(Progress(last.done, last.total, WAITING, last.values) if why else last)
+
+    def progress(self, progress: Progress) -> None:
+        self._last = progress
+        self._io.progress(progress)
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._io.log_metrics(step, metrics)
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._io.save_rollouts(step, rows)
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        return self._io.latest_checkpoint()
+
+    def new_checkpoint(self, step: int) -> contextlib.AbstractContextManager[Path]:
+        return self._io.new_checkpoint(step)
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        return self._io.room_again(error)
+
+    def should_stop(self) -> bool:
+        return self._io.should_stop()
