@@ -141,13 +141,19 @@ class OpenAIJudge:
             assert self._thread is not None
             with contextlib.suppress(RuntimeError):  # it was closed: nothing is left to be dropped
                 self._thread.call(self._thread.engine.drop, batch, error)
+            self._store.flush()
             raise
         finally:
-            self._store.flush()
             self._tell()
+        if batch.error is not None or self._is_idle():
+            # Not after each of many small batches: what is scored is in the store already.
+            self._store.flush()
         if batch.error is not None:
             raise batch.error
         return [batch.found[request] for request in batch.requests]
+
+    def _is_idle(self) -> bool:
+        return self._thread is None or self._thread.engine.idle
 
     def _look(self, batch: Batch) -> None:
         self._tell()

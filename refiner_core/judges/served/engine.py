@@ -65,7 +65,7 @@ class _Tried(NamedTuple):
 
 
 class Engine:
-    """Everything but :meth:`pause` and the counts belongs to the loop's thread."""
+    """Everything but ``pause``, ``idle`` and the counts belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -93,6 +93,11 @@ class Engine:
         self._tick_s = max(0.005, min(0.1, *(limit / 10 for limit in limits)))
         #: In words why nothing is asked now; empty while something is. Read from any thread.
         self.pause = ""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for anything; readable from any thread."""
+        return not self._batches
 
     # ---- from outside, by way of the loop
 

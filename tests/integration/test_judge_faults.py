@@ -1,0 +1,475 @@
+"""Steps of real rewards whose judge is ill: what is scored is right, and what is counted is true.
+
+In each, a batch of rollouts is rewarded over HTTP by a server that fails in a way of its own, and
+held to a run without faults: every scored rollout has the total of that run, advantages are those
+of that run over the same scored rollouts, exactly the rollouts with a failed judgement are
+unscored, the judge's counts are those of the server's own counters, and nothing gets stuck.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from refiner_core.contract.config import JudgeConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, JudgeOutage
+from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
+from refiner_core.judges.build import Surroundings
+from refiner_core.judges.openai import OpenAIJudge
+from refiner_core.judges.served.fleet import BreakerSettings
+from refiner_core.judges.store import MemoryStore
+from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.training import engine
+from refiner_core.training.advantages import group_advantages
+from refiner_core.training.grpo import train_grpo
+from tests.support.judge_server import (
+    HANGS_S,
+    JudgeProcess,
+    JudgeServer,
+    Reply,
+    completion,
+    digest_of,
+    verdict,
+)
+from tests.support.stage_io import FolderStageIO
+from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs
+
+pytestmark = pytest.mark.timeout(60)
+
+PROMPTS, SAMPLES = 16, 4
+REWARD = RewardConfig(rubric_source="instance")
+QUICK = BreakerSettings(first_cooldown_s=0.02, longest_cooldown_s=0.1)
+Body = dict[str, Any]
+
+
+# ---------------------------------------------------------------- what is rewarded
+
+
+@functools.cache
+def rollouts() -> tuple[RewardInput, ...]:
+    """16 prompts x 4 samples with two rubrics, two cited claims and one uncited statement each."""
+    made = []
+    for p in range(PROMPTS):
+        rubrics = {
+            "positive_rubrics": [{"title": "a", "description": f"It names the crop of {p}"}],
+            "negative_rubrics": [{"title": "b", "description": f"It pads {p}"}],
+        }
+        evidence = "".join(
+            f"<snippet id=S_{n}>In {p} they grow crop {n}.</snippet>" for n in range(3)
+        )
+        prompt = PromptRow(
+            sample_id=f"row-{p}",
+            question=f"What grows in {p}?",
+            prompt_text=f"<tool_output>{evidence}</tool_output>",
+            prompt_ids=(1,),
+            rubrics=json.dumps(rubrics),
+        )
+        for s in range(SAMPLES):
+            text = (
+                f"<answer>They say of {p} in {s} this. <snippet id=S_{s % 3}>Crop {s} grows"
+                f"</snippet> and <snippet id=S_1,S_2>so does {s}</snippet></answer>"
+            )
+            made.append(RewardInput(prompt, text, stopped=True))
+    return tuple(made)
+
+
+@functools.cache
+def faultless() -> tuple[RewardResult, ...]:
+    with JudgeServer(lambda body, call: verdict(body)) as server, a_judge(server.base_url) as judge:
+        results = compute_rewards(rollouts(), REWARD, judge)
+        assert judge.usage().answers == {200: len(server.bodies)}
+    assert {r.status for r in results} == {"scored"}
+    assert len({r.total for r in results}) > 5, "scores differ, else nothing below is a test"
+    return tuple(results)
+
+
+def a_judge(base_url: str, around: Surroundings | None = None, **changes: Any) -> OpenAIJudge:
+    config = JudgeConfig(kind="openai", model="m", base_url=base_url, timeout_s=10.0)
+    config = replace(config, **({"structured_output": "none", "concurrency": 64} | changes))
+    return OpenAIJudge(config, around, first_backoff_s=0.01, breaker=QUICK)
+
+
+def hold_to_a_faultless_run(results: list[RewardResult]) -> int:
+    """The promises of any step, however ill its judge was; gives the number of unscored."""
+    truth = faultless()
+    for result, true in zip(results, truth, strict=True):
+        failed = any(judgement["status"] == "failed" for judgement in result.judgements)
+        assert (result.status == "unscored") == failed
+        assert result.total == (None if failed else true.total)
+    for p in range(PROMPTS):
+        group = slice(p * SAMPLES, (p + 1) * SAMPLES)
+        masked = [
+            None if r.total is None else t.total
+            for r, t in zip(results[group], truth[group], strict=True)
+        ]
+        ours = group_advantages([r.total for r in results[group]])
+        assert ours == group_advantages(masked)
+    return sum(result.status == "unscored" for result in results)
+
+
+def hold_to_the_server(usage: JudgeUsage, *servers: JudgeServer) -> None:
+    """Each answer, lost connection and hung call of the servers is one of the judge's."""
+    kinds: Counter[str] = Counter()
+    for server in servers:
+        kinds += server.kinds
+    answers = {int(kind): n for kind, n in kinds.items() if kind.isdigit()}
+    if kinds["truncated"]:
+        answers[200] = answers.get(200, 0) + kinds["truncated"]
+    lost = {"connection": kinds["dropped"], "timeout": kinds["hung"] + kinds["dripped"]}
+    assert usage.answers == answers
+    assert usage.lost == {reason: n for reason, n in lost.items() if n}
+    assert usage.unusable.get("truncated", 0) == kinds["truncated"]
+    assert usage.calls == kinds.total()
+    scored_by_calls = usage.asked - usage.stored - usage.shared - usage.failed
+    assert scored_by_calls == answers.get(200, 0) - sum(usage.unusable.values())
+
+
+# ---------------------------------------------------------------- a server that fails now and then
+
+
+class Faults:
+    """Some of the tries of some questions get a bad reply; which, is decided by what is asked."""
+
+    def __init__(self, bad: Reply, share: float, *, always: bool = False) -> None:
+        self.bad, self.share, self.always = bad, share, always
+        self.tries: Counter[int] = Counter()
+
+    def __call__(self, body: Body, call: int) -> Reply:
+        question = digest_of(body)
+        number = 0 if self.always else self.tries[question]
+        self.tries[question] += 1
+        if digest_of(body, "fault", number) % 1000 < 1000 * self.share:
+            return self.bad
+        return verdict(body)
+
+
+PASSING = {
+    "500": Reply(status=500, body="a traceback"),
+    "503": Reply(status=503, body="busy"),
+    "429": Reply(status=429),
+    "429 with a wait": Reply(status=429, headers={"Retry-After": "0"}),
+    "429 with a date": Reply(status=429, headers={"Retry-After": formatdate(0, usegmt=True)}),
+    "408": Reply(status=408),
+    "dropped": Reply(drop=True),
+    "truncated": Reply(truncate=True),
+    "garbage": Reply(body="<html>not what you wanted</html>"),
+    "a score of 10": completion('{"score": 10}'),
+    "no text": completion(None),
+    "aborted": completion('{"score": 2}', finish_reason="abort"),
+}
+
+
+@pytest.mark.parametrize("bad", PASSING.values(), ids=PASSING)
+def test_thirty_percent_of_answers_are_bad(bad: Reply) -> None:
+    faults = Faults(bad, 0.3)
+    with JudgeServer(faults) as server, a_judge(server.base_url, max_retries=9) as judge:
+        unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
+        usage = judge.usage()
+        hold_to_the_server(usage, server)
+    assert unscored == 0
+    assert usage.retries > 50
+    assert usage.failed == 0
+
+
+ALWAYS = {
+    "500": Reply(status=500),
+    "503": Reply(status=503),
+    "429": Reply(status=429),
+    "400": Reply(status=400),
+    "dropped": Reply(drop=True),
+    "truncated": Reply(truncate=True),
+    "garbage": Reply(body="garbage"),
+    "a score of 10": completion('{"score": 10}'),
+    "too long": completion('{"score": 2}', finish_reason="length"),
+}
+
+
+@pytest.mark.parametrize("bad", ALWAYS.values(), ids=ALWAYS)
+def test_some_items_always_fail(bad: Reply) -> None:
+    """About ten, more than open a breaker: they are tried out, and nobody else pays for them."""
+    with (
+        JudgeServer(Faults(bad, 0.03, always=True)) as server,
+        a_judge(server.base_url, max_retries=2, outage_patience_s=20.0) as judge,
+    ):
+        unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
+        hold_to_the_server(judge.usage(), server)
+    assert 0 < unscored < 30
+    assert judge.usage().failed >= 5
+
+
+@pytest.mark.parametrize(
+    "bad", [verdict({"messages": []}, HANGS_S), Reply(drip="headers")], ids=["hung", "dripping"]
+)
+def test_some_calls_never_end(bad: Reply) -> None:
+    with (
+        JudgeServer(Faults(bad, 0.03, always=True)) as server,
+        a_judge(server.base_url, timeout_s=0.8) as judge,
+    ):
+        unscored = hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge))
+        hold_to_the_server(judge.usage(), server)
+    assert 0 < unscored < 30
+
+
+def test_the_batched_form_under_faults_gives_the_same_scores_or_none() -> None:
+    """Rubrics of an answer share a call; a reply with half of them is asked for again."""
+
+    def whole(body: Body) -> str:
+        wanted = [{"criterion": n, "score": 2 * (digest_of(body, n) % 2)} for n in (1, 2)]
+        return json.dumps({"scores": wanted})
+
+    def script(faulty: bool) -> Callable[[Body, int], Reply]:
+        tries: Counter[int] = Counter()
+
+        def reply(body: Body, call: int) -> Reply:
+            if "pads" not in body["messages"][1]["content"]:
+                return verdict(body)
+            question = digest_of(body)
+            tries[question] += 1
+            if faulty and tries[question] < 3 and question % 3 == 0:
+                return completion('{"scores": [{"criterion": 1, "score": 2}]}')
+            return completion(whole(body))
+
+        return reply
+
+    with (
+        JudgeServer(script(False)) as well,
+        JudgeServer(script(True)) as ill,
+        a_judge(well.base_url, form="batched") as one,
+        a_judge(ill.base_url, form="batched") as other,
+    ):
+        true, ours = (compute_rewards(rollouts(), REWARD, judge) for judge in (one, other))
+        assert [r.total for r in ours] == [r.total for r in true]
+        assert other.usage().calls == len(ill.bodies) > len(well.bodies)
+        assert other.usage().unusable["incomplete"] > 5
+
+
+# ---------------------------------------------------------------- servers that come and go
+
+
+@dataclass
+class Later:
+    """Does something when the judge has got so far, from a thread of its own."""
+
+    when: Callable[[], bool]
+    what: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.when():
+            time.sleep(0.002)
+        self.what()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[JudgeProcess]:
+    with JudgeProcess(tmp_path, delay_s=0.02) as running:
+        yield running
+
+
+def test_a_server_that_is_killed_and_started_again_in_the_middle_costs_time_and_nothing_else(
+    process: JudgeProcess,
+) -> None:
+    told: list[str] = []
+    around = Surroundings(on_pause=told.append)
+    with a_judge(process.base_url, around, concurrency=16) as judge:
+
+        def restart() -> None:
+            process.kill()
+            time.sleep(0.5)
+            process.start()
+
+        later = Later(lambda: process.received > 80, restart)
+        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+        later.thread.join()
+        usage = judge.usage()
+    assert usage.calls == sum(usage.answers.values()) + sum(usage.lost.values())
+    assert process.received - 16 <= usage.answers[200] <= process.received
+    assert usage.failed == 0
+    assert usage.paused_s > 0.2
+    assert [bool(text) for text in told] == [True, False]
+
+
+def test_one_of_two_servers_dies_and_comes_back(process: JudgeProcess) -> None:
+    told: list[str] = []
+    with JudgeServer(lambda body, call: verdict(body, 0.02)) as other:
+        around = Surroundings(on_pause=told.append)
+        judge = a_judge(other.base_url, around, base_urls=(process.base_url,), concurrency=16)
+        with judge:
+            later = Later(lambda: process.received > 20, process.kill)
+            assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+            later.thread.join()
+            assert not told, "one that answers is enough"
+            before, alone = process.received, len(other.bodies)
+            process.start()
+            other_rows = [
+                item._replace(prompt=replace(item.prompt, question="Another?"))
+                for item in rollouts()
+            ]
+            results = compute_rewards(other_rows, REWARD, judge)
+            assert {r.status for r in results} == {"scored"}
+        assert process.received - before > 50, "it is asked again"
+        assert len(other.bodies) - alone > 50
+
+
+def test_all_are_dead_for_a_while(process: JudgeProcess) -> None:
+    """Dead from the start: the step waits, tells, and goes on as if nothing had been."""
+    process.kill()
+    told: list[str] = []
+    with a_judge(process.base_url, Surroundings(on_pause=told.append), max_retries=0) as judge:
+        later = Later(lambda: bool(told), process.start)
+        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+        later.thread.join()
+        assert judge.usage().failed == 0
+        assert judge.usage().answers == {200: process.received}
+    assert [bool(text) for text in told] == [True, False]
+
+
+def test_a_pause_does_not_use_up_the_deadlines(process: JudgeProcess) -> None:
+    """An item may take 0.6 s, its batch 1.5 s, and the servers are gone for longer than both."""
+    limits = {"timeout_s": 0.6, "batch_timeout_s": 1.5, "concurrency": 64}
+    with a_judge(process.base_url, **limits) as judge:
+
+        def restart() -> None:
+            process.kill()
+            time.sleep(1.8)
+            process.start()
+
+        later = Later(lambda: process.received > 40, restart)
+        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+        later.thread.join()
+
+
+def test_all_are_dead_for_too_long_and_the_next_attempt_asks_only_what_is_left(
+    process: JudgeProcess,
+) -> None:
+    store = MemoryStore()
+    with a_judge(
+        process.base_url, Surroundings(store=store), outage_patience_s=0.5, concurrency=16
+    ) as judge:
+        later = Later(lambda: process.received > 100, process.kill)
+        with pytest.raises(JudgeOutage, match=f"127.0.0.1:{process.port}"):
+            compute_rewards(rollouts(), REWARD, judge)
+        later.thread.join()
+        scored = judge.usage().answers[200]
+    before = process.received
+    process.start()
+    with a_judge(process.base_url, Surroundings(store=store)) as judge:
+        assert hold_to_a_faultless_run(compute_rewards(rollouts(), REWARD, judge)) == 0
+        usage = judge.usage()
+    assert scored > 50
+    assert usage.calls == process.received - before
+    assert usage.calls + scored == len({d for r in rollouts() for d in _questions(r)})
+
+
+def test_a_gateway_whose_backend_is_dead_is_an_outage_and_no_score() -> None:
+    """It answers /models, so that only calls tell; no item is failed for it."""
+    gone = threading.Event()
+
+    def script(body: Body, call: int) -> Reply:
+        if call > 100:
+            gone.set()
+        return Reply(status=503) if gone.is_set() else verdict(body, 0.005)
+
+    store = MemoryStore()
+    with (
+        JudgeServer(script) as server,
+        a_judge(server.base_url, Surroundings(store=store), outage_patience_s=0.6) as judge,
+        pytest.raises(JudgeOutage, match="HTTP 503"),
+    ):
+        compute_rewards(rollouts(), REWARD, judge)
+    assert server.probes > 1
+    assert judge.usage().failed == 0
+
+
+def test_a_wrong_key_ends_the_step_at_once() -> None:
+    with (
+        JudgeServer(lambda body, call: Reply(status=401)) as server,
+        a_judge(server.base_url) as judge,
+    ):
+        with pytest.raises(ConfigurationError, match=r"judge\.api_key_env"):
+            compute_rewards(rollouts(), REWARD, judge)
+        assert judge.usage().answers == {401: len(server.bodies)}
+    assert len(server.bodies) <= 64
+
+
+def _questions(item: RewardInput) -> list[tuple[str, str, str, str]]:
+    asked: list[tuple[str, str, str, str]] = []
+
+    class Noting:
+        def judge(self, requests: Any) -> Any:
+            asked.extend((r.kind, r.question, r.text, r.reference) for r in requests)
+            from refiner_core.contract.types import Judgement
+
+            return [Judgement("scored", 1.0) for _ in requests]
+
+    compute_rewards([item], REWARD, Noting())
+    return asked
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_training_ends_as_an_outage_and_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies in the second step, past its patience; the state is saved."""
+    save_answering_inputs(tmp_path)
+    sampler = AnsweringSampler()
+    load = engine.load_for_training
+
+    def load_and_tell(*values: Any) -> Any:
+        loaded = load(*values)
+        sampler.model = loaded.model
+        return loaded
+
+    monkeypatch.setattr(engine, "load_for_training", load_and_tell)
+    config = recipe(grpo={"num_training_steps": 3, "save_freq": 10})
+
+    def train(name: str, judge: OpenAIJudge) -> list[torch.Tensor]:
+        train_grpo(
+            config,
+            data_dir=tmp_path / "data",
+            model_ref=str(tmp_path / "model"),
+            output_dir=tmp_path / name,
+            io=FolderStageIO(tmp_path / name),
+            judge=judge,
+            generator=sampler,
+        )
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        return list(model.parameters())
+
+    with JudgeServer(lambda body, call: verdict(body)) as server:
+        with a_judge(server.base_url) as judge:
+            undisturbed = train("undisturbed", judge)
+        calls = len(server.bodies)
+    store = MemoryStore()
+    (tmp_path / "server").mkdir()
+    with JudgeProcess(tmp_path / "server") as process:
+        around = Surroundings(store=store)
+        with a_judge(process.base_url, around, outage_patience_s=0.5) as judge:
+            Later(lambda: process.received > calls * 0.5, process.kill)
+            with pytest.raises(JudgeOutage):
+                train("disturbed", judge)
+        reached = FolderStageIO(tmp_path / "disturbed").checkpoint_steps()
+        assert reached
+        assert reached[-1] in (1, 2)
+        process.start()
+        with a_judge(process.base_url, around) as judge:
+            resumed = train("disturbed", judge)
+            assert judge.usage().stored > 0, "what was judged before is not asked again"
+    assert all(torch.equal(a, b) for a, b in zip(undisturbed, resumed, strict=True))
