@@ -30,11 +30,15 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 
 def main() -> None:
-    """Run every pair; ``python -m tests.bench publishing …`` is that bench alone."""
+    """Run every pair; ``python -m tests.bench publishing …`` (or judging) is that bench alone."""
     if sys.argv[1:2] == ["publishing"]:
         from tests.bench import publishing
 
         sys.exit(publishing.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["judging"]:
+        from tests.bench import judging
+
+        sys.exit(judging.main(sys.argv[2:]))
     torch.set_num_threads(1)
     for pair in (generation_of_groups,):
         print(json.dumps(pair()), flush=True)
