@@ -10,7 +10,9 @@ that has ended, or of a call on which nobody works, is void whatever its counter
 from __future__ import annotations
 
 import logging
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -30,6 +32,7 @@ RENEW_S = 5.0
 LOST_AFTER_S = 180.0
 _ATTEMPT = re.compile(r"(?P<stage>.+)-(?P<number>\d{4,})")
 _RUN = "run-"
+_HAND = "hand-"
 
 
 def attempt_holder(stage_id: str, number: int) -> str:
@@ -40,6 +43,12 @@ def attempt_holder(stage_id: str, number: int) -> str:
 def run_holder(run_id: str) -> str:
     """The name of a call among holders."""
     return f"{_RUN}{run_id}"
+
+
+def hand_holder() -> str:
+    """The name of this process among holders, for a command that asks by hand. Nothing records that
+    it has ended: it has when it does not renew any more."""
+    return f"{_HAND}{socket.gethostname()}-{os.getpid()}"
 
 
 class Lease:
@@ -197,6 +206,8 @@ def _names(workspace: Workspace, service_id: str) -> list[str]:
 def _has_ended(workspace: Workspace, holder: str) -> bool:
     if holder.startswith(_RUN):
         return not orchestrator_of(workspace, holder.removeprefix(_RUN)).works
+    if holder.startswith(_HAND):
+        return False
     found = _ATTEMPT.fullmatch(holder)
     if found is None:
         return True
