@@ -19,6 +19,7 @@ from infra.disk.modelsize import ModelSize, model_size
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.stock import Stock
 from infra.disk.usage import Row, by_run_and_kind
+from infra.judgements.segments import summarise
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -104,6 +105,7 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for row in rows
         ],
+        "judgements": _judgements(workspace),
         "published": _published(workspace, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "idle_exports": _idle_exports(stock),
@@ -122,6 +124,19 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "bytes": candidate.bytes,
         "inodes": candidate.inodes,
         "why": candidate.why,
+    }
+
+
+def _judgements(workspace: Workspace) -> dict[str, Any]:
+    """The store of judgements, and what it has saved: by the writers whose files are there."""
+    store = summarise(workspace.layout.judgements)
+    return {
+        "bytes": store.bytes,
+        "files": store.files,
+        "judgements": store.judgements,
+        "saved_judgements": store.saved.judgements,
+        "saved_prompt_tokens": store.saved.prompt_tokens,
+        "saved_completion_tokens": store.saved.completion_tokens,
     }
 
 

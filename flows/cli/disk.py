@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -24,8 +24,14 @@ _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 @click.option("--reclaim", is_flag=True, help="delete all that the policy allows")
 @click.option("--dry-run", is_flag=True, help="with --reclaim: only list what would go")
 @click.option("--caches", is_flag=True, help="with --reclaim: the caches too (`disk.watch_caches`)")
+@click.option("--judgements", is_flag=True, help="with --reclaim: what judges have said, too")
 def disk_command(
-    words: tuple[str, ...], as_json: bool, reclaim: bool, dry_run: bool, caches: bool
+    words: tuple[str, ...],
+    as_json: bool,
+    reclaim: bool,
+    dry_run: bool,
+    caches: bool,
+    judgements: bool,
 ) -> None:
     """Show what a workspace uses by run and kind, the room that is left, and what may be deleted.
 
@@ -47,9 +53,9 @@ def disk_command(
             expected="nothing, `pin STAGE` or `unpin STAGE`",
             fix="see `refiner disk --help`",
         )
-    if (dry_run or caches) and not reclaim:
+    if (dry_run or caches or judgements) and not reclaim:
         raise ConfigurationError(
-            "--dry-run and --caches say how to reclaim.",
+            "--dry-run, --caches and --judgements say how to reclaim.",
             expected="--reclaim with them",
             fix="add it",
         )
@@ -58,7 +64,8 @@ def disk_command(
         return
     keeper = DiskKeeper(workspace, disk_config(workspace, overrides))
     if reclaim:
-        _reclaim(keeper, caches=caches, dry_run=dry_run, as_json=as_json, where=where)
+        how = _How(caches, judgements, dry_run, as_json)
+        _reclaim(keeper, how, where)
     else:
         _show(workspace, keeper, where, as_json)
 
@@ -78,18 +85,34 @@ def _pin(workspace: Workspace, verb: str, name: str, as_json: bool) -> None:
     click.echo(f"{stage_id} is {state}{'' if changed else ' (as before)'}.")
 
 
-def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, where: str) -> None:
+class _How(NamedTuple):
+    """How to reclaim."""
+
+    caches: bool
+    judgements: bool
+    dry_run: bool
+    as_json: bool
+
+    @property
+    def options(self) -> list[str]:
+        """The command that does so."""
+        more = {"--caches": self.caches, "--judgements": self.judgements}
+        return ["--reclaim", *(name for name, given in more.items() if given)]
+
+
+def _reclaim(keeper: DiskKeeper, how: _How, where: str) -> None:
     from flows.disk import candidate_json, hold_json
     from infra.disk.held import drop_idle
     from infra.disk.keeper import gib
     from infra.disk.reaper import plan_reclaim
 
-    stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
+    dry_run = how.dry_run
+    stock = keeper.stock(caches=how.caches, as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
         holds = drop_idle(keeper.workspace, holds)
-        stock = keeper.stock(caches=caches)
-    candidates = plan_reclaim(stock, None, caches=caches)
+        stock = keeper.stock(caches=how.caches)
+    candidates = plan_reclaim(stock, None, caches=how.caches, judgements=how.judgements)
     total = sum(c.bytes for c in candidates)
     gone: Sequence[str] = ()
     freed = 0
@@ -98,7 +121,7 @@ def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, 
         gone, freed = done.items, done.bytes
     if not dry_run:
         keeper.ledger.sweep()
-    if as_json:
+    if how.as_json:
         print_json(
             {
                 "version": 1,
@@ -124,7 +147,7 @@ def _reclaim(keeper: DiskKeeper, *, caches: bool, dry_run: bool, as_json: bool, 
         print_table(rows, ("size", "kind", "path", "why"))
     if dry_run:
         click.echo(f"\n{gib(total)} would be free again.")
-        click.echo(f"Next:\n  {_command(where, '--reclaim', *['--caches'] * caches)}", err=True)
+        click.echo(f"Next:\n  {_command(where, *how.options)}", err=True)
         return
     kept = len(candidates) - len(gone)
     left = f"; {kept} could not be deleted, see above" if kept else ""
@@ -156,11 +179,28 @@ def _show(workspace: Workspace, keeper: DiskKeeper, where: str, as_json: bool) -
         for row in _newest_runs(report.rows)
     ]
     print_table(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    _show_judgements(report.json["judgements"])
     _show_publications(report.json)
     may_go = report.json["reclaimable"]
     total = sum(c["bytes"] for c in may_go)
     click.echo(f"\nA reclaim would free {gib(total)} ({len(may_go)} things).")
     click.echo(f"Next:\n  {_command(where, '--reclaim', '--dry-run')}", err=True)
+
+
+def _show_judgements(store: dict[str, Any]) -> None:
+    """What judges have said, and how often they were not asked again."""
+    from infra.disk.keeper import gib
+
+    if not store["files"]:
+        return
+    tokens = store["saved_prompt_tokens"] + store["saved_completion_tokens"]
+    saved = ""
+    if store["saved_judgements"]:
+        saved = f"; it has saved {store['saved_judgements']:,} ({tokens:,} tokens)"
+    click.echo(
+        f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])} in "
+        f"{store['files']:,} files){saved}"
+    )
 
 
 def _show_publications(report: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infra.disk.history import History, history_of
+from infra.disk.judged import evaluation_samples, judgement_bytes, rollouts_of_step
 from infra.disk.modelsize import STATE_BYTES, ModelSize
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -67,11 +68,14 @@ class Forecast:
         How many may run at a time.
     reclaim
         Whether finished stages' checkpoints may go when room is short.
+    judgements
+        Bytes by which the store of judgements will grow, at most.
     """
 
     stages: tuple[StageNeed, ...]
     parallel: int
     reclaim: bool
+    judgements: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -83,12 +87,12 @@ class Forecast:
     def least_bytes(self) -> int:
         """The most, if all that may go has gone."""
         extra = sorted((s.peak - s.kept for s in self.stages), reverse=True)
-        return sum(s.kept for s in self.stages) + sum(extra[: self.parallel])
+        return sum(s.kept for s in self.stages) + sum(extra[: self.parallel]) + self.judgements
 
     @property
     def final_bytes(self) -> int:
         """What lies there in the end."""
-        return sum(s.final for s in self.stages)
+        return sum(s.final for s in self.stages) + self.judgements
 
     @property
     def needed_bytes(self) -> int:
@@ -151,7 +155,9 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
     config = plans[0].config if plans else RecipeConfig()
     local = config.dispatch.executor == "local"
     parallel = config.dispatch.max_parallel if local else max(1, len(plans))
-    return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim)
+    stages, folder = [n.stage for n in needs.values()], known.workspace.layout.judgements
+    judgements = judgement_bytes(stages, plans, folder)
+    return Forecast(tuple(needs.values()), max(1, parallel), config.disk.reclaim, judgements)
 
 
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
@@ -284,16 +290,13 @@ def _steps(kind: str, config: RecipeConfig) -> int:
 
 
 def _rollout_step_bytes(config: RecipeConfig) -> int:
-    grpo = config.grpo
-    samples = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
-    return samples * (_TOKEN_BYTES * grpo.response_length + _ROLLOUT_BYTES)
+    size = _TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES
+    return rollouts_of_step(config) * size
 
 
 def _evaluation_bytes(config: RecipeConfig) -> int:
-    evaluate = config.evaluate
-    prompts = evaluate.max_prompts or config.data.max_rl_rows or 1000
-    samples = prompts * (evaluate.num_samples + 1)
-    return samples * (_TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES)
+    size = _TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES
+    return evaluation_samples(config) * size
 
 
 # ---------------------------------------------------------------- making it fit

@@ -14,6 +14,8 @@ older checkpoints      of unfinished stages: the newest complete one always stay
 code snapshots         only those that finished runs alone have used
 published weights      only with a verified copy elsewhere, that no unfinished stage will read
 caches                 only when asked for
+stored judgements      finished files, oldest first, and only when nothing else gives the room: to
+                       judge again costs calls; all of them only when asked for
 =====================  ============================================================================
 
 Nothing of a pinned stage, and no output that a running attempt reads, is ever a candidate.
@@ -36,6 +38,7 @@ from infra.disk.room import is_no_space
 from infra.disk.stock import StageFacts, Stock, Weights, protection_of
 from infra.disk.usage import Item
 from infra.holds import held_steps
+from infra.judgements.segments import SEALED
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -54,6 +57,7 @@ class Rank(enum.IntEnum):
     CODE = 5
     WEIGHTS = 6
     CACHE = 7
+    JUDGEMENTS = 8
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,23 @@ class Reclaimed(NamedTuple):
 
 
 def plan_reclaim(
-    stock: Stock, need_bytes: int | None, need_inodes: int = 0, *, caches: bool = False
+    stock: Stock,
+    need_bytes: int | None,
+    need_inodes: int = 0,
+    *,
+    caches: bool = False,
+    judgements: bool = False,
 ) -> list[Candidate]:
     """What to delete to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
 
     Where everything together does not suffice, what costs nobody anything goes all the same, but no
-    published weights and no cache are given up in vain.
+    published weights, caches and judgements are given up in vain. Without a need, judgements go
+    only with ``judgements``, and then those that are being written, too.
     """
     order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
     if need_bytes is None:
-        return order
+        order = [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
+        return order + list(_unfinished_judgements(stock)) if judgements else order
     chosen: list[Candidate] = []
     for candidate in order:
         if _sum_bytes(chosen) >= need_bytes and _sum_inodes(chosen) >= need_inodes:
@@ -124,6 +135,20 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
             yield _weights_candidate(stage_id, facts.weights)
     for item in stock.caches if caches else ():
         yield _candidate(Rank.CACHE, item, "a cache, filled again when it is needed")
+    for item in _judgements(stock):
+        if item.path.suffix == SEALED:
+            yield _candidate(Rank.JUDGEMENTS, item, "to judge it again costs calls")
+
+
+def _judgements(stock: Stock) -> Iterator[Item]:
+    return (item for item in stock.items if item.kind == "judgements")
+
+
+def _unfinished_judgements(stock: Stock) -> Iterator[Candidate]:
+    """Files that may still be written; who writes one begins another when it is gone."""
+    for item in _judgements(stock):
+        if item.path.suffix != SEALED:
+            yield _candidate(Rank.JUDGEMENTS, item, "it may just be written; another is begun then")
 
 
 def _candidate(rank: Rank, item: Item, why: str) -> Candidate:

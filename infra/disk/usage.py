@@ -25,12 +25,13 @@ Kind = Literal[
     "temporary",  # half-written, of attempts that run or have died
     "code",  # snapshots
     "published",
+    "judgements",  # what judges have said
     "records",  # what is left: of stages, runs and the workspace
     "caches",
 ]
 KINDS: tuple[Kind, ...] = (
     *("checkpoints", "outputs", "rollouts", "logs", "trackers"),
-    *("temporary", "code", "published", "records", "caches"),
+    *("temporary", "code", "published", "judgements", "records", "caches"),
 )
 #: The one folder of another trainer (stage ``command``): its checkpoints, as it names them.
 WORK = "work"
@@ -125,8 +126,10 @@ def take_stock(layout: Layout) -> list[Item]:
         found += _of_stage(layout.stage(stage_id), stage_id, seen)
     found += [Item(p, "code", size_of(p, seen)) for p in _folders(layout.code)]
     found += [Item(p, "published", size_of(p, seen)) for p in _entries(layout.published)]
+    found += [Item(p, "judgements", size_of(p, seen)) for p in _by_age(layout.judgements)]
     roots = dict.fromkeys((layout.control, layout.data))
-    skip = {layout.stages, layout.code, layout.published, layout.data / "stages"}
+    skip = {layout.stages, layout.code, layout.published, layout.judgements}
+    skip.add(layout.data / "stages")
     for root in roots:
         for path in _entries(root):
             if path not in skip:
@@ -188,6 +191,17 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """Entries of a folder, oldest first."""
+    found = []
+    for path in _entries(folder):
+        try:
+            found.append((path.lstat().st_mtime_ns, path))
+        except OSError:  # gone meanwhile
+            continue
+    return [path for _, path in sorted(found)]
 
 
 def _folders(folder: Path) -> list[Path]:

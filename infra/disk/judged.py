@@ -1,0 +1,49 @@
+"""How much judges will say: samples, and by how much the store of judgements grows.
+
+In: planned stages and their configuration. Out: counts, and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infra.judgements.segments import RECORD_BYTES, summarise
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import Plan, PlannedStage
+
+#: Judgements of a rollout: its rubrics, and its claims with their evidence.
+_JUDGEMENTS = 16
+
+
+def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folder: Path) -> int:
+    """What judges will say in these stages, as far as the store still takes it.
+
+    The store is kept within its limit by what is already in it, so that is not counted again.
+    """
+    total = limit = 0
+    of = {stage.id: plan.config for plan in plans for stage in plan.stages}
+    for stage in stages:
+        config = of[stage.id]
+        if config.judge.kind == "lexical" or stage.kind not in ("grpo", "evaluate"):
+            continue
+        limit = max(limit, int(config.judge.cache_gb * 2**30))
+        rollouts = evaluation_samples(config)
+        if stage.kind == "grpo":
+            rollouts = config.grpo.num_training_steps * rollouts_of_step(config)
+        total += rollouts * _JUDGEMENTS * RECORD_BYTES
+    held = summarise(folder).bytes if total else 0
+    return max(0, min(total, limit - held))
+
+
+def rollouts_of_step(config: RecipeConfig) -> int:
+    """Rollouts that a step of GRPO samples."""
+    grpo = config.grpo
+    return grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+
+
+def evaluation_samples(config: RecipeConfig) -> int:
+    """Answers that an evaluation samples, greedy ones included."""
+    evaluate = config.evaluate
+    prompts = evaluate.max_prompts or config.data.max_rl_rows or 1000
+    return prompts * (evaluate.num_samples + 1)

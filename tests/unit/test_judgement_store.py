@@ -1,0 +1,469 @@
+"""The workspace's store of judgements: what it keeps, what it survives, how small it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.judgements import reading, store, upkeep
+from infra.judgements.segments import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    Saved,
+    encode_header,
+    encode_record,
+    list_segments,
+    summarise,
+)
+from infra.judgements.store import WorkspaceStore
+from infra.judgements.table import Table, decode, encode_all
+from refiner_core.contract.types import StoredJudgement
+from tests.support.faulty_disk import FaultyDisk, Killed
+
+MIB = 1 << 20
+YES, NO = StoredJudgement(1.0, 700, 9), StoredJudgement(0.0, 650, 9)
+
+
+@pytest.fixture(autouse=True)
+def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks looks at the files each time, not once a second."""
+    monkeypatch.setattr(store, "_LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "judgements"
+
+
+def opened(folder: Path, limit_bytes: int = MIB, writer: str = "grpo-1") -> WorkspaceStore:
+    return WorkspaceStore(folder, writer=writer, limit_bytes=limit_bytes)
+
+
+def key(number: int) -> bytes:
+    return struct.pack("<QQ", number * 0x9E3779B97F4A7C15 % 2**64, number)
+
+
+def filled(folder: Path, numbers: range, judgement: StoredJudgement = YES) -> None:
+    """A job that has put some and has ended."""
+    with opened(folder) as one:
+        for number in numbers:
+            one.put(key(number), judgement)
+
+
+def known(folder: Path, numbers: range, limit_bytes: int = MIB) -> int:
+    """How many of these a job that begins now would not ask for."""
+    with opened(folder, limit_bytes) as one:
+        return sum(found is not None for found in one.get([key(n) for n in numbers]))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# ---------------------------------------------------------------- keeping
+
+
+def test_what_one_job_was_told_another_one_knows(folder: Path) -> None:
+    third = StoredJudgement(1 / 3, 4_000_000_000, 0)
+    with opened(folder) as one:
+        one.put(key(1), YES)
+        one.put(key(2), third)
+        assert one.get([key(2), key(3), key(1)]) == [third, None, YES]  # its own at once
+    with opened(folder) as other:
+        assert other.get([key(1), key(2), key(3)]) == [YES, third, None]
+
+
+def test_two_jobs_see_what_the_other_puts_while_they_run(folder: Path) -> None:
+    with opened(folder, writer="grpo-1") as one, opened(folder, writer="evaluate-1") as other:
+        for number in range(3):
+            one.put(key(number), YES)
+            one.flush()
+            assert other.get([key(number)]) == [YES]
+            other.put(key(100 + number), NO)
+            other.flush()
+            assert one.get([key(100 + number)]) == [NO]
+    assert len(list_segments(folder)) == 2, "a file for each writer"
+
+
+def test_a_judgement_that_failed_cannot_be_kept(folder: Path) -> None:
+    with opened(folder) as one:
+        for score in (float("nan"), float("inf"), -0.5, 5.0):
+            with pytest.raises(ValueError, match="from 0 to 1"):
+                one.put(key(1), StoredJudgement(score))
+        with pytest.raises(ValueError, match="16 bytes"):
+            one.put(b"short", YES)
+        assert one.get([key(1), b"short"]) == [None, None]
+    assert not folder.exists(), "nothing was put, so nothing is there"
+
+
+def test_nothing_is_written_by_who_only_looks(folder: Path) -> None:
+    assert known(folder, range(5)) == 0
+    assert not folder.exists()
+
+
+def test_what_the_store_has_saved_is_counted_once(folder: Path) -> None:
+    filled(folder, range(10))
+    with opened(folder) as one:
+        one.get([key(n) for n in range(4)])
+        one.flush()
+        one.put(key(50), NO)
+        one.get([key(0), key(50), key(99)])
+    summary = summarise(folder)
+    assert summary.saved == Saved(6, 5 * 700 + 650, 6 * 9)
+    assert (summary.files, summary.judgements) == (2, 11)
+
+
+def test_names_of_files_say_who_wrote_them_and_are_never_used_again(folder: Path) -> None:
+    for _ in range(3):
+        filled(folder, range(1))
+    names = {s.path.name for s in list_segments(folder)}
+    assert len(names) == 3
+    assert all(n.startswith("grpo_1-") and f"-{os.getpid()}-" in n for n in names)
+    with WorkspaceStore(folder, writer="../../etc/passwd:ü", limit_bytes=MIB) as one:
+        one.put(key(1), YES)
+    assert len(list_segments(folder)) == 4, "whatever it is called, it lies in the folder"
+
+
+# ---------------------------------------------------------------- looking up
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=80), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_table_knows_what_a_dictionary_knows(
+    puts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Keys that share their first half, many small batches, the same key again."""
+    keys = [struct.pack("<QQ", a, b) for a, b in puts]
+    values = {k: StoredJudgement(b / 3, a, b) for k, (a, b) in zip(keys, puts, strict=True)}
+    table = Table()
+    while keys:
+        part, keys = keys[: (n := data.draw(st.integers(1, 9)))], keys[n:]
+        if data.draw(st.booleans()):
+            table.add(decode(encode_all({k: values[k] for k in part})).records)
+        else:
+            for k in part:
+                table.put(k, values[k])
+    wanted = [struct.pack("<QQ", a, b) for a in range(42) for b in range(4)]
+    assert table.get(wanted) == [values.get(k) for k in wanted]
+
+
+def test_keys_are_told_apart_by_all_of_their_bytes() -> None:
+    table = Table()
+    base = bytearray(key(7))
+    table.add(decode(encode_record(bytes(base), YES)).records)
+    for place in range(16):
+        other = bytearray(base)
+        other[place] ^= 1
+        assert table.get([bytes(other), bytes(base)]) == [None, YES]
+
+
+# ---------------------------------------------------------------- damage
+
+
+def one_file(folder: Path, count: int) -> Path:
+    filled(folder, range(count))
+    (segment,) = list_segments(folder)
+    return segment.path
+
+
+@given(cut=st.integers(0, HEADER_BYTES + 5 * RECORD_BYTES), live=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_file_that_ends_anywhere_gives_what_is_whole(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, live: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("cut") / "judgements"
+    path = one_file(folder, 5)
+    path.write_bytes(path.read_bytes()[:cut])
+    if live:
+        path.rename(path.with_suffix(".live"))
+    whole = max(0, cut - HEADER_BYTES) // RECORD_BYTES
+    with opened(folder) as one:
+        found = one.get([key(n) for n in range(5)])
+        assert found == [YES] * whole + [None] * (5 - whole)
+        one.put(key(9), NO)  # and the next job is none the worse
+    assert known(folder, range(10)) == whole + 1
+
+
+@given(bit=st.integers(0, 5 * RECORD_BYTES * 8 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_costs_one_judgement(
+    tmp_path_factory: pytest.TempPathFactory, bit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("flip") / "judgements"
+    path = one_file(folder, 5)
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    with opened(folder) as one:
+        found = one.get([key(n) for n in range(5)])
+    damaged = bit // 8 // RECORD_BYTES
+    assert found == [None if n == damaged else YES for n in range(5)]
+
+
+def test_damage_is_said_once_in_plain_words(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = one_file(folder, 5)
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 2 * RECORD_BYTES] ^= 1
+    path.write_bytes(data)
+    with opened(folder) as one:
+        one.get([key(1)])
+        one.get([key(2)])
+    (said,) = warnings(caplog)
+    assert said == f"1 stored judgements in {path} are damaged and skipped"
+
+
+def test_a_file_of_a_newer_version_is_left_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = one_file(folder, 2)
+    newer = bytearray(path.read_bytes())
+    struct.pack_into("<H", newer, 8, 2)
+    struct.pack_into("<I", newer, 12, zlib.crc32(bytes(newer[:12])))
+    path.write_bytes(newer)
+    foreign = folder / "notes.sealed"
+    foreign.write_bytes(b"not ours" * 100)
+    assert known(folder, range(2)) == 0
+    assert "version 2 instead of 1" in " ".join(warnings(caplog))
+    filled(folder, range(2))
+    assert known(folder, range(2)) == 2
+    assert path.read_bytes() == bytes(newer)
+    assert foreign.exists()
+
+
+def test_the_end_of_a_file_that_is_seen_late_is_read_when_it_is_there(folder: Path) -> None:
+    """NFS shows the new length of a file before its new content."""
+    path = one_file(folder, 3)
+    data = path.read_bytes()
+    live = path.with_suffix(".live")
+    path.unlink()
+    live.write_bytes(data[: -2 * RECORD_BYTES] + bytes(2 * RECORD_BYTES))
+    with opened(folder) as one:
+        assert one.get([key(n) for n in range(3)]) == [YES, None, None]
+        live.write_bytes(data)
+        assert one.get([key(n) for n in range(3)]) == [YES, YES, YES]
+
+
+def test_files_that_are_closed_to_this_user_are_skipped(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = one_file(folder, 2)
+    filled(folder, range(5, 8))
+    real = Path.open
+
+    def closed(self: Path, *args: Any, **more: Any) -> Any:
+        if self.name == path.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Path, "open", closed)  # root may read everything
+    with opened(folder) as one:
+        for _ in range(3):
+            assert one.get([key(0), key(6)]) == [None, YES]
+    assert len(warnings(caplog)) == 1
+    assert str(path) in warnings(caplog)[0]
+
+
+# ---------------------------------------------------------------- a disk that takes nothing
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+@pytest.mark.parametrize("fault", ["refused once", "full from then on"])
+def test_a_full_disk_fails_no_step_wherever_it_comes(
+    folder: Path, at: int, fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(folder, range(3))
+    disk = FaultyDisk(folder.parent, at, fault)
+    with disk.mounted():
+        one = opened(folder)
+        for number in range(10, 20):
+            one.put(key(number), NO)
+            if number % 3 == 0:
+                one.flush()
+        assert one.get([key(n) for n in range(10, 20)]) == [NO] * 10, "memory knows them"
+        one.close()
+    if fault == "full from then on" and len(disk.operations) >= at:
+        assert len(warnings(caplog)) <= 2
+        assert any("memory only" in w or "tidied" in w for w in warnings(caplog))
+    assert known(folder, range(3)) == 3
+    for segment in list_segments(folder):  # no torn record is followed by others
+        data = segment.path.read_bytes()[HEADER_BYTES:]
+        whole = decode(data)
+        assert len(whole.records) == len(data) // RECORD_BYTES
+
+
+def test_what_the_disk_did_not_take_is_written_when_there_is_room_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    real = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with opened(folder) as one:
+        monkeypatch.setattr(os, "write", full)
+        one.put(key(1), YES)
+        one.flush()
+        one.flush()
+        assert known(folder, range(2)) == 0
+        monkeypatch.setattr(os, "write", real)
+        one.put(key(0), NO)
+        one.flush()
+        assert known(folder, range(2)) == 2
+    assert len(warnings(caplog)) == 1
+    assert "asked again after a crash" in warnings(caplog)[0]
+    assert "are stored in" in caplog.text
+
+
+# ---------------------------------------------------------------- staying small
+
+
+def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
+    limit = 600_000  # segments of 75 kB
+    with opened(folder, limit) as one:
+        for number in range(30_000):  # 1.08 MB
+            one.put(key(number), YES)
+            if number % 500 == 0:
+                one.flush()
+    assert summarise(folder).bytes <= limit
+    assert known(folder, range(29_000, 30_000), limit) == 1000, "the newest stay"
+    assert known(folder, range(1000), limit) == 0
+
+
+def test_a_smaller_limit_is_kept_by_the_next_who_writes(folder: Path) -> None:
+    for number in range(6):
+        filled(folder, range(2000 * number, 2000 * number + 2000))
+    assert summarise(folder).bytes > 400_000
+    with opened(folder, 200_000) as one:
+        one.put(key(99_999), YES)
+    assert summarise(folder).bytes <= 200_000
+
+
+def test_thousands_of_short_jobs_leave_few_files(folder: Path) -> None:
+    jobs = upkeep.MOST_SEGMENTS * 3
+    for job in range(jobs):
+        with opened(folder) as one:
+            one.get([key(0)])
+            one.put(key(job), YES)
+            one.put(key(job // 2), YES)  # known already
+    summary = summarise(folder)
+    assert summary.files <= upkeep.MOST_SEGMENTS + 2
+    assert known(folder, range(jobs)) == jobs
+    assert summary.judgements <= jobs + 2 * upkeep.MOST_SEGMENTS, "merging keeps each one once"
+    assert summary.saved.judgements == jobs - 1, "what was saved is not lost by merging"
+
+
+def test_a_merge_that_is_killed_anywhere_loses_nothing(folder: Path) -> None:
+    """The process ends at each of its operations on the disk."""
+    jobs = upkeep.MOST_SEGMENTS + 1
+    at = 0
+    while True:
+        at += 1
+        work = folder.parent / f"life-{at}" / "judgements"
+        work.mkdir(parents=True)
+        for number in range(jobs):
+            (work / f"job-{number}.sealed").write_bytes(
+                encode_header() + encode_record(key(number), YES)
+            )
+        new = work / "new.live"
+        new.write_bytes(encode_header())
+        disk = FaultyDisk(work, at, "killed")
+        with disk.mounted(), contextlib.suppress(Killed):
+            upkeep.keep_small(new, MIB, MIB // 8)
+        left = len(list_segments(work))
+        assert known(work, range(jobs)) == jobs, f"killed at {disk.operations[-1]}"
+        if not disk.is_dead:
+            break
+        at += 0 if at < 8 else 9  # each of the first, then one in ten
+    assert at > 8
+    assert left == 2
+
+
+def test_two_who_merge_at_once_lose_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One merges everything while the other one is half through."""
+    jobs = upkeep.MOST_SEGMENTS + 6
+    folder.mkdir()
+    for number in range(jobs):
+        (folder / f"job-{number}.sealed").write_bytes(
+            encode_header() + encode_record(key(number), YES)
+        )
+    new = folder / "new.live"
+    new.write_bytes(encode_header())
+    real, calls = Path.read_bytes, iter(range(1000))
+
+    def interrupted(self: Path) -> bytes:
+        if next(calls) == jobs // 2:
+            upkeep.keep_small(new, MIB, MIB // 8)
+        return real(self)
+
+    monkeypatch.setattr(Path, "read_bytes", interrupted)
+    upkeep.keep_small(new, MIB, MIB // 8)
+    monkeypatch.undo()
+    assert known(folder, range(jobs)) == jobs
+
+
+def test_a_file_that_somebody_may_still_write_is_left_alone(folder: Path) -> None:
+    folder.mkdir()
+    hour_ns = 3600 * 10**9
+    new = folder / "new.live"
+    new.write_bytes(encode_header())
+    now = new.stat().st_mtime_ns
+    for name, age in (("busy", 0.5), ("dead", 2.0)):
+        path = folder / f"{name}.live"
+        path.write_bytes(encode_header() + encode_record(key(1), YES) * 5000)
+        os.utime(path, ns=(now - int(age * hour_ns),) * 2)
+    upkeep.keep_small(new, 10_000, 1000)
+    assert {s.path.stem for s in list_segments(folder)} == {"new", "busy"}
+
+
+def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) -> None:
+    with opened(folder) as one, opened(folder) as other:
+        one.put(key(1), YES)
+        one.flush()
+        assert other.get([key(1)]) == [YES]
+        for segment in list_segments(folder):
+            segment.path.unlink()
+        one.put(key(2), NO)
+        one.flush()
+        assert other.get([key(1), key(2)]) == [YES, NO]
+    assert known(folder, range(3)) == 1
+
+
+def test_memory_stays_within_what_the_disk_may_hold(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_SPARE_RECORDS", 0)
+    monkeypatch.setattr("infra.judgements.table._MOST_RECENT", 1000)
+    limit = 600_000
+    with opened(folder, limit) as one:
+        for number in range(60_000):
+            one.put(key(number), YES)
+            if number % 1000 == 0:
+                one.flush()
+                one.get([key(number)])
+        assert len(one._table) < 2 * limit // RECORD_BYTES + 2000
+        assert one.get([key(59_999), key(59_000)]) == [YES, YES]
+
+
+def test_many_keys_are_looked_up_at_once(folder: Path) -> None:
+    table = Table()
+    raw = b"".join(encode_record(key(n), YES) for n in range(20_000))
+    table.add(decode(raw * 10).records)
+    assert len(table) == 20_000, "the same judgement is kept once"
+    assert all(table.get([key(n) for n in range(0, 20_000, 7)]))
+
+
+def test_small_files_are_read_together(folder: Path) -> None:
+    for number in range(5):
+        filled(folder, range(number, number + 1))
+    assert [len(batch) for batch in reading.Reader(folder).fresh()] == [5]
