@@ -35,6 +35,10 @@ def main() -> None:
         from tests.bench import publishing
 
         sys.exit(publishing.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["parsing"]:
+        from tests.bench import parsing
+
+        sys.exit(parsing.main(sys.argv[2:]))
     if sys.argv[1:2] == ["judging"]:
         from tests.bench import judging
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -257,34 +260,79 @@ def test_every_text_has_a_result_and_no_text_is_lost(text: str) -> None:
         assert said.count("text") == strip_tags(parsed.body).count("text")
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<snippet id=a>",
-        "<snippet ",
-        "<snippet id=",
-        "</snippet>",
-        "<answer>",
-        "<webpage id=a>x",
-        "<",
-        "=a ",
-        "a",
-        " ",
-        "id=a,",
-    ],
+HOSTILE = (
+    "<snippet id=a>",
+    "<snippet id=a>x</snippet>",
+    "<snippet ",
+    "<snippet id=",
+    '<snippet id="a',
+    "<snippet id='a>",
+    "</snippet>",
+    "</snippet",
+    "<answer>",
+    "</answer>",
+    "<answer",
+    "<tool_output>",
+    "<webpage id=a>x",
+    "<",
+    "=a ",
+    "x=1 ",
+    "a",
+    " ",
+    "id=a,",
+    '"',
 )
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
 def test_hostile_text_is_read_in_linear_time(unit: str) -> None:
+    """Four times the text takes four times as long; where work is quadratic, sixteen times.
+
+    A busy machine can only make a reading look slow, so that one good comparison is enough.
+    """
+
     def seconds(characters: int) -> float:
         filler = unit * (characters // len(unit))
         started = time.process_time()
         parse_answer(f"<answer>{filler}</answer>", {"a"})
         parse_answer(f"<answer><snippet {filler}>x</snippet></answer>", {"a"})
+        parse_answer(filler, {"a"})
         parse_evidence(f"<tool_output>{filler}")
         return time.process_time() - started
 
-    seconds(10_000)
-    assert seconds(400_000) < 40 * seconds(50_000) + 0.5  # quadratic would be a factor of 64
-    assert seconds(400_000) < 20
+    short, long = math.inf, math.inf
+    for _ in range(8):
+        short, long = min(short, seconds(25_000)), min(long, seconds(100_000))
+        if long < 8 * short + 0.01:
+            return
+    pytest.fail(f"{long / short:.1f} times as long for 4 times the text")
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most memory that ``work`` held at a time."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_second_answer_tag_ends_the_search_for_more() -> None:
+    """10 MB of them are not all kept to find out that there is more than one."""
+    text = "<answer>" * 1_250_000
+    assert parse_answer(text).problems == {Problem.MANY_ANSWERS: 1}
+    assert peak_bytes(lambda: parse_answer(text)) < 1e6
+
+
+def test_ids_that_repeat_with_long_lists_take_the_room_of_their_text() -> None:
+    """1,000 ids on each of 200 elements: 200 MB, if each id had its own copy of every text."""
+    ids = ",".join(f"i{n}" for n in range(1000))
+    prompt = tool_output(*[f"<snippet id={ids}>{'x' * 1000}</snippet>"] * 200)
+    assert peak_bytes(lambda: parse_evidence(prompt)) < 40e6
+    evidence = parse_evidence(prompt)
+    assert len(evidence.texts) == 1000
+    assert evidence.texts["i7"] == "\n".join(["x" * 1000] * 200)
 
 
 def test_the_scanner_yields_each_tag_once() -> None:
