@@ -81,7 +81,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         click.echo(line, err=True)
     _ask_leave(planned, yes=bool(options["yes"]))
     with _Bar() as bar:
-        done = carry_out(planned, bar.show)
+        done = carry_out(planned, bar)
     document = document_of(done)
     default = wanted.workspace.layout.rescores / planned.short_id
     folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
@@ -201,7 +201,6 @@ class _Bar:
     def __init__(self) -> None:
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
-        self._said = 0.0
 
     def __enter__(self) -> _Bar:
         return self
@@ -210,7 +209,11 @@ class _Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, judge: str, done: int, total: int) -> None:
+    def paused(self, why: str) -> None:
+        """All servers are gone, or one is back."""
+        click.echo(why or "A server answers again.", err=True)
+
+    def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come."""
         if not sys.stderr.isatty():
             if done == total:

@@ -73,6 +73,7 @@ class Policy:
 
     name: str
     run: str
+    run_name: str
     stage_id: str
     model: str
     attempt: int
@@ -106,7 +107,10 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
             of_run = _evaluated(workspace, run, part)
         for policy in of_run:
             name = policy.name if len(runs) == 1 else f"{names[run.run]} {policy.name}"
-            policies.setdefault((policy.stage_id, policy.name), replace(policy, name=name))
+            policies.setdefault(
+                (policy.stage_id, policy.name),
+                replace(policy, name=name, run_name=names[run.run]),
+            )
     return [_sampled(policy, part.sample) for policy in policies.values()]
 
 
@@ -150,6 +154,7 @@ def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Polic
         Policy(
             name="grpo",
             run=run.run,
+            run_name=run.run,
             stage_id=stage_id,
             model="grpo",
             attempt=number,
@@ -251,6 +256,7 @@ def _of_evaluation(
         yield Policy(
             name=f"{model} {decoding}",
             run=run.run,
+            run_name=run.run,
             stage_id=stage_id,
             model=model,
             attempt=result.attempt,

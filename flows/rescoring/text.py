@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.rescoring.settings import OWN
 from flows.rescoring.work import Planned
 from refiner_core.rescoring.table import (
     AGREEMENT_HEADER,
@@ -17,6 +18,7 @@ from refiner_core.rescoring.table import (
     JUDGING_HEADER,
     agreement_rows,
     comparison_rows,
+    fidelity_line,
     judging_rows,
     matrix_rows,
     reversal_lines,
@@ -48,13 +50,7 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The result."""
     for name, found in document["fidelity"].items():
-        if found["exact"]:
-            yield (
-                f"{name}: the run's own settings give back all {found['rollouts']} stored totals"
-                f"{'' if found['advantages'] is None else ' and advantages'}, to the bit."
-            )
-        else:
-            yield f"warning: {name}: {found['warning']}"
+        yield ("" if found["sound"] else "warning: ") + fidelity_line(name, found)
     for policy in document["policies"]:
         if rows := comparison_rows(document, policy["name"]):
             baseline = next(
@@ -100,7 +96,7 @@ def next_lines(document: Mapping[str, Any], folder: Path, command: Sequence[str]
         yield f"  {shlex.join([*command, '--citation-weight', '0.5'])}"
         return
     yield f"  less {shlex.quote(str(folder / 'table.md'))}"
-    changed = [s for s in document["settings"][1:] if not s["name"].startswith("own of ")]
+    changed = [s for s in document["settings"] if not s["name"].startswith(OWN)]
     if changed:
         yield f"  {shlex.join(['refiner', 'plan', 'RECIPE', *_overrides(document, changed[0])])}"
 

@@ -12,8 +12,9 @@ has asked nothing; then a :class:`Done` one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from flows.rescoring.asking import Bill, JudgePlan, Prices, ask
 from flows.rescoring.judges import judge_for, store_of
@@ -152,7 +153,9 @@ def plan_rescore(wanted: Wanted) -> Planned:
         for policy in policies:
             _note_questions(planned, policy, setting)
     for plan in planned.judges.values():
-        plan.count(store_of(plan.config, wanted.workspace) if plan.served else None)
+        if plan.served and plan.unknown:
+            with store_of(plan, wanted.workspace) as store:
+                plan.count(store)
     return planned
 
 
@@ -164,15 +167,22 @@ def _comparable(policies: list[Policy], wanted: Wanted) -> list[Policy]:
 
 
 def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
-    """The own settings of the first policy (and of others that differ), then what was asked for."""
-    overrides = wanted.options.overrides
-    settings = [own_setting(policies[0].config, overrides)]
-    for policy in policies[1:]:
-        if all(_identity(policy.config) != _identity(s.config) for s in settings):
-            settings.append(own_setting(policy.config, overrides, f"own of {policy.name}"))
+    """The runs' own settings, each once, then what was asked for (over those of the first run)."""
+    owners: list[Policy] = []
+    for policy in policies:
+        if all(_identity(policy.config) != _identity(other.config) for other in owners):
+            owners.append(policy)
+    settings = [
+        own_setting(
+            policy.config,
+            wanted.options.overrides,
+            OWN if len(owners) == 1 else f"{OWN} of {policy.run_name}",
+        )
+        for policy in owners
+    ]
     settings += make_settings(policies[0].config, wanted.options)
     names = [setting.name for setting in settings]
-    if wanted.baseline not in names:
+    if wanted.baseline not in (OWN, *names):
         raise ConfigurationError(
             f"There is no setting {wanted.baseline!r} to compare with."
             f"{suggest(wanted.baseline, names)}",
@@ -242,20 +252,32 @@ def _judge_name(config: RecipeConfig) -> str:
 # ---------------------------------------------------------------- carrying it out
 
 
-def carry_out(planned: Planned, progress: Callable[[str, int, int], None]) -> Done:
+class Watcher(Protocol):
+    """Who is told how judging goes."""
+
+    def judged(self, judge: str, done: int, total: int) -> None:
+        """So many judgements of a judge have come, of so many."""
+        ...
+
+    def paused(self, why: str) -> None:
+        """All servers are gone; with an empty text: one is back."""
+        ...
+
+
+def carry_out(planned: Planned, watcher: Watcher) -> Done:
     """Ask what is to be asked, and score everything.
 
     Parameters
     ----------
-    progress
-        Told the judge, how many judgements have come, and how many there will be.
+    watcher
+        Told how judging goes.
 
     Raises
     ------
     JudgeOutage
         A judge could not be asked; what has been judged is kept.
     """
-    answers, bills = _ask_all(planned, progress)
+    answers, bills = _ask_all(planned, watcher)
     scores: dict[str, dict[str, Scores]] = {}
     faithful: dict[str, Fidelity] = {}
     for policy in planned.policies:
@@ -272,7 +294,7 @@ def carry_out(planned: Planned, progress: Callable[[str, int, int], None]) -> Do
             of_policy[setting.name] = scores_under(
                 policy.rollouts, setting.reward, judge, normalization
             )
-        if not faithful[policy.name].exact:
+        if not faithful[policy.name].sound:
             of_policy[AGAIN] = again
         scores[policy.name] = of_policy
     return Done(
@@ -297,7 +319,7 @@ def _judge_of(
 
 
 def _ask_all(
-    planned: Planned, progress: Callable[[str, int, int], None]
+    planned: Planned, watcher: Watcher
 ) -> tuple[dict[str, dict[Key, Judgement]], list[Bill]]:
     answers, bills = {}, []
     for name, plan in planned.judges.items():
@@ -308,9 +330,9 @@ def _ask_all(
         def tell(count: int, plan: JudgePlan = plan, total: int = total) -> None:
             nonlocal done
             done += count
-            progress(plan.name, done, total)
+            watcher.judged(plan.name, done, total)
 
-        with judge_for(plan, planned.wanted.workspace) as judge:
+        with judge_for(plan, planned.wanted.workspace, watcher.paused) as judge:
             answers[name], bill = ask(plan, judge, planned.wanted.prices, tell)
         bills.append(bill)
     return answers, bills

@@ -49,7 +49,12 @@ def document_of(done: Done) -> dict[str, Any]:
         "policies": [_policy(policy) for policy in planned.policies],
         "settings": [_setting(setting) for setting in planned.settings],
         "fidelity": {
-            name: {**plain(found), "exact": found.exact, "warning": found.warning()}
+            name: {
+                **plain(found),
+                "exact": found.exact,
+                "sound": found.sound,
+                "warning": found.warning(),
+            }
             for name, found in done.fidelity.items()
         },
         "judging": [plain(bill) for bill in done.bills],

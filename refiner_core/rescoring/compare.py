@@ -97,7 +97,10 @@ def compare(
         for members in groups.values()
     ]
     signs = [
-        {"sample_id": prompt, "changed": _sign_changed(a, b)}
+        {
+            "sample_id": prompt,
+            "changed": None if a is None or b is None else float(sign_changes(a, b)),
+        }
         for prompt, a, b in zip(prompts, first.advantages, second.advantages, strict=True)
     ]
 
@@ -210,10 +213,9 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
     return concordance / math.sqrt((pairs - ties_a) * (pairs - ties_b))
 
 
-def _sign_changed(a: float | None, b: float | None) -> float | None:
-    if a is None or b is None:
-        return None
-    return float(_sign(a, NO_SIGN) * _sign(b, NO_SIGN) < 0)
+def sign_changes(a: float, b: float) -> bool:
+    """Whether two advantages of a sample push in opposite directions."""
+    return _sign(a, NO_SIGN) * _sign(b, NO_SIGN) < 0
 
 
 def _sign(value: float, slack: float) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from refiner_core.rescoring.compare import sign_changes
+
 WIDTH = 960
 _MARGIN = 24
 _PANEL, _GAP = 200, 28
@@ -22,6 +24,7 @@ _PER_ROW = 4
 MOST_PANELS = 12
 MOST_POINTS = 1500
 _INK, _FAINT, _BLUE, _RED = "#222222", "#c8c8c8", "#0072B2", "#D55E00"
+_BAR = "#56B4E9"
 _CHARACTER = 6.2  # width at 11 px, about
 
 
@@ -70,7 +73,8 @@ def _scatter(document: Mapping[str, Any], clouds: Sequence[Cloud]) -> tuple[list
         return [], 0
     more = len([c for c in clouds if c.pairs]) - len(shown)
     note = f" ({more} more in rewards.parquet)" if more else ""
-    lines = [_text(_MARGIN, 12, f"Advantages: baseline (across) against setting (up){note}", 12)]
+    heading = f"Advantages: baseline (across) against setting (up); ✕ where the sign changes{note}"
+    lines = [_text(_MARGIN, 12, heading, 12)]
     several = len({cloud.policy for cloud in clouds}) > 1
     for number, cloud in enumerate(shown):
         row, column = divmod(number, _PER_ROW)
@@ -102,7 +106,11 @@ def _panel(cloud: Cloud, correlation: str, with_policy: bool) -> Iterator[str]:
         yield f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{_FAINT}"{dash}/>'
     spots: dict[tuple[float, float, bool], int] = {}
     for a, b in _some(cloud.pairs):
-        place = (round(half + a / limit * half, 1), round(half - b / limit * half, 1), a * b < 0)
+        place = (
+            round(half + a / limit * half, 1),
+            round(half - b / limit * half, 1),
+            sign_changes(a, b),
+        )
         spots[place] = spots.get(place, 0) + 1
     for (x, y, flipped), count in spots.items():
         radius = min(2.2 + 0.35 * (count - 1), 6.0)
@@ -117,7 +125,6 @@ def _panel(cloud: Cloud, correlation: str, with_policy: bool) -> Iterator[str]:
     name = f"{cloud.policy}: {cloud.setting}" if with_policy else cloud.setting
     yield _text(0, _PANEL + 14, _cut(name, _PANEL + _GAP - 8), title=name)
     yield _text(0, _PANEL + 28, _cut(f"{correlation}; ± {limit:.2g}", _PANEL + _GAP - 8))
-    yield _text(_PANEL - 4, 12, "✕ sign changes", anchor="end", fill=_RED, size=9)
 
 
 def _some(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
@@ -145,7 +152,7 @@ def _bars(document: Mapping[str, Any]) -> tuple[list[str], float]:
         lines.append(_text(left - 8, y + 12, _cut(name, left - 40), anchor="end", title=name))
         lines.append(
             f'<rect x="{left}" y="{y + 2}" width="{max(found["value"] * width, 0.5):.1f}" '
-            f'height="13" fill="{_BLUE}"/>'
+            f'height="13" fill="{_BAR}"/>'
         )
         if found["low"] is not None:
             low, high = (left + found[end] * width for end in ("low", "high"))
@@ -170,7 +177,7 @@ def _heat(document: Mapping[str, Any]) -> tuple[list[str], float]:
     matrix = document.get("matrix")
     if not matrix:
         return [], 0
-    settings = list(matrix["rankings"])
+    settings = list(matrix["ranks"])
     policies = list(matrix["cells"])
     left = 250
     cell = min(150.0, (WIDTH - left - _MARGIN) / len(settings))
@@ -204,7 +211,7 @@ def _cell(
     share = (found["value"] - low) / (high - low) if high > low else 0.0
     fill = _shade(share)
     ink = "#ffffff" if share > 0.55 else _INK
-    rank = matrix["rankings"][setting].index(policy) + 1
+    rank = matrix["ranks"][setting][policy]
     yield _box(place, fill, "#ffffff")
     value = f"{found['value']:.3f}  #{rank}"
     yield _text(x + width / 2, y + 16, value, anchor="middle", fill=ink, weight="bold")

@@ -19,6 +19,7 @@ from refiner_core.evaluation.statistics import (
 )
 from refiner_core.rescoring.compare import RESAMPLES, mean_of
 from refiner_core.rescoring.rollouts import StoredRollout
+from refiner_core.training.advantages import EQUAL_REWARDS
 
 #: Scores of a policy's rollouts: per setting, one value per rollout.
 Values = Mapping[str, Sequence[float | None]]
@@ -44,12 +45,13 @@ class Reversal(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """``cells`` by policy, then setting; ``rankings`` by setting, best policy first."""
+    """``cells`` by policy, then setting; ``ranks`` by setting, then policy, best first: 1 is the
+    best, and policies of one mean have one rank."""
 
     metric: str
     prompts: int
     cells: dict[str, dict[str, Estimate | None]]
-    rankings: dict[str, tuple[str, ...]]
+    ranks: dict[str, dict[str, int]]
     reversals: tuple[Reversal, ...]
 
 
@@ -134,30 +136,36 @@ def make_matrix(
         }
         for name, rollouts in policies.items()
     }
-    rankings = {s: _ranking({name: cells[name][s] for name in policies}) for s in settings}
+    ranks = {s: _ranks({name: cells[name][s] for name in policies}) for s in settings}
     prompts = len(prompts_of(next(iter(policies.values()))))
-    return Matrix(metric, prompts, cells, rankings, _reversals(policies, values, rankings))
+    return Matrix(metric, prompts, cells, ranks, _reversals(policies, values, ranks))
 
 
-def _ranking(column: Mapping[str, Estimate | None]) -> tuple[str, ...]:
+def _ranks(column: Mapping[str, Estimate | None]) -> dict[str, int]:
     known = {name: e.value for name, e in column.items() if e is not None}
-    return tuple(sorted(known, key=lambda name: (-known[name], name)))
+    slack = EQUAL_REWARDS * max(1.0, *map(abs, known.values())) if known else 0.0
+    ranks = {
+        name: 1 + sum(other > value + slack for other in known.values())
+        for name, value in known.items()
+    }
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def _reversals(
     policies: Mapping[str, Sequence[StoredRollout]],
     values: Mapping[str, Values],
-    rankings: Mapping[str, tuple[str, ...]],
+    ranks: Mapping[str, Mapping[str, int]],
 ) -> tuple[Reversal, ...]:
-    (reference, order), *others = rankings.items()
+    (reference, order), *others = ranks.items()
     found = []
-    for setting, ranking in others:
-        for pair in combinations(order, 2):
-            if not set(pair) <= set(ranking) or ranking.index(pair[0]) < ranking.index(pair[1]):
-                continue
-            than, under = (_difference(pair, policies, values, s) for s in (reference, setting))
-            if than.value * under.value < 0:
-                found.append(Reversal(pair, reference, setting, than, under))
+    for setting, other in others:
+        for a, b in combinations(order, 2):
+            known = a in other and b in other
+            if known and (order[a] - order[b]) * (other[a] - other[b]) < 0:
+                than, under = (
+                    _difference((a, b), policies, values, s) for s in (reference, setting)
+                )
+                found.append(Reversal((a, b), reference, setting, than, under))
     return tuple(found)
 
 

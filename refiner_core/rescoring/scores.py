@@ -20,6 +20,8 @@ from refiner_core.training.advantages import DropReason, Normalization, group_ad
 
 Metric = Literal["total", "rubric", "citation"]
 METRICS: tuple[Metric, ...] = ("total", "rubric", "citation")
+#: Relative; advantages of nearly equal rewards magnify what rounding does to them.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Fidelity:
     ----------
     totals, advantages
         How many of ``rollouts`` are the same. ``advantages`` is None for an evaluation.
+    far
+        How many differ by more than rounding does.
     rejudged, judged_alike
         With the lexical judge, which costs nothing: judgements made again, and how many of them
         are as they were stored.
@@ -140,6 +144,7 @@ class Fidelity:
     rollouts: int
     totals: int
     advantages: int | None
+    far: int = 0
     rejudged: int = 0
     judged_alike: int = 0
     first: str = ""
@@ -151,10 +156,22 @@ class Fidelity:
         same = self.totals == self.rollouts and self.advantages in (None, self.rollouts)
         return same and self.rejudged == self.judged_alike
 
+    @property
+    def sound(self) -> bool:
+        """Whether differences between settings are those of the settings: nothing differs by more
+        than rounding."""
+        return not self.far and self.rejudged == self.judged_alike
+
     def warning(self) -> str:
         """What is to be said about it; empty where all is well."""
         if self.exact:
             return ""
+        if self.sound:
+            return (
+                f"the run's own settings give back what was stored up to rounding alone (first: "
+                f"{self.first}): this version adds in another order than the one that trained. No "
+                "comparison below depends on that."
+            )
         parts = []
         if self.totals < self.rollouts:
             parts.append(f"{self.rollouts - self.totals} of {self.rollouts} totals differ")
@@ -173,7 +190,7 @@ class Fidelity:
                 "the rubric set or the reading of answers has changed since the run."
             )
         return (
-            f"The run's own settings do not give back what was stored: {', '.join(parts)}{first}."
+            f"the run's own settings do not give back what was stored: {', '.join(parts)}{first}."
             f"{stale} Differences below are in part those of the code, not of the settings; the "
             "row `own, again` shows how much."
         )
@@ -188,27 +205,34 @@ def fidelity(
     judged_alike: int = 0,
 ) -> Fidelity:
     """Hold the run's own settings against what was stored."""
-    totals = [r.total == t for r, t in zip(rollouts, again.totals, strict=True)]
     in_training = any(rollout.step is not None for rollout in rollouts)
-    advantages = [
-        not in_training or r.advantage == a for r, a in zip(rollouts, again.advantages, strict=True)
-    ]
+    totals = advantages = far = 0
     first = ""
-    for i, (total, advantage) in enumerate(zip(totals, advantages, strict=True)):
-        if not (total and advantage):
-            what, was, now = (
-                ("advantage", rollouts[i].advantage, again.advantages[i])
-                if total
-                else ("total", rollouts[i].total, again.totals[i])
-            )
-            first = f"{rollouts[i].group}, sample {rollouts[i].sample_index}: {what} {was} -> {now}"
-            break
+    for i, rollout in enumerate(rollouts):
+        total, advantage = again.totals[i], again.advantages[i]
+        pairs = [("total", rollout.total, total)]
+        if in_training:
+            pairs.append(("advantage", rollout.advantage, advantage))
+        other = [pair for pair in pairs if pair[1] != pair[2]]
+        totals += rollout.total == total
+        advantages += rollout.advantage == advantage
+        far += any(_is_far(was, now) for _, was, now in other)
+        if other and not first:
+            name, was, now = other[0]
+            first = f"{rollout.group}, sample {rollout.sample_index}: {name} {was} -> {now}"
     return Fidelity(
         rollouts=len(rollouts),
-        totals=sum(totals),
-        advantages=sum(advantages) if in_training else None,
+        totals=totals,
+        advantages=advantages if in_training else None,
+        far=far,
         rejudged=rejudged,
         judged_alike=judged_alike,
         first=first,
         unused=unused,
     )
+
+
+def _is_far(was: float | None, now: float | None) -> bool:
+    if was is None or now is None:
+        return was is not now
+    return abs(was - now) > ROUNDING * max(1.0, abs(was), abs(now))

@@ -79,15 +79,14 @@ AGREEMENT_HEADER = ("question", "pairs", "same score", "kappa", "quadratic kappa
 def matrix_rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the judge x policy matrix."""
     matrix = document["matrix"]
-    settings = list(matrix["rankings"])
+    settings = list(matrix["ranks"])
     rows = []
     for policy, cells in matrix["cells"].items():
         row = [policy]
         for setting in settings:
             found = cells[setting]
-            ranked = matrix["rankings"][setting]
-            rank = f"  #{ranked.index(policy) + 1}" if policy in ranked else ""
-            row.append(with_interval(found) + rank)
+            rank = matrix["ranks"][setting].get(policy)
+            row.append(with_interval(found) + ("" if rank is None else f"  #{rank}"))
         rows.append(row)
     return ["policy", *settings], rows
 
@@ -158,13 +157,21 @@ def _markdown(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _fidelity(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     if found["exact"]:
-        yield (
-            f"{name}: the run's own settings give back all {found['rollouts']} stored totals and "
-            "advantages, to the bit."
-        )
+        yield fidelity_line(name, found)
     else:
-        yield f"**{name}: {found['warning']}**"
+        yield f"**{fidelity_line(name, found)}**"
     yield ""
+
+
+def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
+    """Whether a policy's own settings give back what was stored."""
+    if not found["exact"]:
+        return f"{name}: {found['warning']}"
+    advantages = "" if found["advantages"] is None else " and advantages"
+    return (
+        f"{name}: the run's own settings give back all {found['rollouts']} stored totals"
+        f"{advantages}, to the bit."
+    )
 
 
 def _baseline(document: Mapping[str, Any], policy: str) -> str:

@@ -1,0 +1,596 @@
+"""`refiner rescore`: stored rollouts under other settings, by the command, on recorded runs whose
+rollouts were rewarded by the real code, and against a real server of judges."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+from flows.cli.rescore import rescore_command
+from infra.attempt import AttemptRun
+from infra.stage_io import encode_rollouts, list_rollouts, read_rollouts
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.types import Completion, Judge, PromptRow
+from refiner_core.data.copier import random_copier
+from refiner_core.data.prepared import load_prompts
+from refiner_core.judges import build_judge
+from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.training.rollout import Sampled, form_groups, rollout_rows
+from tests.support.command import command, environment, refiner, start, wait_until
+from tests.support.judge_server import JudgeServer, Reply, digest_of, score
+from tests.support.recorded_run import RecordedRun
+
+SIZE, PER_STEP, STEPS = 4, 3, 3
+OWN = ("stages=[data,grpo,evaluate]", "reward.rubric_source=instance+static")
+
+
+def said(prompt: PromptRow, step: int, index: int) -> str:
+    """Some answer; one in seven is none, and none of them is said twice."""
+    number = random.Random(f"{prompt.sample_id}/{step}/{index}")
+    if number.random() < 1 / 7:
+        return "I do not know."
+    text = random_copier(prompt.prompt_text, number)
+    return text.replace("</answer>", f" Remark {step}.{index} ends this.</answer>")
+
+
+def write_rollouts(run: RecordedRun, attempt: AttemptRun, judge: Judge, step: int) -> None:
+    """A step's rollouts as training stores them: its own samples, rewards, advantages, rows."""
+    data = run.workspace.output_dir(run.stage("data").id)
+    assert data is not None
+    prompts = load_prompts(data / "rl_train.parquet")
+    first = (step - 1) * PER_STEP % len(prompts)
+    samples = [
+        Sampled(
+            position,
+            index,
+            prompts[position],
+            Completion((1, 2), (-0.5, -0.5), "stop" if (step + index) % 5 else "length"),
+            said(prompts[position], step, index),
+        )
+        for position in range(first, first + PER_STEP)
+        for index in range(SIZE)
+    ]
+    items = [RewardInput(s.prompt, s.text, s.stopped) for s in samples]
+    results = compute_rewards(items, attempt.config.reward, judge)
+    how = attempt.config.grpo.advantage_normalization_type
+    batch = form_groups(samples, results, size=SIZE, normalization=how)
+    attempt.io.save_rollouts(step, rollout_rows(step, batch))
+
+
+def make_run(root: Path, *overrides: str, steps: int = STEPS) -> RecordedRun:
+    """A run that has trained for some steps."""
+    run = RecordedRun(root, *OWN, *overrides)
+    if run.workspace.output_dir(run.stage("data").id) is None:
+        run.data()
+
+    def work(attempt: AttemptRun) -> dict[str, Any]:
+        judge = build_judge(attempt.config.judge)
+        for step in range(1, steps + 1):
+            write_rollouts(run, attempt, judge, step)
+        return {"steps": steps}
+
+    run.do("grpo", work)
+    return run
+
+
+def rescore(root: Path, *words: str) -> Result:
+    done = CliRunner().invoke(rescore_command, [*words, f"workspace={root}"])
+    if done.exception is not None:
+        raise done.exception
+    return done
+
+
+def found(root: Path, *words: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(rescore(root, *words, "--json").stdout)
+    return value
+
+
+def only(document: dict[str, Any], setting: str) -> dict[str, Any]:
+    (entry,) = [c for c in document["comparisons"] if c["setting"] == setting]
+    return dict(entry)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return make_run(tmp_path_factory.mktemp("rescore") / "runs")
+
+
+# ---------------------------------------------------------------- with what is stored
+
+
+def test_the_runs_own_settings_give_back_what_was_stored_to_the_bit(run: RecordedRun) -> None:
+    document = found(run.workspace.root)
+    fidelity = document["fidelity"]["grpo"]
+    assert fidelity["exact"]
+    assert fidelity["totals"] == fidelity["advantages"] == STEPS * PER_STEP * SIZE
+    assert document["comparisons"] == [], "nothing else was asked for"
+
+
+def test_another_weight_changes_totals_as_training_would_have(run: RecordedRun) -> None:
+    """Held against a run that was rewarded with that weight from the beginning."""
+    document = found(run.workspace.root, "--citation-weight", "0.5")
+    rewarded = {
+        (r["group"], r["sample_index"]): r for r in rows_of(document, "citation_weight=0.5")
+    }
+    stage = run.stage("grpo").id
+    stored = [r for p in rollout_files(run, stage) for r in read_rollouts(p)]
+    prompts = {r["sample_id"] for r in stored}
+    assert len(rewarded) == len(stored)
+    data = run.workspace.output_dir(run.stage("data").id)
+    assert data is not None
+    by_id = {p.sample_id: p for p in load_prompts(data / "rl_train.parquet")}
+    assert prompts <= by_id.keys()
+    config = replace(run.config.reward, paper_citation_weight=0.5)
+    items = [
+        RewardInput(by_id[r["sample_id"]], r["response_text"], r["finish_reason"] == "stop")
+        for r in stored
+    ]
+    expected = compute_rewards(items, config, build_judge(run.config.judge))
+    totals = [
+        rewarded[f"step {r['step']}, prompt {r['prompt_index']}", r["sample_index"]]["total"]
+        for r in stored
+    ]
+    assert totals == [result.total for result in expected]
+
+
+def rows_of(document: dict[str, Any], setting: str) -> list[dict[str, Any]]:
+    rows = pq.read_table(Path(document["folder"]) / "rewards.parquet").to_pylist()
+    return [row for row in rows if row["setting"] == setting]
+
+
+def rollout_files(run: RecordedRun, stage_id: str) -> list[Path]:
+    stage = run.workspace.layout.stage(stage_id)
+    return list_rollouts(stage.attempt(max(stage.attempt_numbers())).rollouts)
+
+
+def test_a_file_of_rubrics_of_ones_own_is_tried_before_a_run_depends_on_it(
+    run: RecordedRun, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("rubrics:\n- {title: Remark, description: 'Says \"remark\"'}\n")
+    document = found(run.workspace.root, "--rubrics", f"static:{mine}", "--rubrics", "none")
+    setting = next(
+        s for s in document["settings"] if s["name"].endswith("mine.yaml") or "mine" in s["name"]
+    )
+    assert setting["reward"]["rubric_source"] == "static"
+    entry = only(document, setting["name"])
+    assert entry["means"]["rubric"]["setting"]["value"] > 0.5, "nearly all answers have a remark"
+    assert only(document, "rubrics=none")["means"]["rubric"]["setting"] is None
+    (bill,) = document["judging"]
+    assert bill["calls"] == 0
+
+
+def test_only_some_steps_or_some_groups(run: RecordedRun) -> None:
+    last = found(run.workspace.root, "--steps", "last:1", "--citation-weight", "0")
+    assert last["policies"][0]["steps"] == [STEPS]
+    two = found(run.workspace.root, "--steps", "1,3-9", "--citation-weight", "0")
+    assert two["policies"][0]["steps"] == [1, 3]
+    some = found(run.workspace.root, "--sample", "2", "--citation-weight", "0")
+    assert some["policies"][0]["groups"] == 2
+    assert some["policies"][0]["rollouts"] == 2 * SIZE, "whole groups, else no advantage is right"
+
+
+def test_the_files_say_the_same_as_the_screen(run: RecordedRun) -> None:
+    document = found(run.workspace.root, "--citation-weight", "1", "--rubrics", "v3")
+    folder = Path(document.pop("folder"))
+    assert json.loads((folder / "rescore.json").read_text()) == document
+    table = (folder / "table.md").read_text()
+    figure = (folder / "figure.svg").read_text()
+    assert figure.startswith("<svg")
+    assert "http" not in figure.replace("http://www.w3.org/2000/svg", ""), "it needs nothing else"
+    for entry in document["comparisons"]:
+        changed = entry["best_changed"]
+        assert f"{changed['numerator']:.0f}/{changed['denominator']}" in table
+        assert f"{changed['numerator']:.0f} of {changed['denominator']}" in figure
+    again = rescore(run.workspace.root, "--citation-weight", "1", "--rubrics", "v3")
+    assert "to the bit" in again.stdout
+    assert "No server was asked" in again.stdout
+    assert f"less {folder / 'table.md'}" in again.stderr, "it ends by saying what to do next"
+
+
+def test_options_are_settings_of_their_own_or_combined(run: RecordedRun) -> None:
+    root = run.workspace.root
+    options = ["--rubrics", "none", "--citation-weight", "0", "--citation-weight", "1"]
+    names = [s["name"] for s in found(root, *options, "--sample", "1")["settings"]]
+    assert names == ["own", "rubrics=none", "citation_weight=0", "citation_weight=1"]
+    crossed = [s["name"] for s in found(root, *options, "--cross", "--sample", "1")["settings"]]
+    assert crossed[1:] == ["rubrics=none, citation_weight=0", "rubrics=none, citation_weight=1"]
+    given = found(
+        root, "reward.non_stop_penalty=true", "reward.verification_reward=1", "--sample", "9"
+    )
+    assert len(given["settings"]) == 2, "keys together are one setting"
+    assert only(given, given["settings"][1]["name"])["means"]["total"]["setting"]["value"] < 1
+
+
+def test_it_is_said_when_rollouts_do_not_come_out_as_they_were_stored(tmp_path: Path) -> None:
+    """As if the code that rewards had changed since."""
+    run = make_run(tmp_path / "runs", steps=1)
+    (path,) = rollout_files(run, run.stage("grpo").id)
+    rows = read_rollouts(path)
+    judged = next(r for r in rows if r["status"] == "scored")
+    judged["reward"] += 1.0
+    path.write_bytes(encode_rollouts(rows))
+    done = rescore(tmp_path / "runs", "--citation-weight", "0")
+    assert "warning: grpo: the run's own settings do not give back" in done.stdout
+    assert "1 of 12 totals differ" in done.stdout
+    assert "own, again" in done.stdout, "how much of the differences is the code's"
+
+
+def test_a_lexical_judge_that_has_changed_is_noticed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", steps=1)
+    (path,) = rollout_files(run, run.stage("grpo").id)
+    rows = read_rollouts(path)
+    data = run.workspace.output_dir(run.stage("data").id)
+    assert data is not None
+    row = next(r for r in rows if r["status"] == "scored")
+    judgements = json.loads(row["judgements"])
+    judgements[0]["score"] = 1.0 - judgements[0]["score"]
+    row["judgements"] = json.dumps(judgements)
+    path.write_bytes(encode_rollouts(rows))
+    assert "lexical judge of today judges 1 of" in rescore(tmp_path / "runs").stdout
+
+
+# ---------------------------------------------------------------- with a server of judges
+
+
+def opinion(body: dict[str, Any], _: int) -> Reply:
+    """``plain`` says yes or no by what is asked, ``same`` says the same, ``contrary`` the opposite;
+    ``broken`` cannot be read where ``plain`` says yes to rubrics."""
+    yes = digest_of(body) % 2
+    if body["model"] == "contrary":
+        return score(2.0 * (1 - yes))
+    if body["model"] == "broken" and yes and "<criterion" in body["messages"][1]["content"]:
+        return score(10)
+    return score(2.0 * yes)
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, JudgeServer]]:
+    """A run that the judge ``plain`` has rewarded, by rubrics alone."""
+    root = tmp_path_factory.mktemp("judged") / "runs"
+    with JudgeServer(opinion) as server:
+        make_run(
+            root,
+            *("judge.kind=openai", "judge.model=plain", f"judge.base_url={server.base_url}"),
+            *("judge.concurrency=16", "reward.apply_paper_citation_reward=false"),
+        )
+        yield root, server
+
+
+def calls_of(server: JudgeServer, act: Callable[[], Any]) -> tuple[Any, int]:
+    before = len(server.bodies)
+    value = act()
+    return value, len(server.bodies) - before
+
+
+def test_what_the_same_judge_has_said_is_not_asked_again(judged: tuple[Path, JudgeServer]) -> None:
+    root, server = judged
+    document, calls = calls_of(
+        server,
+        lambda: found(root, "--citation-weight", "0.5", "reward.combination=additive"),
+    )
+    assert calls == 0
+    assert document["fidelity"]["grpo"]["exact"]
+    (bill,) = document["judging"]
+    assert bill["reused"] == bill["questions"] > 0
+    assert bill["asked"] == 0
+
+
+def test_a_judge_of_the_same_opinion_changes_nothing(judged: tuple[Path, JudgeServer]) -> None:
+    root, server = judged
+    document, calls = calls_of(server, lambda: found(root, "--judge", "model=same"))
+    entry = only(document, "judge=same")
+    assert entry["spearman"]["value"] == pytest.approx(1.0)
+    assert entry["best_changed"]["numerator"] == entry["best_differs"]["numerator"] == 0
+    assert entry["best_changed"]["denominator"] == STEPS * PER_STEP
+    assert entry["sign_changed"]["numerator"] == 0
+    kinds = {a["kind"]: a for a in entry["agreement"] if not a["criterion"]}
+    assert kinds["rubric"]["raw"]["value"] == 1.0
+    assert kinds["rubric"]["kappa"]["value"] == kinds["rubric"]["quadratic"]["value"] == 1.0
+    bill = next(b for b in document["judging"] if b["judge"] == "same")
+    assert calls == bill["calls"] == bill["asked"] == bill["questions"]
+
+
+def test_a_contrary_judge_turns_everything_around(judged: tuple[Path, JudgeServer]) -> None:
+    """Every score s becomes 1 - s, so every total t becomes 10 - t: exact expectations."""
+    root, _ = judged
+    document = found(root, "--judge", "model=contrary")
+    entry = only(document, "judge=contrary")
+    own = {(r["group"], r["sample_index"]): r for r in rows_of(document, "own")}
+    other = rows_of(document, "judge=contrary")
+    scored = [r for r in other if r["status"] == "scored"]
+    for row in scored:
+        before = own[row["group"], row["sample_index"]]
+        assert row["total"] == pytest.approx(10.0 - before["total"])
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in other:
+        groups.setdefault(row["group"], []).append(row)
+    lost = sum(
+        not best(members) & best([own[m["group"], m["sample_index"]] for m in members])
+        for members in groups.values()
+    )
+    assert entry["best_changed"]["numerator"] == lost > 0
+    kinds = {a["kind"]: a for a in entry["agreement"] if not a["criterion"]}
+    assert kinds["rubric"]["raw"]["numerator"] == 0
+    assert kinds["rubric"]["kappa"]["value"] < 0
+    assert kinds["rubric"]["pairs"] == kinds["rubric"]["raw"]["denominator"]
+    assert {a["kind"] for a in entry["agreement"]} >= {"rubric", "citation_recall"}
+
+
+def best(members: list[dict[str, Any]]) -> set[int]:
+    highest = max(m["total"] for m in members)
+    return {m["sample_index"] for m in members if m["total"] > highest - 1e-9}
+
+
+def test_a_judge_that_fails_gives_no_number(judged: tuple[Path, JudgeServer]) -> None:
+    root, _ = judged
+    keys = ["judge.max_retries=0", "--judge", "model=broken"]
+    document = found(root, *keys)
+    entry = only(document, "judge=broken")
+    rows = rows_of(document, "judge=broken")
+    unscored = [r for r in rows if r["status"] == "unscored"]
+    assert entry["unscored"]["setting"] == len(unscored) > 0
+    assert all(r["total"] is None and r["advantage"] is None for r in unscored)
+    bill = next(b for b in document["judging"] if b["judge"] == "broken")
+    assert bill["failed"] > 0
+    assert "are unscored" in rescore(root, *keys).stdout
+
+
+def test_the_second_time_nobody_is_asked(judged: tuple[Path, JudgeServer]) -> None:
+    root, server = judged
+    words = ("--judge", "model=same", "--rubrics", "none")
+    first, _ = calls_of(server, lambda: found(root, *words))
+    second, calls = calls_of(server, lambda: found(root, *words))
+    assert calls == 0
+    bill = next(b for b in second["judging"] if b["judge"] == "same")
+    assert bill["stored"] == bill["questions"]
+    assert "No server was asked" in rescore(root, *words).stdout
+    for document in (first, second):
+        for name in ("made_at", "judging"):
+            document.pop(name)
+    assert first == second
+
+
+def test_a_dry_run_says_how_many_calls_and_makes_none(tmp_path: Path) -> None:
+    with JudgeServer(opinion) as server:
+        root = tmp_path / "runs"
+        make_run(root, steps=1)
+        spec = f"model=plain,base_url={server.base_url}"
+        plan = found(root, "--judge", spec, "--dry-run")
+        assert plan["calls"] > 0
+        assert not server.bodies
+        assert not (root / "rescores").exists()
+        shown = rescore(root, "--judge", spec, "--dry-run").stdout
+        assert f"{plan['calls']} calls" in shown
+        document = found(root, "--judge", spec)
+        assert len(server.bodies) == plan["calls"]
+        bill = next(b for b in document["judging"] if b["judge"] == "plain")
+        assert bill["calls"] == plan["calls"]
+        assert found(root, "--judge", spec, "--dry-run")["calls"] == 0, "the store knows them now"
+
+
+def test_many_calls_are_made_only_by_who_says_so(
+    judged: tuple[Path, JudgeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, server = judged
+    monkeypatch.setattr("flows.cli.rescore.ASK_ABOVE", 10)
+    words = ("--judge", "model=plain,revision=other")
+    with pytest.raises(ConfigurationError, match=r"takes \d+ new calls.*--yes"):
+        calls_of(server, lambda: found(root, *words))
+    _, calls = calls_of(server, lambda: found(root, *words, "--yes"))
+    assert calls > 10
+
+
+def test_the_rubrics_of_an_answer_are_one_call_if_the_judge_is_asked_so(tmp_path: Path) -> None:
+    def together(body: dict[str, Any], _: int) -> Reply:
+        count = body["messages"][1]["content"].count("<criterion-")
+        if count > 1 or "scores" in json.dumps(body.get("response_format", {})):
+            scores = [{"criterion": i + 1, "score": 2} for i in range(count)]
+            return replace(score(2), body=json.dumps(_completion(json.dumps({"scores": scores}))))
+        return score(2)
+
+    with JudgeServer(together) as server:
+        root = tmp_path / "runs"
+        make_run(root, steps=1)
+        spec = f"model=plain,form=batched,base_url={server.base_url}"
+        document = found(root, "--judge", spec)
+        (bill,) = [b for b in document["judging"] if b["judge"] == "plain"]
+        assert bill["failed"] == 0
+        assert bill["calls"] < bill["asked"]
+        assert only(document, "judge=plain,form=batched")["unscored"]["setting"] == 0
+        again, calls = calls_of(server, lambda: found(root, "--judge", spec))
+        assert calls == 0, again["judging"]
+
+
+def _completion(text: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+
+
+def test_tokens_and_their_price_are_added_up(tmp_path: Path) -> None:
+    def counted(body: dict[str, Any], call: int) -> Reply:
+        reply = json.loads(opinion(body, call).body)
+        reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10}
+        return Reply(body=json.dumps(reply))
+
+    with JudgeServer(counted) as server:
+        root = tmp_path / "runs"
+        make_run(root, steps=1)
+        spec = f"model=plain,base_url={server.base_url}"
+        prices = ("--price-in", "2", "--price-out", "10")
+        (bill,) = [b for b in found(root, "--judge", spec, *prices)["judging"] if b["calls"]]
+        assert bill["prompt_tokens"] == 100 * len(server.bodies)
+        assert bill["cost"] == pytest.approx(len(server.bodies) * (100 * 2 + 10 * 10) / 1e6)
+
+
+def test_ctrl_c_loses_nothing_that_was_judged(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    with JudgeServer(lambda body, call: replace(opinion(body, call), delay_s=0.05)) as server:
+        make_run(root, steps=1)
+        words = ["rescore", f"workspace={root}", "judge.concurrency=4"]
+        words += ["--judge", f"model=plain,base_url={server.base_url}"]
+        process = start(*words)
+        wait_until(lambda: len(server.bodies) >= 24, "some calls")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 6
+        before = len(server.bodies)
+        done = refiner(*words, "--json")
+        assert done.code == 0, done.stderr
+        bill = next(b for b in done.json["judging"] if b["judge"] == "plain")
+        assert bill["stored"] >= before - 8, "only what was on its way is asked again"
+        assert len(server.bodies) == before + bill["calls"]
+
+
+# ---------------------------------------------------------------- several policies, evaluations
+
+
+def test_policies_on_the_same_prompts_stand_in_one_matrix(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    a = make_run(root)
+    b = make_run(root, "seed=7", "reward.paper_citation_weight=0.9")
+    document = found(root, a.run.run, b.run.run, "--rubrics", "none", "--metric", "citation")
+    matrix = document["matrix"]
+    assert len(matrix["cells"]) == 2
+    assert [s["name"][:6] for s in document["settings"]] == ["own of", "own of", "rubric"]
+    for cells in matrix["cells"].values():
+        assert set(cells) == {s["name"] for s in document["settings"]}
+        assert all(cell["denominator"] for cell in cells.values())
+    # Both have said the same, so no setting can tell them apart.
+    assert all(set(ranks.values()) == {1} for ranks in matrix["ranks"].values())
+    assert matrix["reversals"] == []
+
+
+def test_policies_on_other_prompts_do_not_unless_restricted_to_what_they_share(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "runs"
+    a, b = make_run(root, steps=1), make_run(root, "seed=7", steps=2)
+    with pytest.raises(
+        ConfigurationError, match=r"3 prompts and .* 6, 3 of them in common.*--comm"
+    ):
+        found(root, a.run.run, b.run.run)
+    document = found(root, a.run.run, b.run.run, "--common")
+    assert document["matrix"]["prompts"] == 3
+
+
+def test_models_are_compared_on_the_samples_of_their_evaluations(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    run.evaluate("evaluate-base", quality=0.0)
+    run.evaluate("evaluate-grpo", quality=0.7)
+    words = ("--from", "evaluation", "--citation-weight", "1")
+    document = found(run.workspace.root, *words)
+    assert list(document["matrix"]["cells"]) == ["base greedy", "grpo greedy"]
+    assert all(f["exact"] and f["advantages"] is None for f in document["fidelity"].values())
+    assert document["matrix"]["ranks"]["own"] == {"grpo greedy": 1, "base greedy": 2}
+    alone = found(run.workspace.root, *words, "--model", "grpo")
+    assert [p["name"] for p in alone["policies"]] == ["grpo greedy"]
+
+
+# ---------------------------------------------------------------- runs that are not whole
+
+
+def test_a_run_that_still_trains_has_what_it_has(tmp_path: Path) -> None:
+    """Of a resumed attempt that has not begun yet, what the one before has stored is read."""
+    run = RecordedRun(tmp_path / "runs", *OWN)
+    run.data()
+    number = run.claim("grpo")
+    with AttemptRun(run.workspace, run.stage("grpo").id, number, own_log=False) as attempt:
+        for step in (1, 2):
+            write_rollouts(run, attempt, build_judge(run.config.judge), step)
+    run.claim("grpo")
+    document = found(run.workspace.root, "--citation-weight", "0")
+    (policy,) = document["policies"]
+    assert policy["steps"] == [1, 2]
+    assert policy["attempt"] == number
+    assert document["fidelity"]["grpo"]["exact"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["nosuchrun"], ConfigurationError, "has no run 'nosuchrun'"),
+        (["--steps", "40-50"], ConfigurationError, "no rollouts of steps 40-50.*1 to 3"),
+        (["--steps", "some"], ConfigurationError, "--steps some is not understood"),
+        (["--judge", "gpt"], ConfigurationError, "--judge gpt is not understood"),
+        (["--judge", "none.yaml"], ConfigurationError, "none.yaml cannot be read"),
+        (["--judge", "kind=openai,model=m"], ConfigurationError, "neither an address nor a server"),
+        (["--judge", "modell=m"], ConfigurationError, "Did you mean 'judge.model'"),
+        (["--rubrics", "v33"], ConfigurationError, "no rubric set or file 'v33'"),
+        (["--citation-weight", "2"], ConfigurationError, "paper_citation_weight.*between 0 and 1"),
+        (["grpo.beta=0.1"], ConfigurationError, "does not know 'grpo.beta=0.1'"),
+        (["--baseline", "rubric=none"], ConfigurationError, "no setting 'rubric=none'"),
+        (["--from", "evaluation"], ConfigurationError, "no finished evaluation"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_way_out(
+    run: RecordedRun, words: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        rescore(run.workspace.root, *words)
+
+
+def test_a_run_without_rollouts_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has no runs"):
+        rescore(tmp_path / "none")
+    run = RecordedRun(tmp_path / "runs")
+    with pytest.raises(ConfigurationError, match=r"no stored rollouts: grpo-\w+ has not been star"):
+        rescore(run.workspace.root)
+    RecordedRun(tmp_path / "other", "stages=[data,sft]")
+    with pytest.raises(ConfigurationError, match=r"has no stage grpo.*--from eval"):
+        rescore(tmp_path / "other")
+
+
+def test_prompts_that_are_gone_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", steps=1)
+    data = run.workspace.output_dir(run.stage("data").id)
+    assert data is not None
+    (data / "rl_train.parquet").unlink()
+    with pytest.raises(DataError, match=r"rollouts are gone: data-\w+ has no rl_train"):
+        rescore(run.workspace.root)
+
+
+def test_no_model_library_is_loaded_to_rescore(run: RecordedRun) -> None:
+    script = (
+        "import sys\n"
+        "from flows.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'submitit', 'aiohttp'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy), code, file=sys.stderr)\n"
+    )
+    words = ["rescore", f"workspace={run.workspace.root}", "--citation-weight", "0"]
+    done = subprocess.run(
+        [command()[0], "-c", script, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+    )
+    assert "HEAVY [] 0" in done.stderr, done.stderr
+    assert sys.executable == command()[0]
+
+
+def test_rollouts_of_a_real_training_come_out_as_they_were_stored(
+    small: tuple[str, ...], tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    words = ("tiny", "stages=[data,grpo]", "--no-server", f"workspace={root}", *small)
+    done = refiner("run", *words, "grpo.num_training_steps=2")
+    assert done.code == 0, done.stderr
+    document = found(root, "--citation-weight", "1", "--rubrics", "v3")
+    assert document["fidelity"]["grpo"]["exact"], document["fidelity"]["grpo"]["warning"]
+    assert document["fidelity"]["grpo"]["advantages"] == 2 * 2 * 4
