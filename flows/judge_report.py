@@ -1,8 +1,8 @@
-"""A judge, measured: from the words of a person to a report and its files.
+"""A judge, measured or asked by hand: from the words of a person to a report, or to one answer.
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
-:class:`~refiner_core.judges.report.build.Report`, and ``report.md`` with ``report.json``. Past the
-workspace's store: answers that are kept would repeat themselves for ever.
+:class:`~refiner_core.judges.report.build.Report`, and ``report.md`` with ``report.json``; or an
+:class:`Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from infra import atomic
 from infra.workspace import Workspace
@@ -24,12 +25,20 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.plan import judge_service
-from refiner_core.contract.types import Endpoint, Judge, PromptRow
+from refiner_core.contract.types import (
+    Endpoint,
+    Judge,
+    Judgement,
+    JudgeRequest,
+    JudgeUsage,
+    PromptRow,
+)
 from refiner_core.judges.build import Surroundings, build_judge
 from refiner_core.judges.report.build import Options, Report, judge_report
 from refiner_core.judges.report.material import Material, run_material, shipped_material
 from refiner_core.judges.report.text import markdown
 from refiner_core.judges.store import MemoryStore
+from refiner_core.judges.usage import usage_of, usage_to_json
 
 if TYPE_CHECKING:
     from flows.rescoring.reading import Policy
@@ -40,7 +49,9 @@ QUESTIONS = 20
 ANSWERS = 2
 #: A person waits: a server that is gone is not waited for as long as a training would.
 PATIENCE_S = 20.0
+SHORT_S = 5.0
 
+Kind = Literal["rubric", "citation_recall", "citation_needed", "citation_precision"]
 Endpoints = Callable[[], Sequence[Endpoint]]
 REPORT, TEXT = "report.json", "report.md"
 
@@ -88,12 +99,7 @@ def make_report(
         Nobody answered.
     """
     config, material = _material(wanted)
-    check_config(config)
-    other = None
-    if wanted.against:
-        changed = apply_overrides(config, wanted.against)
-        check_config(changed)
-        other = changed.judge
+    other = _checked(config, wanted.against).judge if wanted.against else None
     named = [material.name, str(wanted.sample), str(wanted.repeats)]
     with ExitStack() as servers:
         endpoints = functools.cache(functools.partial(_endpoints, wanted.workspace, servers))
@@ -120,28 +126,15 @@ def write_report(made: Made, folder: Path) -> None:
     atomic.write_text(folder / REPORT, text + "\n")
 
 
-def judge_by_overrides(overrides: Sequence[str]) -> JudgeConfig:
-    """The judge of a recipe that says nothing but this, checked.
-
-    Raises
-    ------
-    ConfigurationError
-        A field that does not fit.
-    """
-    config = apply_overrides(RecipeConfig(), overrides)
-    check_config(config)
-    return config.judge
-
-
 # ---------------------------------------------------------------- material
 
 
 def _material(wanted: Wanted) -> tuple[RecipeConfig, Material]:
     """The configuration to judge by, and what is judged."""
     if wanted.run is None:
-        return apply_overrides(RecipeConfig(), wanted.overrides), shipped_material(wanted.sample)
+        return _checked(RecipeConfig(), wanted.overrides), shipped_material(wanted.sample)
     policies = _policies(wanted)
-    config = apply_overrides(policies[0].config, wanted.overrides)
+    config = _checked(policies[0].config, wanted.overrides)
     answers = _answers(policies, wanted.sample or QUESTIONS)
     material = run_material(f"answers of run {wanted.run.run}", answers, config.reward)
     if not material.items:
@@ -216,3 +209,106 @@ def _endpoints(workspace: Workspace, servers: ExitStack, config: JudgeConfig) ->
     lease = Lease(workspace.layout.service(service.id), hand_holder())
     servers.enter_context(HeldLease(lease))
     return functools.partial(live_endpoints, workspace, service.id, config)
+
+
+# ---------------------------------------------------------------- one question
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question by hand. ``usage`` is None of a judge that is no server; ``schema`` says whether
+    the server took the schema of the reply."""
+
+    request: JudgeRequest
+    judgement: Judgement
+    judge: str
+    seconds: float
+    usage: JudgeUsage | None
+    schema: str
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "version": 1,
+            "judge": self.judge,
+            "request": asdict(self.request),
+            **asdict(self.judgement),
+            "seconds": self.seconds,
+            "schema": self.schema,
+            "usage": None if self.usage is None else usage_to_json(self.usage),
+        }
+
+
+def ask_once(
+    workspace: Workspace,
+    overrides: Sequence[str],
+    kind: Kind,
+    given: tuple[str | None, str | None, str | None],
+    paused: Callable[[str], None],
+) -> Asked:
+    """Ask a judge one question. ``given`` are question, answer and criterion; where none of them
+    is, an example of the kind is asked.
+
+    Raises
+    ------
+    ConfigurationError
+        A field that does not fit, or a server that refuses.
+    JudgeOutage
+        Nobody answered within a few seconds.
+    """
+    config = _checked(RecipeConfig(), overrides).judge
+    question, text, reference = given
+    request = _example(kind)
+    if any(part is not None for part in given):
+        request = JudgeRequest(kind, question or "", text or "", reference or "")
+        _require_said(request)
+    with ExitStack() as servers:
+        endpoints = _endpoints(workspace, servers, config)
+        judge = _judge(replace(config, outage_patience_s=SHORT_S), endpoints, paused)
+        try:
+            began = time.perf_counter()
+            (judgement,) = judge.judge([request])
+            seconds = time.perf_counter() - began
+            usage = usage_of(judge)
+        finally:
+            getattr(judge, "close", lambda: None)()
+    named = config.model if config.kind == "lexical" else f"{config.model} ({config.form})"
+    schema = _schema_taken(config, usage)
+    return Asked(request, judgement, named, seconds, usage, schema)
+
+
+def _example(kind: Kind) -> JudgeRequest:
+    return next(i.request for i in shipped_material().items if i.request.kind == kind)
+
+
+def _require_said(request: JudgeRequest) -> None:
+    needs = {"--answer": request.text}
+    if request.kind != "citation_needed":
+        needs["--criterion"] = request.reference
+    if request.kind == "rubric":
+        needs["--question"] = request.question
+    if lacking := [name for name, text in needs.items() if not text.strip()]:
+        raise ConfigurationError(
+            f"A question of the kind {request.kind} lacks {', '.join(lacking)}",
+            expected="all of its parts, or none of them for an example",
+            fix="add " + " ".join(f"{name} TEXT" for name in lacking),
+        )
+
+
+def _schema_taken(config: JudgeConfig, usage: JudgeUsage | None) -> str:
+    if usage is None or config.structured_output == "none":
+        return "not asked for"
+    refused = [s for s in usage.answers if s != 200 and 400 <= s < 500 and s not in (408, 429)]
+    if refused and 200 in usage.answers:
+        return f"refused (HTTP {refused[0]}), answered without"
+    return "taken" if 200 in usage.answers else "unknown"
+
+
+def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
+    """With overrides. Who gives an address means a judge that is served."""
+    given = {text.partition("=")[0].strip() for text in overrides}
+    addressed = given & {"judge.base_url", "judge.base_urls"} and "judge.kind" not in given
+    words = [*overrides, *(["judge.kind=openai"] if addressed else [])]
+    changed = apply_overrides(config, words)
+    check_config(changed)
+    return changed

@@ -29,6 +29,7 @@
       code/<digest>/                          code snapshots
       batches/<comment>/                      submitit's files of an array of jobs
       rescores/<id>/                          what `refiner rescore` has found
+      judge-reports/<id>/                     what `refiner judge report` has found
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
@@ -289,6 +290,11 @@ class Layout:
     def rescores(self) -> Path:
         """One folder per question that `refiner rescore` was asked."""
         return self.data / "rescores"
+
+    @property
+    def judge_reports(self) -> Path:
+        """One folder per judge and material that `refiner judge report` has measured."""
+        return self.data / "judge-reports"
 
     @property
     def judgements(self) -> Path:

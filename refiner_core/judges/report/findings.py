@@ -112,6 +112,11 @@ def number(value: Estimate | None) -> str:
     return _written(value, "{:+.3f}".format)
 
 
+def size(value: Estimate | None) -> str:
+    """A number that is never below zero, with its interval."""
+    return _written(value, "{:.3f}".format)
+
+
 def share(value: Estimate | None) -> str:
     """A share in percent, as a fraction, with its interval."""
     if value is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from refiner_core.judges.report.agreement import Agreement, Kappa
 from refiner_core.judges.report.asking import LANES, Cost
 from refiner_core.judges.report.build import Report
-from refiner_core.judges.report.findings import number, share
+from refiner_core.judges.report.findings import number, share, size
 from refiner_core.judges.report.measures import FEWEST, Shift
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
@@ -34,16 +34,19 @@ def sections(report: Report) -> list[Section]:
     if report.repeatability:
         found.append(_repeatability(report))
     if report.gold:
-        found.append(_agreement("Agreement with the labels of the set", report.gold, "labels"))
+        words = "Mean difference: the judge minus the labels."
+        found.append(_agreement("Agreement with the labels of the set", report.gold, words))
     if report.judges:
-        found.append(_agreement("Agreement with the other judge", report.judges, "the first"))
+        words = "Mean difference: the other judge minus this one."
+        found.append(_agreement("Agreement with the other judge", report.judges, words))
     if report.gold_against:
-        found.append(
-            _agreement("The other judge and the labels of the set", report.gold_against, "labels")
-        )
+        words = "Mean difference: the other judge minus the labels."
+        title = "The other judge and the labels of the set"
+        found.append(_agreement(title, report.gold_against, words))
     if report.forms is not None:
-        found.append(_agreement("One rubric a call against all of them", {"rubric": report.forms},
-                                "one a call"))  # fmt: skip
+        words = "Mean difference: all rubrics in a call minus one rubric a call."
+        title = "One rubric a call against all of them in one"
+        found.append(_agreement(title, {"rubric": report.forms}, words))
     found += [_shifts(report), _attacks(report), _costs(report)]
     return found
 
@@ -99,7 +102,7 @@ def _findings(report: Report) -> Section:
 def _repeatability(report: Report) -> Section:
     repeats = report.repeatability["all"].repeats
     rows = tuple(
-        (kind, share(found.identical), number(found.difference), str(found.left_out))
+        (kind, share(found.identical), size(found.difference), str(found.left_out))
         for kind, found in report.repeatability.items()
     )
     words = (f"Everything was asked {repeats} times, each time as if for the first.",)
@@ -107,7 +110,7 @@ def _repeatability(report: Report) -> Section:
     return Section("Repeatability", words, header, rows)
 
 
-def _agreement(title: str, found: Mapping[str, Agreement], first: str) -> Section:
+def _agreement(title: str, found: Mapping[str, Agreement], words: str) -> Section:
     rows = tuple(
         (
             kind,
@@ -119,7 +122,7 @@ def _agreement(title: str, found: Mapping[str, Agreement], first: str) -> Sectio
         )
         for kind, agreement in found.items()
     )
-    return Section(title, (f"Differences are from {first} to the second.",), _AGREEMENT, rows)
+    return Section(title, (words,), _AGREEMENT, rows)
 
 
 def _shifts(report: Report) -> Section:

@@ -1,0 +1,199 @@
+"""`refiner judge ask` and `refiner judge report`: what a judge says, and what that is worth."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flows.cli.options import (
+    json_option,
+    print_json,
+    print_table,
+    split_workspace,
+    until_nobody_reads,
+)
+
+if TYPE_CHECKING:
+    from flows.judge_report import Asked, Made, Wanted
+    from refiner_core.judges.report.text import Section
+
+_KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
+
+
+@click.command("report")
+@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="a second judge: fields that differ from the first; may be given several times",
+)
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="at most N questions "
+              "(default: 20 of a run, all of the shipped set)")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=3, metavar="K", show_default=True,
+              help="how often everything is asked as it is")  # fmt: skip
+@click.option("--out", metavar="DIR", help="where report.md and report.json go "
+              "(default: WORKSPACE/judge-reports/ID where there is a workspace)")  # fmt: skip
+@json_option
+def report_command(
+    words: tuple[str, ...],
+    against: tuple[str, ...],
+    sample: int | None,
+    repeats: int,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Measure a judge on answers of RUN, or on a small set with gold scores that refiner brings.
+
+    Repeatability, agreement with gold scores and with a second judge, bias by order and by length,
+    resistance to hostile answers, seconds and tokens a judgement: each number with its n and its
+    interval. The judge is RUN's own (lexical without a run), changed by KEY=VALUE.
+    """
+    from flows.judge_report import make_report, write_report
+
+    wanted = _wanted(words, against, sample, repeats)
+    made = make_report(wanted, _told, _Pauses())
+    folder = _folder(wanted, made, out)
+    if folder is not None:
+        write_report(made, folder)
+    if as_json:
+        kept = None if folder is None else str(folder)
+        print_json({**made.report.to_json(), "id": made.name, "folder": kept})
+        return
+    with until_nobody_reads():
+        _show(made)
+    if folder is None:
+        click.echo("\nNothing was written: there is no workspace; --out DIR keeps it.", err=True)
+    else:
+        click.echo(f"\nWritten: {folder}/report.md, report.json", err=True)
+    if not against:
+        words = (*words, "--against", "judge.model=OTHER")
+        click.echo(f"Next:\n  {shlex.join(['refiner', 'judge', 'report', *words])}", err=True)
+
+
+@click.command("ask")
+@click.argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
+@click.option("--question", metavar="TEXT")
+@click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
+@click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
+              "a source")  # fmt: skip
+@click.option("--kind", type=click.Choice(_KINDS), default="rubric", show_default=True)
+@json_option
+def ask_command(
+    words: tuple[str, ...],
+    question: str | None,
+    answer: str | None,
+    criterion: str | None,
+    kind: Any,
+    as_json: bool,
+) -> int:
+    """Ask a judge one question by hand, such as `refiner judge ask
+    judge.base_url=http://127.0.0.1:8000/v1 judge.model=NAME`.
+
+    Without --question, --answer and --criterion it is asked an example. Exit code: 0 when there is
+    a score, 1 when the judge gave none.
+    """
+    from flows.judge_report import ask_once
+    from infra.workspace import Workspace
+
+    where, overrides = split_workspace(words)
+    given = (question, answer, criterion)
+    asked = ask_once(Workspace.read_only(where), overrides, kind, given, _Pauses())
+    if as_json:
+        print_json(asked.to_json())
+    else:
+        _say(asked)
+    return 0 if asked.judgement.status == "scored" else 1
+
+
+# ---------------------------------------------------------------- what was asked for
+
+
+def _wanted(
+    words: Sequence[str], against: Sequence[str], sample: int | None, repeats: int
+) -> Wanted:
+    from flows.judge_report import Wanted
+    from flows.status import find_run
+    from infra.workspace import Workspace
+    from refiner_core.contract.errors import ConfigurationError
+
+    where, rest = split_workspace(words)
+    workspace = Workspace.read_only(where)
+    names = [word for word in rest if "=" not in word]
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"`refiner judge report` measures on one run, not on {len(names)}.",
+            expected="the id of a run, or none for the set that comes with refiner",
+            fix="name one of " + ", ".join(names),
+        )
+    return Wanted(
+        workspace=workspace,
+        run=find_run(workspace, names[0]) if names else None,
+        overrides=tuple(word for word in rest if "=" in word),
+        against=tuple(against),
+        sample=sample,
+        repeats=repeats,
+    )
+
+
+def _folder(wanted: Wanted, made: Made, out: str | None) -> Path | None:
+    if out is not None:
+        return Path(out).expanduser().absolute()
+    layout = wanted.workspace.layout
+    return layout.judge_reports / made.name if layout.format_file.exists() else None
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def _told(what: str, count: int) -> None:
+    click.echo(f"asking {count}: {what}", err=True)
+
+
+class _Pauses:
+    """Says once why nothing goes on."""
+
+    def __init__(self) -> None:
+        self._said = ""
+
+    def __call__(self, why: str) -> None:
+        if why and why != self._said:
+            self._said = why
+            click.echo(why, err=True)
+
+
+def _show(made: Made) -> None:
+    from refiner_core.judges.report.text import about, sections
+
+    for line in about(made.report):
+        click.echo(line)
+    for section in sections(made.report):
+        _show_section(section)
+
+
+def _show_section(section: Section) -> None:
+    click.echo(f"\n{section.title}")
+    if section.rows:
+        print_table(section.rows, section.header)
+    for words in section.words:
+        click.echo(words)
+
+
+def _say(asked: Asked) -> None:
+    judgement = asked.judgement
+    if judgement.score is None:
+        click.echo(f"no score     {judgement.detail}")
+    else:
+        click.echo(f"score        {judgement.score:g} (0 is worst or untrue, 1 best or true)")
+    click.echo(f"judge        {asked.judge}")
+    click.echo(f"seconds      {asked.seconds:.3f}")
+    if asked.usage is not None:
+        used = asked.usage
+        click.echo(f"tokens       {used.prompt_tokens} read, {used.completion_tokens} written")
+        click.echo(f"schema       {asked.schema}")
+        if used.retries:
+            click.echo(f"tries        {used.calls}")
