@@ -182,8 +182,13 @@ def judge_of(spec: str, base: RecipeConfig) -> tuple[str, JudgeConfig]:
         start = replace(base, judge=JudgeConfig())
     elif given.get("model", base.judge.model) != base.judge.model:
         start = replace(base, judge=replace(base.judge, revision=None))
-    judge = apply_overrides(start, [f"judge.{k}={v}" for k, v in given.items()]).judge
+    judge = apply_overrides(start, [f"judge.{k}={_quoted(v)}" for k, v in given.items()]).judge
     return _judge_name(given), judge
+
+
+def _quoted(value: str) -> str:
+    """A JSON object is text to a judge, and not a section."""
+    return "'" + value.replace("'", "''") + "'" if value.startswith("{") else value
 
 
 def _judge_name(given: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ Rewards that differ by rounding alone are equal, as they are in training.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, estimate
+from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, Kind, estimate
 from refiner_core.rescoring.rollouts import StoredRollout, groups_of
 from refiner_core.rescoring.scores import METRICS, Scores
 from refiner_core.training.advantages import EQUAL_REWARDS
@@ -105,13 +106,13 @@ def compare(
     ]
 
     def share(table: Sequence[dict[str, Any]], name: str) -> Estimate | None:
-        return estimate(table, name, kind="yes_no", resamples=resamples, seed=seed)
+        return _estimate(table, name, "yes_no", resamples, seed)
 
     return Comparison(
         spearman=pooled_spearman(
             first.advantages, second.advantages, prompts, resamples=resamples, seed=seed
         ),
-        kendall=estimate(rows, "tau", resamples=resamples, seed=seed),
+        kendall=_estimate(rows, "tau", "number", resamples, seed),
         best_changed=share(rows, "changed"),
         best_differs=share(rows, "differs"),
         no_signal=Beside(
@@ -141,7 +142,7 @@ def no_signal(
         }
         for name, members in groups_of(rollouts).items()
     ]
-    return estimate(rows, "flat", kind="yes_no", resamples=resamples, seed=seed)
+    return _estimate(rows, "flat", "yes_no", resamples, seed)
 
 
 def mean_of(
@@ -156,7 +157,20 @@ def mean_of(
         {"sample_id": rollout.prompt.sample_id, "value": value}
         for rollout, value in zip(rollouts, values, strict=True)
     ]
-    return estimate(rows, "value", resamples=resamples, seed=seed)
+    return _estimate(rows, "value", "number", resamples, seed)
+
+
+def _estimate(
+    rows: Sequence[dict[str, Any]], name: str, kind: Kind, resamples: int, seed: int
+) -> Estimate | None:
+    """Of few or nearly equal groups BCa has no interval, and SciPy says so in a warning; the
+    estimate has its percentiles then."""
+    from scipy.stats import DegenerateDataWarning
+
+    with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        warnings.filterwarnings("ignore", "Degrees of freedom", RuntimeWarning)
+        return estimate(rows, name, kind=kind, resamples=resamples, seed=seed)
 
 
 def _means(

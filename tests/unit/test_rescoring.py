@@ -1,0 +1,494 @@
+"""Rescoring: what is asked again and what is not, and numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kendalltau, spearmanr
+
+from flows.rescoring.asking import JudgePlan, _chunks
+from flows.rescoring.reading import with_legacy_values
+from flows.rescoring.settings import Options, make_settings, own_setting, rubrics_of
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
+from refiner_core.rescoring.agreement import judges_agree
+from refiner_core.rescoring.compare import (
+    best_samples,
+    compare,
+    kendall_tau_b,
+    pooled_spearman,
+)
+from refiner_core.rescoring.document import comparison_json, matrix_json, plain
+from refiner_core.rescoring.figure import Cloud, draw
+from refiner_core.rescoring.matrix import common_prompts, make_matrix
+from refiner_core.rescoring.questions import (
+    NobodyToAsk,
+    RecordedJudge,
+    judge_identity,
+    keys_of,
+    questions_of,
+    recorded,
+)
+from refiner_core.rescoring.rollouts import (
+    StoredRollout,
+    from_training,
+    some_groups,
+)
+from refiner_core.rescoring.scores import Scores, fidelity, scores_under
+from refiner_core.training.advantages import group_advantages
+
+EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
+
+
+def rollout(group: str, index: int, text: str = "", **more: Any) -> StoredRollout:
+    prompt = PromptRow(group.split("/")[-1], f"{group}?", EVIDENCE, (), "")
+    fields: dict[str, Any] = {
+        "step": 1, "text": text, "stopped": True, "status": "scored", "total": None,
+        "advantage": None, "components": {}, "judgements": (), **more,
+    }  # fmt: skip
+    return StoredRollout(group=group, sample_index=index, prompt=prompt, **fields)
+
+
+def scored(totals: Sequence[Sequence[float | None]]) -> tuple[list[StoredRollout], Scores]:
+    """Groups of totals, as rollouts and their scores."""
+    rollouts = [
+        rollout(f"g{g}", i) for g, members in enumerate(totals) for i in range(len(members))
+    ]
+    groups = [group_advantages(members) for members in totals]
+    flat = tuple(t for members in totals for t in members)
+    return rollouts, Scores(
+        totals=flat,
+        advantages=tuple(a for group in groups for a in group.values),
+        statuses=tuple("unscored" if t is None else "scored" for t in flat),
+        components=tuple({"rubric": t or 0.0} for t in flat),
+        judgements=((),) * len(flat),
+        dropped={f"g{g}": group.dropped for g, group in enumerate(groups)},
+    )
+
+
+# ---------------------------------------------------------------- numbers by hand
+
+
+def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
+    rollouts, first = scored([[0, 1, 2, 3], [5, 5, 1, 1], [4, 4, 4, 4], [1, 2, None, None]])
+    _, second = scored([[3, 1, 2, 0], [5, 4, 1, 1], [1, 2, 3, 4], [2, 1, 7, None]])
+    found = compare(rollouts, first, second, resamples=50)
+    assert found.best_changed is not None
+    assert found.best_differs is not None
+    # g0: best 3 -> 0, lost. g1: {0, 1} -> {0}, differs. g2: all -> {3}, differs. g3: 1 -> 0, lost.
+    assert (found.best_changed.numerator, found.best_changed.denominator) == (2, 4)
+    assert (found.best_differs.numerator, found.best_differs.denominator) == (4, 4)
+    baseline, setting = found.no_signal
+    assert baseline is not None
+    assert setting is not None
+    assert (baseline.numerator, baseline.denominator) == (1, 4), "g2 taught nothing"
+    assert (setting.numerator, setting.denominator) == (0, 4)
+    assert found.sign_changed is not None
+    # g0: samples 0 and 3 change sides. g1: none does. g2: there was no sign before. g3: sample 1
+    # was above the mean, and is below the one that the third sample's 7 has raised.
+    assert (found.sign_changed.numerator, found.sign_changed.denominator) == (3, 14)
+    # Kendall: g0 has 6 pairs of which 1 agrees: (1 - 5) / 6. g1: of the 6 pairs, 2 are ties in
+    # the first and 1 in the second; the 4 others agree: 4 / sqrt(4 * 5). g2: no order. g3: -1.
+    assert found.kendall is not None
+    assert found.kendall.denominator == 3
+    assert found.kendall.numerator == pytest.approx(-4 / 6 + 4 / math.sqrt(20) - 1)
+    assert found.unscored == (2, 1)
+    means = found.means["total"]
+    assert means.first is not None
+    assert means.first.value == pytest.approx((6 + 12 + 16 + 3) / 14)
+
+
+def test_ties_by_rounding_are_ties() -> None:
+    assert best_samples([0.3, 0.1 + 0.2, 0.2]) == {0, 1}
+    assert kendall_tau_b([0.3, 0.1 + 0.2], [1.0, 2.0]) is None
+    assert best_samples([-5.0]) == {0}
+
+
+TOTALS = st.lists(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.5, 10.0]), min_size=2, max_size=5),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12))
+def test_correlations_are_those_of_scipy(pairs: list[tuple[int, int]]) -> None:
+    a, b = ([float(p[i]) for p in pairs] for i in (0, 1))
+    tau, rho = kendall_tau_b(a, b), pooled_spearman(a, b, ["p"] * len(a)).value
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        assert tau is None
+        assert rho is None
+        return
+    assert tau == pytest.approx(kendalltau(a, b).statistic)
+    assert rho == pytest.approx(spearmanr(a, b).statistic)
+
+
+@settings(max_examples=40)
+@given(TOTALS)
+def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
+    rollouts, scores = scored(totals)
+    found = compare(rollouts, scores, scores, resamples=20)
+    assert found.spearman.value is None or found.spearman.value == pytest.approx(1.0)
+    assert found.kendall is None or found.kendall.value == pytest.approx(1.0)
+    for share in (found.best_changed, found.best_differs, found.sign_changed):
+        assert share is not None
+        assert share.numerator == 0
+    assert found.no_signal.first == found.no_signal.second
+
+
+@settings(max_examples=40)
+@given(TOTALS, st.randoms(use_true_random=False), st.data())
+def test_the_order_of_groups_and_samples_does_not_matter(
+    totals: list[list[float]], order: Any, data: st.DataObject
+) -> None:
+    other = [
+        data.draw(st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=len(g), max_size=len(g)))
+        for g in totals
+    ]
+    rollouts, first = scored(totals)
+    _, second = scored(other)
+    before = compare(rollouts, first, second, resamples=1)
+    places = list(range(len(rollouts)))
+    order.shuffle(places)
+    after = compare(
+        [rollouts[i] for i in places], _taken(first, places), _taken(second, places), resamples=1
+    )
+    for name in ("best_changed", "best_differs", "sign_changed", "kendall"):
+        a, b = getattr(before, name), getattr(after, name)
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.value == pytest.approx(b.value)
+            assert a.denominator == b.denominator
+    assert before.spearman.value == pytest.approx(after.spearman.value)
+
+
+def _taken(scores: Scores, places: Sequence[int]) -> Scores:
+    parts = ("totals", "advantages", "statuses", "components", "judgements")
+    return Scores(
+        *(tuple(getattr(scores, name)[i] for i in places) for name in parts),
+        dropped=scores.dropped,
+    )
+
+
+def test_an_interval_is_over_prompts_not_samples() -> None:
+    """Forty copies of the same few samples know no more than the prompts that they are of."""
+    a = [0.0, 1.0, 2.0, 1.0, 0.0, 2.0, 1.0, 2.0] * 5
+    b = [0.0, 1.0, 2.0, 2.0, 1.0, 0.0, 1.0, 2.0] * 5
+    few = pooled_spearman(a, b, ["p", "q", "r", "s"] * 10, resamples=300)
+    many = pooled_spearman(a, b, [str(i) for i in range(40)], resamples=300)
+    assert few.prompts == 4
+    assert few.value == many.value
+    assert few.low is not None
+    assert few.low < few.value < (few.high or 0.0)
+
+
+# ---------------------------------------------------------------- what is known and what is asked
+
+
+class Asked:
+    """Keeps what it is asked; its score says which question it was."""
+
+    def __init__(self) -> None:
+        self.requests: list[JudgeRequest] = []
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        first = len(self.requests)
+        self.requests += requests
+        return [Judgement("scored", (first + i) / 100) for i in range(len(requests))]
+
+
+def ask(text: str, criterion: str) -> JudgeRequest:
+    return JudgeRequest("rubric", "q", text, criterion)
+
+
+def test_only_new_questions_are_asked_and_each_once() -> None:
+    known = {ask("t", "a"): [Judgement("scored", 0.5)]}
+    nobody = Asked()
+    judge = RecordedJudge(known, nobody)
+    answers = judge.judge([ask("t", "b"), ask("t", "a"), ask("t", "b")])
+    assert nobody.requests == [ask("t", "b")]
+    assert [a.score for a in answers] == [0.0, 0.5, 0.0]
+    assert (judge.reused, judge.passed_on) == (1, 1)
+
+
+def test_each_rollout_gets_back_its_own_judgement() -> None:
+    """A judge that is no longer sure has said two things of one question."""
+    known = {ask("t", "a"): [Judgement("scored", 0.0), Judgement("scored", 1.0)]}
+    judge = RecordedJudge(known, NobodyToAsk())
+    assert [j.score for j in judge.judge([ask("t", "a"), ask("t", "a")])] == [0.0, 1.0]
+
+
+def test_a_failure_that_is_known_stays_one() -> None:
+    judge = RecordedJudge({ask("t", "a"): [Judgement("failed", None)]}, Asked())
+    (answer,) = judge.judge([ask("t", "a")])
+    assert answer.score is None
+
+
+def test_judged_together_a_rubric_is_known_only_in_the_same_company() -> None:
+    one, two = ask("t", "a"), ask("t", "b")
+    keys = keys_of([one, two], batched=True)
+    known = {key: [Judgement("scored", 1.0)] for key in keys}
+    again = Asked()
+    RecordedJudge(known, again, batched=True).judge([one, two])
+    assert again.requests == []
+    RecordedJudge(known, again, batched=True).judge([one, two, ask("t", "c")])
+    assert again.requests == [one, two, ask("t", "c")]
+    alone = JudgeRequest("citation_needed", "q", "t")
+    assert keys_of([alone], batched=True) == [alone]
+
+
+def test_questions_are_cut_into_pieces_without_parting_an_answers_rubrics() -> None:
+    config = JudgeConfig(kind="openai", form="batched", concurrency=1)
+    plan = JudgePlan("m", config, {})
+    for answer in range(300):
+        plan.need([ask(f"t{answer}", c) for c in "abc"])
+    plan.need([ask("t0", c) for c in "ab"])  # under another setting: other company
+    pieces = [requests for _, requests in _chunks(plan)]
+    assert len(pieces) > 1
+    assert sum(map(len, pieces)) == 902
+    for before, after in pairwise(pieces):
+        assert before[-1].text != after[0].text
+    for keys, requests in _chunks(plan):
+        assert keys_of(requests, batched=True) == keys, "what is asked is what is known then"
+
+
+ANSWER = "<answer>Well now. <snippet id=a>one two three</snippet></answer>"
+RUBRICS = json.dumps([{"title": "R", "description": 'says "one"', "weight": 1}])
+
+
+def stored_by(judge: Any, reward: RewardConfig, texts: Sequence[str]) -> list[StoredRollout]:
+    prompt = PromptRow("p", "q", EVIDENCE, (), RUBRICS)
+    blank = [
+        StoredRollout("g", 1, i, prompt, t, True, "scored", None, None, {}, ())
+        for i, t in enumerate(texts)
+    ]
+    scores = scores_under(blank, reward, judge, "standard")
+    rows = [
+        {
+            "step": 1, "prompt_index": 0, "sample_id": "p", "sample_index": i,
+            "response_text": text, "finish_reason": "stop", "status": scores.statuses[i],
+            "reward": scores.totals[i], "advantage": scores.advantages[i],
+            "judgements": json.dumps(list(scores.judgements[i])),
+            **{f"reward/{k}": v for k, v in scores.components[i].items()},
+        }
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    return from_training(rows, [prompt])
+
+
+def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> None:
+    reward = RewardConfig()
+    rollouts = stored_by(Asked(), reward, [ANSWER, ANSWER.replace("Well", "So"), "none"])
+    questions = questions_of(rollouts, reward)
+    assert [len(q) for q in questions] == [4, 4, 0], "a malformed answer is not asked about"
+    found = recorded(rollouts, questions)
+    assert (found.used, found.unused) == (8, 0)
+    again = scores_under(rollouts, reward, RecordedJudge(found.known, NobodyToAsk()), "standard")
+    proof = fidelity(rollouts, again)
+    assert proof.exact
+    assert proof.warning() == ""
+
+
+def test_other_rubrics_ask_only_for_themselves() -> None:
+    reward = RewardConfig()
+    rollouts = stored_by(Asked(), reward, [ANSWER])
+    known = recorded(rollouts, questions_of(rollouts, reward)).known
+    other = Asked()
+    scores_under(
+        rollouts, RewardConfig(rubric_source="static"), RecordedJudge(known, other), "standard"
+    )
+    assert {r.kind for r in other.requests} == {"rubric"}
+
+
+def test_a_judgement_that_nobody_asks_for_any_more_is_counted() -> None:
+    reward = RewardConfig(rubric_source="instance+static")
+    rollouts = stored_by(Asked(), reward, [ANSWER])
+    found = recorded(rollouts, questions_of(rollouts, RewardConfig()))
+    assert found.unused > 0
+    again = scores_under(rollouts, RewardConfig(), RecordedJudge(found.known, NobodyToAsk()),
+                         "standard")  # fmt: skip
+    warning = fidelity(rollouts, again, unused=found.unused).warning()
+    assert f"{found.unused} stored judgements answer questions that are not asked" in warning
+
+
+def test_what_rounding_changes_is_told_from_what_the_code_changes() -> None:
+    rollouts = stored_by(Asked(), RewardConfig(), [ANSWER, ANSWER.replace("Well", "So")])
+    exact = Scores(
+        tuple(r.total for r in rollouts), tuple(r.advantage for r in rollouts), (), (), ()
+    )
+    assert fidelity(rollouts, exact).exact
+    totals = [r.total for r in rollouts]
+    near = Scores((math.nextafter(totals[0] or 0.0, 99.0), totals[1]), exact.advantages, (), (), ())
+    found = fidelity(rollouts, near)
+    assert not found.exact
+    assert found.sound
+    assert "up to rounding alone" in found.warning()
+    gone = fidelity(rollouts, Scores((None, totals[1]), exact.advantages, (), (), ()))
+    assert not gone.sound
+    assert "1 of 2 totals differ" in gone.warning()
+
+
+def test_a_prompt_that_is_not_there_is_named() -> None:
+    row = {"step": 1, "prompt_index": 3, "sample_id": "p9", "reward": 1.0}
+    with pytest.raises(DataError, match="prompt p9"):
+        from_training([row], [PromptRow("p1", "", "", (), "")])
+
+
+def test_fewer_groups_are_a_part_of_more() -> None:
+    rollouts = [rollout(f"g{g}", i) for g in range(9) for i in range(3)]
+    names = [{r.group for r in some_groups(rollouts, n)} for n in (2, 5, 99)]
+    assert names[0] < names[1] < names[2]
+    assert [len(n) for n in names] == [2, 5, 9]
+
+
+# ---------------------------------------------------------------- judges and settings
+
+
+def test_two_judges_are_the_same_if_nothing_differs_that_decides_a_judgement() -> None:
+    judge = JudgeConfig(kind="openai", model="m", base_url="http://a/v1")
+    elsewhere = JudgeConfig(kind="openai", model="m", base_url="http://b/v1", max_failed_share=0.9)
+    assert judge_identity(judge) == judge_identity(elsewhere)
+    for other in (
+        JudgeConfig(kind="openai", model="n"),
+        JudgeConfig(kind="openai", model="m", temperature=1.0),
+        JudgeConfig(kind="openai", model="m", form="batched"),
+    ):
+        assert judge_identity(other) != judge_identity(judge)
+    assert judge_identity(judge, "older") != judge_identity(judge), "its prompts were others"
+
+
+def test_a_rubric_set_stands_beside_instance_rubrics_where_the_run_has_them() -> None:
+    for had, gets in (
+        ("instance", "instance+static"),
+        ("instance+static", "instance+static"),
+        ("static", "static"),
+        ("none", "static"),
+    ):
+        assert rubrics_of("v3", RewardConfig(rubric_source=had)).rubric_source == gets  # type: ignore[arg-type]
+    assert rubrics_of("static:v3", RewardConfig()).rubric_source == "static"
+    assert rubrics_of("none", RewardConfig()).rubric_source == "none"
+
+
+def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> None:
+    base = RecipeConfig(
+        judge=JudgeConfig(kind="openai", model="big", revision="r1", base_url="http://a/v1")
+    )
+    file = tmp_path / "strict.yaml"
+    file.write_text("judge: {kind: openai, model: small, base_url: 'http://b/v1'}\n")
+    extra = 'extra_body={"a": 1, "b": 2}'
+    specs = ("lexical", str(file), f"model=org/other,{extra}", "prompt=v1,temperature=0.5")
+    lexical, strict, other, own = make_settings(base, Options(judges=specs))
+    assert [s.name for s in (lexical, strict)] == ["judge=lexical", "judge=strict"]
+    assert strict.judge.model == "small"
+    assert other.judge.base_url == "http://a/v1", "asked where the run's own judge is"
+    assert other.judge.revision is None, "a revision is one of its model"
+    assert json.loads(other.judge.extra_body) == {"a": 1, "b": 2}
+    assert (own.judge.model, own.judge.temperature) == ("big", 0.5)
+    with pytest.raises(ConfigurationError, match="gpt is not understood"):
+        make_settings(base, Options(judges=("gpt",)))
+
+
+def test_where_a_judge_is_asked_is_no_setting() -> None:
+    base = RecipeConfig(judge=JudgeConfig(kind="openai", model="m", base_url="http://a/v1"))
+    where = ("judge.base_url=http://b/v1", "judge.concurrency=3")
+    assert make_settings(base, Options(overrides=where)) == []
+    assert own_setting(base, where).judge.base_url == "http://b/v1"
+    (setting,) = make_settings(base, Options(overrides=(*where, "reward.verification_reward=1")))
+    assert setting.name == "reward.verification_reward=1"
+    assert setting.judge.concurrency == 3
+
+
+def test_options_that_a_run_did_not_know_are_as_they_were_then() -> None:
+    """A default of today may be another one than what older versions did."""
+    values = with_legacy_values({"judge": {"kind": "openai"}, "reward": {}, "seed": 1})
+    assert values["judge"]["structured_output"] == "none"
+    assert values["reward"]["instance_rubrics_only"] is False
+    assert JudgeConfig().structured_output == "auto"
+
+
+# ---------------------------------------------------------------- matrix, tables, figure
+
+
+def policy(totals: Sequence[float], name: str = "") -> list[StoredRollout]:
+    return [rollout(f"g/p{i}", 0, text=name) for i in range(len(totals))]
+
+
+def test_a_setting_that_turns_the_order_of_policies_around_is_said_to() -> None:
+    a, b = [1.0, 2.0, 3.0, 2.5], [0.0, 1.1, 2.2, 1.4]
+    values = {"a": {"own": a, "other": b}, "b": {"own": b, "other": a}}
+    found = make_matrix("total", {n: policy(a) for n in values}, values, resamples=50)
+    assert found.ranks == {"own": {"a": 1, "b": 2}, "other": {"b": 1, "a": 2}}
+    (reversal,) = found.reversals
+    assert reversal.policies == ("a", "b")
+    assert reversal.difference_than.value == pytest.approx(-reversal.difference_under.value)
+    assert reversal.clear
+    assert matrix_json(found)["reversals"][0]["clear"] is True
+
+
+def test_equal_policies_share_a_rank() -> None:
+    same = [0.1 + 0.2, 0.5]
+    values = {"a": {"own": same, "x": same}, "b": {"own": [0.3, 0.5], "x": same}}
+    found = make_matrix("total", {n: policy(same) for n in values}, values, resamples=5)
+    assert found.ranks["own"] == {"a": 1, "b": 1}
+    assert found.reversals == ()
+
+
+def test_policies_must_have_been_asked_the_same() -> None:
+    three, two = policy([1, 2, 3]), policy([1, 2])
+    with pytest.raises(ConfigurationError, match=r"3 prompts and b 2, 2 of them in common.*such"):
+        common_prompts({"a": three, "b": two}, restrict=False)
+    shared = common_prompts({"a": three, "b": two}, restrict=True)
+    assert [len(r) for r in shared.values()] == [2, 2]
+    with pytest.raises(ConfigurationError, match="no prompt in common"):
+        common_prompts({"a": three, "b": [rollout("g/other", 0)]}, restrict=True)
+
+
+def test_agreement_is_of_what_both_have_judged() -> None:
+    def judged(scores: Sequence[float | None]) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {"kind": "rubric", "title": f"T{i}", "criterion": f"c{i}", "score": s, "detail": ""}
+            for i, s in enumerate(scores)
+        )
+
+    rollouts = [rollout(f"g{i}", 0) for i in range(10)]
+    _, blank = scored([[1.0]] * 10)
+    first = Scores(**{**vars(blank), "judgements": (judged([1.0, 0.5]),) * 10})
+    second = Scores(**{**vars(blank), "judgements": (judged([1.0, None]),) * 10})
+    kind, *criteria = judges_agree(rollouts, first, second, resamples=20)
+    assert (kind.kind, kind.agreement.pairs, kind.agreement.left_out) == ("rubric", 10, 10)
+    assert [c.title for c in criteria] == ["T0", "T1"]
+    assert criteria[0].agreement.raw is not None
+    assert criteria[1].agreement.raw is None, "a failed judgement agrees with nothing"
+
+
+def test_the_figure_is_whole_whatever_the_names(tmp_path: Any) -> None:
+    rollouts, first = scored([[0, 1, 2, 3], [3, 3, 1, 0]])
+    _, second = scored([[3, 1, 2, 0], [0, 1, 2, 3]])
+    name = 'rubrics=<mine> & "yours", ' + "long " * 30
+    found = compare(rollouts, first, second, resamples=20)
+    values = {"p": {"own": first.totals, name: second.totals},
+              "q": {"own": second.totals, name: [None] * 8}}  # fmt: skip
+    matrix = make_matrix("total", dict.fromkeys(values, rollouts), values, resamples=20)
+    document = {
+        "policies": [{"run": "r"}],
+        "comparisons": [comparison_json("p", name, "own", found, [])],
+        "matrix": matrix_json(matrix),
+    }
+    cloud = Cloud("p", name, [(0.5, -0.5), (0.0, 0.0)] * 2000)
+    tree = ET.fromstring(draw(plain(document), [cloud]))
+    texts = [t.text or "" for t in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert any("2 of 2 (100%)" in t for t in texts)
+    assert any("#1" in t for t in texts)
+    assert "—" in texts, "what was not measured has no number"
+    height = float(tree.attrib["height"])
+    for place in tree.iter("{http://www.w3.org/2000/svg}text"):
+        assert float(place.attrib["y"]) <= height
