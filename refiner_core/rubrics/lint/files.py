@@ -257,7 +257,7 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
             counted = "negative" if negative else "positive"
             what = f"it says polarity {said}, which rows do not have: it is counted as {counted}"
             checked.add(line, "contradictory-sign", what, place, title)
-        elif unread := sorted(str(k) for k in entry if k not in _ROW_KEYS):
+        elif unread := sorted(str(k) for k in entry if k not in (*_ROW_KEYS, "polarity")):
             checked.add(line, "unread-key", f"it has {', '.join(unread)}", place, title)
         polarity: Literal["positive", "negative"] = "negative" if negative else "positive"
         rubric = Rubric(title, normal["description"], polarity, normal["weight"])

@@ -53,7 +53,9 @@ _OBJECT = (
 
 
 def _third(verb: str) -> str:
-    return f"{verb[:-1]}ies" if verb.endswith("fy") else f"{verb}s"
+    if verb.endswith("fy"):
+        return f"{verb[:-1]}ies"
+    return f"{verb}es" if verb.endswith(("ss", "sh")) else f"{verb}s"
 
 
 def _first(suffixed: bool) -> re.Pattern[str]:
@@ -284,14 +286,12 @@ def _quoted(rubric: Rubric) -> str:
     text = rubric.description
     if text.count('"') % 2:
         return "it has a double quote without its pair"
+    position = 0
     for match in _QUOTED.finditer(text):
+        before, position = text[position : match.start()], match.end()
         if not any(c.isalnum() for c in match[0]):
             return "it has quotes around nothing"
-        if (
-            "…" in match[0]
-            or "..." in match[0]
-            or _EXAMPLE.search(_unquoted(text[: match.start()]))
-        ):
+        if "…" in match[0] or "..." in match[0] or _EXAMPLE.search(before):
             return f"{match[0]:.60} looks like an example, not like the words to be found"
     return ""
 
