@@ -115,7 +115,8 @@ def read_entry(entry: Any, position: int, set_name: str) -> tuple[Rubric | None,
     try:
         entries = normalise_rubrics({key: [entry]})[key]
     except DataError as error:
-        return None, [*faults, error.what.replace(f"{key}[0]", where)]
+        what = error.what.replace(f"{key}[0]", where)
+        return None, [*faults, f"{what} (expected {error.expected})"]
     if not entries:
         return None, [
             *faults,

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refiner_core.contract.config import RewardConfig
+from flows.rubric_sets import planned_rubrics
+from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.records import StageSpec
 from refiner_core.rubrics import (
     Rubric,
+    check_rubrics_unchanged,
     load_rubric_set,
     normalise_rubrics,
     parse_rubrics,
@@ -25,7 +28,11 @@ from refiner_core.rubrics import (
 )
 
 SCHOLARQA = Path(__file__).parents[2].parent / "shared" / "data" / "scholarqa"
-PINNED_V3 = "4cf5e50e9dedd8273665e8ce2b091373a11357c98709d714826b2af60a1173a5"
+PINNED = {
+    "v3": "4cf5e50e9dedd8273665e8ce2b091373a11357c98709d714826b2af60a1173a5",
+    "grounded-v1": "300e0509cc8549e3bd13554af2b989fbbd6fa960e25bf89c79ec246a421b5def",
+    "reader-v1": "115449232efed8797a04f72f8aa0e4264eee0b3f274bdcefb22528278ad714ad",
+}
 ROW = json.dumps(
     {
         "positive_rubrics": [{"title": "p", "description": "says p", "weight": 0.5}],
@@ -127,15 +134,32 @@ def test_v3_has_its_three_rubrics_and_the_last_two_are_negative() -> None:
     assert all('"' not in r.description for r in v3.rubrics)
 
 
-def test_every_shipped_set_loads() -> None:
-    assert "v3" in shipped_rubric_sets()
+def test_every_shipped_set_says_what_it_is_and_where_it_comes_from() -> None:
+    assert set(shipped_rubric_sets()) == set(PINNED)
     for name in shipped_rubric_sets():
-        assert load_rubric_set(name).rubrics
+        rubrics = load_rubric_set(name)
+        assert rubrics.name == name
+        assert rubrics.description
+        assert rubrics.source
+        assert rubrics.license == "Apache-2.0"
+        assert all(rubrics.origins)
+        assert {r.polarity for r in rubrics.rubrics} == {"positive", "negative"}
+        assert len(rubrics.origins) == len(rubrics.accepted) == len(rubrics.rubrics)
 
 
-def test_the_wording_of_v3_is_pinned() -> None:
-    """Finished runs name the set `v3`: another wording is another set (add a file)."""
-    assert rubric_set_digest("v3") == PINNED_V3
+@pytest.mark.parametrize("name", ["grounded-v1", "reader-v1"])
+def test_the_alternatives_say_when_each_score_is_given(name: str) -> None:
+    """What a judge of another model reads as 0, 1 and 2 stands in words, in every criterion."""
+    for rubric in load_rubric_set(name).rubrics:
+        for anchor in ("Fully true if", "true in part if", "not true"):
+            assert anchor in rubric.description, rubric.title
+        assert '"' not in rubric.description
+
+
+@pytest.mark.parametrize("name", ["v3", "grounded-v1", "reader-v1"])
+def test_the_wording_of_shipped_sets_is_pinned(name: str) -> None:
+    """Finished runs name their set: another wording is another set (add a file)."""
+    assert rubric_set_digest(name) == PINNED[name]
 
 
 def test_a_user_adds_a_set_as_a_file(tmp_path: Path) -> None:
@@ -162,6 +186,10 @@ def test_a_user_adds_a_set_as_a_file(tmp_path: Path) -> None:
         ("rubrics: [{title: t, description: d, weight: -1}]\n", "polarity: negative"),
         ("rubrics: [{title: t, description: d, weight: .nan}]\n", "weight"),
         ("version: three\nrubrics: [{title: t, description: d}]\n", "version"),
+        ("license: 2\nrubrics: [{title: t, description: d}]\n", "license"),
+        ("rubrics: [{title: t, description: d, source: 3}]\n", "source"),
+        ("rubrics: [{title: t, description: d, accept: yes}]\n", "accept"),
+        ("rubrics: [{title: t, description: d, weight: 1.0e+300}]\n", "at most 1e"),
         ("a: [\n", "cannot be read"),
     ],
 )
@@ -176,6 +204,57 @@ def test_a_set_that_does_not_fit_is_refused(tmp_path: Path, content: str, named:
 def test_an_unknown_set_is_refused_and_the_known_ones_listed(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"v3.*reward\.static_rubrics"):
         load_rubric_set(name)
+
+
+# ---------------------------------------------------------------- what was planned
+
+
+def write_set(path: Path, wording: str) -> Path:
+    path.write_text(f"rubrics:\n  - {{title: t, description: {wording}}}\n")
+    return path
+
+
+def test_a_set_that_was_edited_after_planning_is_refused(tmp_path: Path) -> None:
+    path = write_set(tmp_path / "mine.yaml", "as planned")
+    planned = rubric_set_digest(str(path))
+    assert check_rubrics_unchanged(str(path), planned).digest() == planned
+    path.write_text(f"# a note, and another version\nversion: 2\n{path.read_text()}")
+    assert check_rubrics_unchanged(str(path), planned).version == 2  # nothing that is judged
+    write_set(path, "edited meanwhile")
+    with pytest.raises(ConfigurationError, match=rf"changed.*{planned[:12]}.*run the recipe again"):
+        check_rubrics_unchanged(str(path), planned)
+    path.unlink()
+    with pytest.raises(ConfigurationError, match=rf"cannot be read.*{planned[:12]}"):
+        check_rubrics_unchanged(str(path), planned)
+
+
+def test_a_stage_judges_by_one_wording_to_its_end(tmp_path: Path) -> None:
+    """An edit during a training of days would split its rewards in two without a trace."""
+    path = write_set(tmp_path / "mine.yaml", "as planned")
+    reward = RewardConfig(rubric_source="static", static_rubrics=str(path))
+    spec = stage_spec({"rubrics": rubric_set_digest(str(path))})
+    with planned_rubrics(spec, replace(RecipeConfig(), reward=reward)):
+        write_set(path, "edited meanwhile")
+        assert [r.description for r in select_rubrics(None, reward)] == ["as planned"]
+        path.unlink()
+        assert [r.description for r in select_rubrics(None, reward)] == ["as planned"]
+    write_set(path, "edited meanwhile")
+    assert [r.description for r in select_rubrics(None, reward)] == ["edited meanwhile"]
+    with (
+        pytest.raises(ConfigurationError, match="has changed since this stage was planned"),
+        planned_rubrics(spec, replace(RecipeConfig(), reward=reward)),
+    ):
+        pytest.fail("the stage has begun")
+
+
+def test_a_stage_without_static_rubrics_does_not_look_for_any() -> None:
+    missing = replace(RecipeConfig(), reward=RewardConfig(static_rubrics="nowhere.yaml"))
+    with planned_rubrics(stage_spec({"model": "m"}), missing):
+        pass
+
+
+def stage_spec(sources: dict[str, str]) -> StageSpec:
+    return StageSpec(1, "grpo", "grpo", "f" * 64, "grpo", 1, {}, sources, {})
 
 
 # ---------------------------------------------------------------- selection

@@ -245,7 +245,7 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
         try:
             normal, below_0 = normal_entry(entry, place)
         except DataError as error:
-            checked.add(line, "schema", error.what, place)
+            checked.add(line, "schema", f"{error.what} (expected {error.expected})", place)
             continue
         negative = below_0 or key == "negative_rubrics"
         title = normal["title"]
