@@ -128,7 +128,11 @@ class WorkspaceStore:
             with self._lock:
                 saved = self._saved
             try:
-                self._writer.sync(saved)
+                self._writer.note(saved)
+            except OSError as error:  # who only reads need not be able to write
+                log.debug("what the store has saved is not noted: %s", error)
+            try:
+                self._writer.sync()
             except OSError as error:
                 self._trouble(error)
 

@@ -83,22 +83,32 @@ class SegmentWriter:
             self._size += len(part)
             at += len(part)
 
-    def sync(self, saved: Saved) -> None:
-        """Note what was saved since this writer was made, and have the disk take everything.
+    def note(self, saved: Saved) -> None:
+        """Note what was saved since this writer was made.
+
+        Raises
+        ------
+        OSError
+            It was not noted.
+        """
+        here = saved.minus(self._noted_before)
+        if here == self._noted:
+            return
+        if self._file is None:
+            self._open()
+        self._write(SAVED_AT, encode_saved(here))
+        self._noted = here
+
+    def sync(self) -> None:
+        """Have the disk take everything.
 
         Raises
         ------
         OSError
             What was written last may be lost in a power cut.
         """
-        if saved != self._noted_before and self._file is None:
-            self._open()
         if self._file is None:
             return
-        here = saved.minus(self._noted_before)
-        if here != self._noted:
-            self._write(SAVED_AT, encode_saved(here))
-            self._noted = here
         try:
             os.fsync(self._file)
         except OSError:

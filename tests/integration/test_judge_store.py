@@ -1,0 +1,296 @@
+"""The store of judgements among real processes: killed, crowded, full, and behind real stages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.judging import judge_by_hand
+from infra.judgements import store
+from infra.judgements.segments import list_segments, summarise
+from infra.judgements.store import WorkspaceStore
+from infra.workspace import Workspace
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.errors import JudgeOutage
+from refiner_core.contract.types import JudgeRequest, StoredJudgement
+from tests.support.command import ROOT, environment, refiner, wait_until
+from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
+from tests.support.judged_life import config_of, live, prepare
+from tests.support.quota import fill, small_tmpfs
+
+pytestmark = pytest.mark.timeout(90)
+
+MIB = 1 << 20
+YES = StoredJudgement(1.0, 10, 2)
+#: Puts keys FIRST, FIRST + 1, … for ever (or COUNT of them), and says how far it is.
+PUTTER = """
+import struct, sys
+from pathlib import Path
+from infra.judgements.store import WorkspaceStore
+from refiner_core.contract.types import StoredJudgement
+folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+with WorkspaceStore(folder, writer="p", limit_bytes=1 << 20) as store:
+    for number in range(first, first + count):
+        store.put(struct.pack("<QQ", number, number), StoredJudgement(1.0, 10, 2))
+        if number % 100 == 99:
+            store.flush()
+            print(number, flush=True)
+    print("waits", flush=True)
+    if len(sys.argv) > 4:
+        sys.stdin.read()
+"""
+
+
+def key(number: int) -> bytes:
+    return struct.pack("<QQ", number, number)
+
+
+def putter(folder: Path, first: int, count: int, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PUTTER, str(folder), str(first), str(count), *more],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def known(folder: Path, numbers: range) -> int:
+    with WorkspaceStore(folder, writer="r", limit_bytes=MIB) as one:
+        return sum(found == YES for found in one.get([key(n) for n in numbers]))
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_processes_share_a_store_while_they_write_and_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is killed in the middle of writing; the other one, and this one, are none the worse."""
+    monkeypatch.setattr(store, "_LOOK_EVERY_S", 0.0)
+    folder = tmp_path / "judgements"
+    dying, other = putter(folder, 0, 10**9), putter(folder, 10**10, 2000)
+    assert dying.stdout is not None
+    assert other.stdout is not None
+    with dying, other, WorkspaceStore(folder, writer="r", limit_bytes=MIB) as mine:
+        for _ in range(3):
+            flushed = int(dying.stdout.readline())
+            assert mine.get([key(flushed)]) == [YES], "what was flushed is there for others"
+        dying.kill()
+        flushed = max([flushed, *(int(line) for line in dying.stdout)])
+        assert dying.wait() == -signal.SIGKILL
+        assert other.wait(60) == 0
+        assert all(mine.get([key(n) for n in range(10**10, 10**10 + 2000)]))
+    assert known(folder, range(flushed + 1)) == flushed + 1
+
+
+def test_what_was_put_is_on_its_way_before_anybody_asks_for_it(tmp_path: Path) -> None:
+    """Killed while it waits, without a flush: what is older than a moment is there."""
+    folder = tmp_path / "judgements"
+    process = putter(folder, 0, 50, "wait")
+    with process:
+        wait_until(lambda: known(folder, range(50)) == 50, "50 judgements in the file", 30)
+        process.kill()
+    assert known(folder, range(50)) == 50
+
+
+@pytest.mark.quota
+def test_a_full_disk_costs_nothing_but_calls_after_a_crash(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_tmpfs(tmp_path / "small", mib=1) as disk:
+        folder = disk / "judgements"
+        with WorkspaceStore(folder, writer="w", limit_bytes=MIB) as one:
+            one.put(key(0), YES)
+            one.flush()
+            fill(disk / "filler")
+            for number in range(1, 2000):
+                one.put(key(number), YES)
+            one.flush()
+            assert all(one.get([key(n) for n in range(2000)]))
+            in_files = known(folder, range(2000))
+            assert 1 <= in_files < 2000
+            (disk / "filler").unlink()
+            one.flush()
+            assert known(folder, range(2000)) == 2000
+    assert len([r for r in caplog.records if "memory only" in r.getMessage()]) == 1
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """Runs stages that are to be killed."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.judged_life"],
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize(("kind", "answered"), [("grpo", 9), ("evaluate", 14)])
+def test_a_stage_that_was_killed_asks_nothing_again(
+    tmp_path: Path, nursery: subprocess.Popen[str], kind: str, answered: int
+) -> None:
+    """The server answers so many calls and then none; the process is killed; the next one works
+    the same step again, and the server is asked only what it had not answered."""
+    prepare(tmp_path)
+    silent = True
+
+    def script(body: dict[str, Any], call: int) -> Reply:
+        return Reply(delay_s=30) if silent and call >= answered else verdict(body)
+
+    with JudgeServer(script) as server:
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        print(tmp_path, server.base_url, kind, file=nursery.stdin, flush=True)
+        folder = tmp_path / "ws" / "judgements"
+        dying = int(nursery.stdout.readline())
+        try:
+            wait_until(lambda: summarise(folder).judgements >= answered, "its judgements", 60)
+        finally:
+            os.kill(dying, signal.SIGKILL)
+            assert int(nursery.stdout.readline()) == -signal.SIGKILL
+        silent = False
+        before = len(server.bodies)
+        first = {digest_of(b) for b in server.bodies[:answered]}
+        config = config_of(server.base_url)
+        live(tmp_path, kind, config)
+        second = {digest_of(b) for b in server.bodies[before:]}
+        assert second, "it had not been told everything"
+        assert not first & second, "a question that was answered was asked again"
+        assert len(server.bodies) - before == len(second), "each question once"
+        after = len(server.bodies)
+        live(tmp_path, kind, config, stage="-again")
+        assert len(server.bodies) == after, "the same stage in another attempt costs no call"
+    assert summarise(folder).judgements == len(first) + len(second)
+
+
+def test_an_outage_leaves_no_judgement_behind(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "ws")
+    with JudgeServer(lambda body, call: Reply(status=503)) as server:
+        config = served(server, outage_patience_s=0.2, max_retries=1, timeout_s=2.0)
+        with judge_by_hand(config, workspace) as judge, contextlib.suppress(JudgeOutage):
+            found = judge.judge(QUESTIONS)
+            assert {j.status for j in found} == {"failed"}
+    with (
+        JudgeServer(lambda body, call: Reply(body="no JSON")) as server,
+        judge_by_hand(served(server, max_retries=0), workspace) as judge,
+    ):
+        assert {j.status for j in judge.judge(QUESTIONS)} == {"failed"}
+    assert summarise(workspace.layout.judgements).judgements == 0
+    with JudgeServer(lambda body, call: verdict(body)) as server:
+        with judge_by_hand(served(server), workspace) as judge:
+            assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
+        assert len(server.bodies) == len(QUESTIONS)
+
+
+# ---------------------------------------------------------------- what is the same question
+
+QUESTIONS = [JudgeRequest("rubric", "Why?", f"Because {n}.", "It says why.") for n in range(6)]
+
+
+def served(server: JudgeServer, **changes: Any) -> JudgeConfig:
+    first = JudgeConfig(kind="openai", model="m", base_url=server.base_url, concurrency=4)
+    return replace(first, **changes)
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Callable[..., int]:
+    """How many calls it costs to judge the questions by a judge with other settings, after a first
+    one has judged them."""
+    workspace = Workspace.open(tmp_path / "ws")
+
+    def count(fresh: bool = False, **changes: Any) -> int:
+        with JudgeServer(lambda body, call: verdict(body)) as server:
+            with judge_by_hand(served(server, **changes), workspace, fresh=fresh) as judge:
+                assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
+            return len(server.bodies)
+
+    assert count() == len(QUESTIONS)
+    return count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"revision": "2"},
+        {"temperature": 0.5},
+        {"max_tokens": 100},
+        {"extra_body": '{"seed": 1}'},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_another_judge_is_asked_anew(calls: Callable[..., int], change: dict[str, Any]) -> None:
+    assert calls(**change) == len(QUESTIONS)
+    assert calls(**change) == 0
+    assert calls() == 0
+
+
+def test_other_prompts_are_other_questions(calls: Callable[..., int], tmp_path: Path) -> None:
+    from refiner_core.judges import prompting
+
+    own = tmp_path / "prompts"
+    own.mkdir()
+    for path in (Path(prompting.__file__).parent / "prompts" / "v1").glob("*.md"):
+        (own / path.name).write_text(path.read_text())
+    system = own / "rubric.system.md"
+    system.write_text(system.read_text() + "\nBe strict.")
+    assert calls(prompt=str(own)) == len(QUESTIONS)
+
+
+def test_the_same_judge_elsewhere_is_not_asked_again(calls: Callable[..., int]) -> None:
+    """Each call of the fixture is a server at another address."""
+    assert calls() == 0
+    assert calls(timeout_s=7.0, concurrency=2, max_retries=1, api_key_env="OTHER") == 0
+
+
+def test_repeatability_is_measured_past_the_store(calls: Callable[..., int]) -> None:
+    assert calls(fresh=True) == len(QUESTIONS)
+    assert calls(fresh=True) == len(QUESTIONS)
+
+
+def test_no_store_is_kept_where_none_is_wanted(calls: Callable[..., int], tmp_path: Path) -> None:
+    files = len(list_segments(tmp_path / "ws" / "judgements"))
+    assert calls(cache_gb=0.0) == len(QUESTIONS)
+    assert len(list_segments(tmp_path / "ws" / "judgements")) == files
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_shows_the_store_and_takes_it_when_asked(
+    calls: Callable[..., int], tmp_path: Path
+) -> None:
+    calls()
+    where = f"workspace={tmp_path / 'ws'}"
+    shown = refiner("disk", where, "--json").json["judgements"]
+    assert shown["judgements"] == shown["saved_judgements"] == len(QUESTIONS)
+    assert "6 judgements are stored" in refiner("disk", where).stdout
+    kept = refiner("disk", where, "--reclaim", "--json").json
+    assert not [c for c in kept["candidates"] if c["kind"] == "judgements"]
+    assert calls() == 0
+    gone = refiner("disk", where, "--reclaim", "--judgements", "--json").json
+    assert {c["kind"] for c in gone["candidates"]} == {"judgements"}
+    assert json.dumps(gone["reclaimed"]).count("judgements") == len(gone["candidates"])
+    assert os.listdir(tmp_path / "ws" / "judgements") == []  # noqa: PTH208
+    assert calls() == len(QUESTIONS)
