@@ -18,6 +18,7 @@ from infra import atomic
 from infra.disk.room import is_no_space, no_space_error
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
+from refiner_core.contract.services import JUDGE_WEIGHTS
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import resolve_ref
 
@@ -110,6 +111,8 @@ def _wanted(config: RecipeConfig, role: str) -> Wanted:
         return Wanted(role, model.name_or_path, model.revision, "model")
     if role == "tokenizer":
         return Wanted(role, str(model.tokenizer_name_or_path), "main", "model")
+    if role == JUDGE_WEIGHTS:
+        return Wanted(role, config.judge.model, config.judge.revision or "main", "model")
     which = role.removeprefix("data.")
     path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
     return Wanted(role, path, revision, "dataset")

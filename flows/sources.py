@@ -12,6 +12,7 @@ from pathlib import Path
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import HUB_DIGEST
+from refiner_core.contract.services import JUDGE_WEIGHTS, engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
@@ -43,6 +44,10 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
     if config.judge.kind == "openai":
         sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt, config.judge.form)
+    if serves(config.judge) and engine_of(config.judge) != "command":
+        judge = config.judge
+        if not Path(resolve_ref(judge.model)).is_dir():
+            sources[JUDGE_WEIGHTS] = f"{HUB_DIGEST}{judge.model}@{judge.revision or 'main'}"
     if config.publish.card_template is not None:
         sources["card_template"] = _template_digest(Path(config.publish.card_template))
     return sources

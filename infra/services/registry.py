@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,8 +128,9 @@ def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
     runs = state in RUNNING
     beat = workspace.read_heartbeat(service_id, last.number) or {}
     idle_s = ((beat.get("progress") or {}).get("values") or {}).get("idle_s")
-    return ServiceStatus(
-        **{**vars(status), "state": state},
+    return replace(
+        status,
+        state=state,
         reason=last.outcome.message if last.outcome is not None else seen.note if seen else "",
         url=str(endpoint.get("url") or "") if runs else "",
         node=str(endpoint.get("node") or last.node),

@@ -35,6 +35,7 @@ from refiner_core.contract.publications import add_publications
 from refiner_core.contract.services import (
     CONSUMERS,
     JUDGE_SERVICE,
+    JUDGE_WEIGHTS,
     has_service,
     service_identity,
 )
@@ -126,6 +127,7 @@ _READS: dict[StageKind, tuple[str, ...]] = {
     "grpo": ("model", "tokenizer"),
     "export": ("model", "tokenizer"),
     "evaluate": ("model", "tokenizer"),
+    "serve": (JUDGE_WEIGHTS,),
 }
 
 
@@ -298,6 +300,8 @@ class _Builder:
 
     def _hub_sources(self, stage: PlannedStage) -> tuple[str, ...]:
         names: tuple[str, ...] = _READS.get(stage.kind, ())
+        if stage.kind in CONSUMERS and not has_service(self.config):
+            names = (*names, JUDGE_WEIGHTS)  # of a server beside it
         if stage.kind == "command" and "model" in stage.sources:
             names = ("model",)
         return tuple(k for k in names if self.sources.get(k, "").startswith(HUB_DIGEST))
@@ -329,7 +333,8 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
             evaluations[model] = name
     if "publish" in config.stages:
         add_publications(builder, models[final], evaluations)
-    return _only(config, _with_judge(config, builder.with_fetch()))
+    builder.stages = _with_judge(config, builder.stages)
+    return _only(config, builder.with_fetch())
 
 
 def judge_service(config: RecipeConfig) -> PlannedStage | None:
@@ -356,18 +361,18 @@ def judge_service(config: RecipeConfig) -> PlannedStage | None:
     )
 
 
-def _with_judge(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> tuple[PlannedStage, ...]:
+def _with_judge(
+    config: RecipeConfig, stages: Mapping[str, PlannedStage]
+) -> dict[str, PlannedStage]:
     """The stages, with the judge's server before the first of those that ask it."""
-    service = judge_service(config)
-    first = next((i for i, s in enumerate(stages) if s.kind in CONSUMERS), None)
-    if service is None or first is None:
-        return stages
-    asking = (
-        replace(s, after=(*s.after, service.name)) if s.kind in CONSUMERS else s for s in stages
-    )
-    found = list(asking)
-    found.insert(first, service)
-    return tuple(found)
+    service, found = judge_service(config), dict[str, PlannedStage]()
+    for name, stage in stages.items():
+        if service is not None and stage.kind in CONSUMERS:
+            found.setdefault(service.name, service)
+            found[name] = replace(stage, after=(*stage.after, service.name))
+        else:
+            found[name] = stage
+    return found
 
 
 def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:

@@ -17,6 +17,8 @@ from refiner_core.contract.errors import ConfigurationError
 #: Name of the stage that serves the judge, and how ids of such stages begin.
 JUDGE_SERVICE = "judge"
 _PREFIX = "serve-"
+#: The source that names the weights of a judge that refiner serves.
+JUDGE_WEIGHTS = "judge.weights"
 #: Kinds of stages that ask a judge.
 CONSUMERS = ("grpo", "evaluate")
 
@@ -27,10 +29,10 @@ def is_service(stage_id: str) -> bool:
 
 
 def serves(judge: JudgeConfig) -> bool:
-    """Whether refiner starts the judge's server itself."""
-    return judge.kind == "openai" and (
-        judge.serve.engine != "none" or judge.serve_command is not None
-    )
+    """Whether refiner starts the judge's server itself: where no address of one is given."""
+    if judge.kind != "openai" or judge.base_url or judge.base_urls:
+        return False
+    return judge.serve.engine != "none" or judge.serve_command is not None
 
 
 def has_service(config: RecipeConfig) -> bool:

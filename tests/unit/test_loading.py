@@ -47,8 +47,8 @@ def test_the_seed_recipe_has_every_value_of_its_card() -> None:
     assert c.reward.instance_rubrics_only is False
     assert c.judge.kind == "openai"
     assert c.judge.model == "Qwen/Qwen3.5-35B-A3B"
-    assert c.judge.serve_command is not None
-    assert c.judge.serve_command.startswith("vllm serve Qwen/Qwen3.5-35B-A3B --host 127.0.0.1")
+    assert c.judge.serve.engine == "vllm"
+    assert "--tensor-parallel-size 2" in c.judge.serve.args
     g = c.grpo
     assert (g.kl_estimator, g.beta) == ("kl3", 0.001)
     assert (g.learning_rate, g.lr_scheduler_type) == (5e-6, "constant")
