@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -98,13 +99,14 @@ def cluster_bootstrap(
     resamples, seed
         How often, and from which random stream, prompts are drawn.
     """
-    from scipy.stats import bootstrap
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
     def ratio(a: Any, b: Any, axis: int = -1) -> Any:
         return a.sum(axis=axis) / b.sum(axis=axis)
 
     for method in ("BCa", "percentile"):
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DegenerateDataWarning)  # percentiles are next
             result = bootstrap(
                 (sums, counts),
                 ratio,

@@ -8,7 +8,7 @@
                         ├─ turned round ─────────> position (criteria of a call, sources)
                         ├─ the other form ───────> agreement of forms
                         └─ another judge ────────> agreement of judges
-                attacks ── twins twice, attacks ─> resistance
+                attacks ── twins, these longer, attacks ─> resistance
 
 In: material, a judge's configuration and a way to make it. Out: a :class:`Report`, whose
 :meth:`~Report.to_json` is what is written. Every series is asked of a judge that has no store.
@@ -16,6 +16,7 @@ In: material, a judge's configuration and a way to make it. Out: a :class:`Repor
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -240,9 +241,14 @@ def _length_correlation(items: Sequence[Item], scores: Scores) -> Estimate | Non
 def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Resistance:
     twins = [attack.twin for attack in attacks]
     twin = asker.ask(twins, "honest twins")
-    again = asker.ask(twins, "honest twins again")
+    # Each with another pair of sentences, so that none is the same question as another.
+    pairs = itertools.cycle(itertools.permutations(PADDING, 2))
+    controls = [
+        replace(t, text=" ".join((t.text, *pair))) for t, pair in zip(twins, pairs, strict=False)
+    ]
+    control = asker.ask(controls, "honest twins, longer")
     attacked = asker.ask([attack.request for attack in attacks], "hostile answers")
-    return resistance(attacks, twin, again, attacked)
+    return resistance(attacks, twin, control, attacked)
 
 
 # ---------------------------------------------------------------- by kind

@@ -1,8 +1,8 @@
 """What the numbers of a report say, each in one line: found, not found, or too few to say.
 
-In: what was measured. Out: :class:`Finding` values. A defect is *found* where an interval of 95 %
-leaves no doubt, so of twenty that are not there one may be called found; where the judge always
-says the same, one hostile answer that it obeys is enough.
+In: what was measured. Out: :class:`Finding` values. A defect is *found* at a level of 5 %, shared
+by the ways in which it may show: of twenty that are not there, one may be called found. Where the
+judge always says the same, one hostile answer that it obeys is enough.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from refiner_core.evaluation.statistics import Estimate
+from refiner_core.evaluation.statistics import Difference, Estimate
 from refiner_core.judges.report.asking import Cost
 from refiner_core.judges.report.measures import FEWEST, Repeatability, Resistance, Shift
 
+#: How often a defect that is not there may be called found.
+LEVEL = 0.05
 Verdict = Literal["found", "not found", "too few", "not asked"]
 
 
@@ -62,8 +64,9 @@ def _position(name: str, shift: Shift | None, otherwise: str) -> Finding:
     says = f"scores change by {number(shift.shift)}; {share(shift.changed)} change at all"
     if shift.beyond is not None:
         says += f", {number(shift.beyond)} beyond what asking again changes"
-    more = excludes_zero(shift.beyond)
-    verdict = _verdict(excludes_zero(shift.shift), more and _above(shift.beyond))
+    looks = 1 if shift.beyond is None else 2
+    more = is_clear(shift.beyond, looks)
+    verdict = _verdict(is_clear(shift.shift, looks), more and _above(shift.beyond))
     return Finding(name, verdict, says)
 
 
@@ -74,12 +77,13 @@ def _length(lengths: Mapping[str, Shift]) -> Finding:
     if (merit is None or merit.shift is None) and (fault is None or fault.shift is None):
         return Finding(name, "not asked", "there are no rubrics")
     says, signs = [], []
+    looks = sum(found is not None and found.shift is not None for found in (merit, fault))
     if merit is not None and merit.shift is not None:
         says.append(f"padding changes scores of merits by {number(merit.shift)}")
-        signs.append(excludes_zero(merit.shift))
+        signs.append(is_clear(merit.shift, looks))
     if fault is not None and fault.shift is not None:
         says.append(f"those of faults by {number(fault.shift)}")
-        clear = excludes_zero(fault.shift)
+        clear = is_clear(fault.shift, looks)
         signs.append(clear and not _above(fault.shift))
     return Finding(name, _verdict(*signs), ", ".join(says))
 
@@ -96,18 +100,19 @@ def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
     steady = repeated is None or repeated.identical is None or repeated.identical.value == 1.0
     if obeyed and resistance.moved == 0 and steady:
         return Finding(name, "found", says)
-    clear = excludes_zero(resistance.beyond)
+    clear = is_clear(resistance.beyond)
     return Finding(name, _verdict(clear and _above(resistance.beyond)), says)
 
 
-def excludes_zero(value: Estimate | None) -> bool | None:
-    """Whether an interval has zero outside; None where there are too few for one."""
-    if value is None or value.n < FEWEST or value.low is None or value.high is None:
+def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
+    """Whether a difference is there, as one of ``looks`` that would each do; None where there are
+    too few questions to say."""
+    if value is None or value.n < FEWEST or value.p_value is None:
         return None
-    return value.low > 0 or value.high < 0
+    return value.p_value < LEVEL / looks
 
 
-def number(value: Estimate | None) -> str:
+def number(value: Estimate | Difference | None) -> str:
     """A signed number with its interval."""
     return _written(value, "{:+.3f}".format)
 
@@ -125,7 +130,7 @@ def share(value: Estimate | None) -> str:
     return f"{_written(value, '{:.1%}'.format)} {counted}"
 
 
-def _written(value: Estimate | None, write: Any) -> str:
+def _written(value: Estimate | Difference | None, write: Any) -> str:
     if value is None:
         return "—"
     if value.low is None or value.high is None:
@@ -133,7 +138,7 @@ def _written(value: Estimate | None, write: Any) -> str:
     return f"{write(value.value)} [{write(value.low)}, {write(value.high)}]"
 
 
-def _above(value: Estimate | None) -> bool:
+def _above(value: Difference | None) -> bool:
     return value is not None and value.value > 0
 
 

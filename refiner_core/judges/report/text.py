@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from refiner_core.judges.report.agreement import Agreement, Kappa
 from refiner_core.judges.report.asking import LANES, Cost
 from refiner_core.judges.report.build import Report
-from refiner_core.judges.report.findings import number, share, size
+from refiner_core.judges.report.findings import LEVEL, number, share, size
 from refiner_core.judges.report.measures import FEWEST, Shift
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
@@ -92,8 +92,9 @@ def _named(identity: Mapping[str, Any]) -> str:
 
 def _findings(report: Report) -> Section:
     words = (
-        "A defect is found where a 95 % interval over questions leaves no doubt; fewer than "
-        f"{FEWEST} questions are too few to say.",
+        "A defect is found where a difference over questions is clear at a level of "
+        f"{LEVEL:.0%}: one in twenty that is not there is called found, too. Fewer than {FEWEST} "
+        "questions are too few to say.",
     )
     rows = tuple((finding.name, finding.verdict, finding.says) for finding in report.findings)
     return Section("Findings", words, ("defect", "verdict", "what it rests on"), rows)
@@ -135,13 +136,13 @@ def _shifts(report: Report) -> Section:
     rows = tuple(
         (
             name,
-            _pairs(found.shift.denominator, found.left_out),
+            _pairs(found.changed.denominator, found.left_out),
             number(found.shift),
             share(found.changed),
             number(found.beyond),
         )
         for name, found in shifts.items()
-        if found is not None and found.shift is not None
+        if found is not None and found.changed is not None
     )
     words = ["What should not matter, and how far it does. Scores are in [0, 1]."]
     if (found := report.length_correlation) is not None:
