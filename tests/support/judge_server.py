@@ -100,7 +100,7 @@ class JudgeServer:
         self.headers: list[Mapping[str, str]] = []
         self.kinds: Counter[str] = Counter()
         self.probes = 0
-        self.models = models
+        self.models, self.models_delay_s = models, 0.0
         self.most_in_flight = 0
         self.base_url = ""
         self._script, self._port = script, port
@@ -148,6 +148,7 @@ class JudgeServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         self.probes += 1
+        await asyncio.sleep(self.models_delay_s)
         return web.json_response({"data": []}, status=self.models)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:

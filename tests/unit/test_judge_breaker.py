@@ -109,6 +109,15 @@ def test_items_that_always_fail_are_tried_out_quickly_where_the_server_is_found_
         assert breaker.state == "open"
 
 
+def test_who_asks_anew_after_a_rest_does_not_wait_for_a_long_cool_down() -> None:
+    breaker = opened(Clock())
+    assert breaker.take_probe()
+    breaker.probed(alive=False)
+    assert not breaker.take_probe()
+    breaker.hurry()
+    assert breaker.take_probe()
+
+
 def test_an_answer_that_was_still_on_its_way_closes_it_and_a_late_probe_changes_nothing() -> None:
     breaker = opened(Clock())
     assert breaker.take_probe()
@@ -262,7 +271,7 @@ def test_what_is_wrong_with_every_call_is_wrong_with_the_configuration(status: i
     (server,) = servers.servers
     assert all(servers.turned_down(server, call, status) for call in "abc")
     assert servers.all_refuse() is server
-    servers.forgive()
+    servers.begin_anew()
     servers.answered(server)
     assert all(servers.turned_down(server, call, status) for call in "abcdef")
     assert servers.all_refuse() is None, "one that has answered may be asked nonsense"

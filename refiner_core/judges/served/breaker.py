@@ -78,6 +78,12 @@ class Breaker:
         self.state, self._probe_at = "open", self._clock() + min(self._longest_s, wait_s)
         self._failing.clear()
 
+    def hurry(self) -> None:
+        """If it is open, probe it at once: somebody asks anew."""
+        if self.state == "open":
+            self._in_vain = 0
+            self.open()
+
     def take_probe(self) -> bool:
         """Whether a probe is due; the caller then makes one and tells :meth:`probed`."""
         if self.state != "open" or self._clock() < self._probe_at:

@@ -51,9 +51,11 @@ class Answered(NamedTuple):
 
 class Lost(NamedTuple):
     """No answer, or one that broke off: ``refused`` (never sent), ``connection``, ``truncated``,
-    ``too_long``."""
+    ``too_long``; by its caller, ``timeout`` and ``given_up``. ``error`` names what the client ran
+    into."""
 
     reason: str
+    error: str = ""
 
 
 class Client:
@@ -89,12 +91,11 @@ class Client:
                 if status != 200:
                     return Answered(status, b"", retry_after_s(response.headers.get("Retry-After")))
                 raw = await _read(response.content)
-        except aiohttp.ClientConnectorError:
-            return Lost("refused")
-        except aiohttp.ConnectionTimeoutError:
-            return Lost("refused")
-        except (aiohttp.ClientError, OSError):
-            return Lost("truncated" if flight.status == 200 else "connection")
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            return Lost("refused", type(error).__name__)
+        except (aiohttp.ClientError, OSError) as error:
+            reason = "truncated" if flight.status == 200 else "connection"
+            return Lost(reason, type(error).__name__)
         return Lost("too_long") if raw is None else Answered(status, raw)
 
     async def alive(self, server: Server) -> bool:

@@ -49,6 +49,8 @@ class Server:
         self.held_until = 0.0
         #: It has answered a call with 200.
         self.proved = False
+        #: When it last answered anything; seconds of the fleet's clock.
+        self.heard_at = float("-inf")
         #: The status with which it refused before it was proved; 0: it did not.
         self.refused = 0
         #: What it last had to say instead of a judgement, for people.
@@ -156,7 +158,7 @@ class Fleet:
 
     def answered(self, server: Server) -> None:
         """It answered a call with 200."""
-        server.proved, server.refused = True, 0
+        server.proved, server.refused, server.held_until = True, 0, 0.0
         if server.turned_down:
             server.turned_down.clear()
 
@@ -165,9 +167,10 @@ class Fleet:
         settled = [s for s in self.servers if s.refused and not s.in_flight]
         return settled[0] if settled and len(settled) == len(self.servers) else None
 
-    def forgive(self) -> None:
-        """Refusals may have been mended (the key is read anew)."""
+    def begin_anew(self) -> None:
+        """After a rest: the dead may be back, and a refusal be mended (a key is read anew)."""
         for server in self.servers:
+            server.breaker.hurry()
             server.refused = 0
             server.turned_down.clear()
 

@@ -28,13 +28,15 @@ _LOST = {
     "connection": "the connection was lost",
     "truncated": "the reply broke off",
     "too_long": "the reply is too long",
+    "timeout": "no answer in time",
 }
+_TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
 
 
 class Outcome(NamedTuple):
     """``judgements`` where scored; else why not, and whether that is the last word.
 
-    ``unusable`` counts a 200 without judgements; ``partial`` is what could be read of it.
+    ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read.
     """
 
     trouble: Trouble
@@ -49,9 +51,9 @@ class Outcome(NamedTuple):
 def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
     """Read an answer."""
     if isinstance(answer, Lost):
-        broken = answer.reason in ("truncated", "too_long")
-        trouble = Trouble.NONE if answer.reason == "too_long" else Trouble.GONE
-        return Outcome(trouble, reason=_LOST[answer.reason], unusable=answer.reason * broken)
+        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
+        words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
+        return Outcome(trouble, reason=words, unusable=answer.reason)
     status = answer.status
     if status == 200:
         return _read(answer.raw, call)

@@ -100,3 +100,9 @@ class Item:
             self.cut = why
             if self.task is not asyncio.current_task():  # which looks for itself
                 self.task.cancel()
+
+    def uncut(self) -> None:
+        """Its cutting short was noticed and dealt with."""
+        self.cut = ""
+        if self.task is not None:
+            self.task.uncancel()

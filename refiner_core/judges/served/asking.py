@@ -1,0 +1,184 @@
+"""One request for one item, and what it teaches about the server.
+
+In: an item and the server that is to be asked. Out: how it ended; the fleet and the counts know of
+it by then. A request that hangs is cut short from outside (:meth:`Asking.late`), which is an ending
+like others: it may be the item's fault, or that of a server from which nothing is heard any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from typing import NamedTuple
+
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.judges.served.breaker import Trouble
+from refiner_core.judges.served.client import Answered, Client, Flight, Lost
+from refiner_core.judges.served.fleet import Fleet, Server
+from refiner_core.judges.served.outcome import Outcome, outcome_of
+from refiner_core.judges.served.usage import Counts
+from refiner_core.judges.served.work import Item
+
+log = logging.getLogger(__name__)
+
+_MAX_BACKOFF_S = 30.0
+#: What a server says that does not know `response_format`.
+_NO_SCHEMA = frozenset({400, 404, 415, 422, 501})
+
+
+class Tried(NamedTuple):
+    """A request that has ended. ``free``: its server is gone, which counts against no item."""
+
+    answer: Answered | Lost
+    outcome: Outcome
+    free: bool = False
+    structured: bool = False
+
+
+class Asking:
+    """Belongs to the loop's thread, as all that it is given."""
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        fleet: Fleet,
+        counts: Counts,
+        client: Client,
+        first_backoff_s: float,
+    ) -> None:
+        self._config, self._fleet, self._counts, self._client = config, fleet, counts, client
+        self._first_backoff_s = first_backoff_s
+        self._flying: set[Item] = set()
+        self._looks: dict[Server, asyncio.Task[bool]] = {}
+
+    async def ask(self, item: Item, server: Server) -> Tried:
+        """Make one request; raises nothing but the cancellation of one that nobody waits for."""
+        structured = self._is_structured(item, server)
+        body = item.body(self._config, structured=structured)
+        self._counts.call(again=item.sent > 0)
+        item.sent += 1
+        begun = time.monotonic()
+        flight = Flight(server, begun, begun + item.left_s, self._fleet.begins(server))
+        item.flight = flight
+        self._flying.add(item)
+        answer: Answered | Lost = Lost("given_up")
+        outcome = Outcome(Trouble.BUSY, unusable="given_up")  # nothing is known of the server
+        try:
+            answer = await self._client.ask(flight, body)
+            outcome = outcome_of(answer, item.call)
+        except asyncio.CancelledError:
+            if item.cut != "timeout":
+                raise
+            item.uncut()
+            answer = Lost("timeout")
+            outcome = outcome_of(answer, item.call)
+        finally:
+            item.flight = None
+            self._flying.discard(item)
+            self._count(flight, answer, outcome)
+            free = self._fleet.ended(server, item.call.keys, outcome.trouble, trial=flight.trial)
+        if not free:
+            item.left_s = flight.expires_at - time.monotonic()
+        if isinstance(answer, Lost) and answer.reason == "timeout":
+            free = await self._is_silent(item, server, begun)
+        self._note(server, answer, outcome, structured=structured)
+        return Tried(answer, outcome, free, structured)
+
+    def late(self, now: float) -> None:
+        """Cut short what has used up its time."""
+        for item in self._flying:
+            if item.flight is not None and now >= item.flight.expires_at:
+                item.cut_short("timeout")
+
+    def put_off(self, seconds: float) -> None:
+        """Nobody could be asked for so long: clocks stand still, but for trials."""
+        for item in self._flying:
+            if item.flight is not None and not item.flight.trial:
+                item.flight.expires_at += seconds
+
+    async def is_gone(self, server: Server, outcome: Outcome) -> bool:
+        """Before an item is given up because nobody was there: is somebody there?"""
+        if outcome.trouble is not Trouble.GONE or server.breaker.state != "closed":
+            return False
+        return not await self._found(server)
+
+    def wait_s(self, item: Item, server: Server, tried: Tried) -> float:
+        """Until the next try: full jitter, and on top what the server asked for."""
+        longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (item.tries - 1))
+        asked = isinstance(tried.answer, Answered) and tried.answer.retry_after_s > 0
+        return (self._fleet.wait_s(server) if asked else 0.0) + random.random() * longest
+
+    def may_mean_the_schema(self, server: Server, tried: Tried) -> bool:
+        """Whether it may be the schema that it did not take: it is asked again without one."""
+        return (
+            tried.structured
+            and self._config.structured_output == "auto"
+            and server.structured != "yes"
+            and isinstance(tried.answer, Answered)
+            and tried.answer.status in _NO_SCHEMA
+        )
+
+    def may_refuse_all(self, item: Item, server: Server, tried: Tried) -> bool:
+        """Whether a final answer may not be meant for this item alone: it waits to know."""
+        answer = tried.answer
+        if not tried.outcome.final or isinstance(answer, Lost) or answer.status == 200:
+            return False
+        return not self._fleet.turned_down(server, item.call.keys, answer.status)
+
+    def _is_structured(self, item: Item, server: Server) -> bool:
+        wanted = self._config.structured_output
+        if item.call.schema is None or wanted == "none":
+            return False
+        return wanted == "json_schema" or (
+            server.structured != "no" and item.plain_at is not server
+        )
+
+    def _count(self, flight: Flight, answer: Answered | Lost, outcome: Outcome) -> None:
+        if not flight.status:
+            self._counts.lost(answer.reason if isinstance(answer, Lost) else "")
+            return
+        self._counts.answer(flight.status, time.monotonic() - flight.begun)
+        if flight.status == 200 and outcome.unusable:
+            self._counts.unusable(outcome.unusable)
+
+    def _note(
+        self, server: Server, answer: Answered | Lost, outcome: Outcome, *, structured: bool
+    ) -> None:
+        """What an answer tells about its server, beyond its breaker."""
+        if outcome.judgements is None:
+            server.last_words = outcome.reason
+        if isinstance(answer, Lost):
+            return
+        server.heard_at = time.monotonic()
+        if answer.retry_after_s:
+            server.held_until = max(server.held_until, server.heard_at + answer.retry_after_s)
+        if answer.status != 200:
+            return
+        self._fleet.answered(server)
+        if structured:
+            server.structured = "yes"
+        elif server.structured == "unknown" and self._config.structured_output == "auto":
+            server.structured = "no"
+            log.info("%s takes no schema for replies; it is asked without one", server.name)
+
+    async def _is_silent(self, item: Item, server: Server, begun: float) -> bool:
+        """Whether a call has hung because its server is dead without having hung up (its node is
+        gone, or the network): nothing was heard since, and nobody is found. The item's clock then
+        begins anew."""
+        if server.heard_at >= begun or await self._found(server):
+            return False
+        item.left_s = self._config.timeout_s
+        return True
+
+    async def _found(self, server: Server) -> bool:
+        """Look whether anybody is there; all who wonder at the same time look once."""
+        look = self._looks.get(server)
+        if look is None:
+            look = self._looks[server] = asyncio.create_task(self._client.alive(server))
+            look.add_done_callback(lambda _: self._looks.pop(server, None))
+        alive = await asyncio.shield(look)
+        if not alive and server.breaker.state == "closed":
+            server.breaker.open()
+        return alive
