@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.answers import Problem, parse_answer, parse_evidence, strip_tags
@@ -249,6 +249,7 @@ _OTHERS = ["<webpage id=w>", "</webpage>", "<tool_output>", "</tool_output>", " 
 _PIECES = [*_TAGS, *_OTHERS, "<", ">", '"', "=", ",", "ids=", "/"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=40).map("".join))
 def test_every_text_has_a_result_and_no_text_is_lost(text: str) -> None:
     parsed = parse_answer(text, {"a"})

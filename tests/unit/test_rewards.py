@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.config import RewardConfig
@@ -375,6 +375,7 @@ _RUBRICS = st.lists(_WEIGHTS, max_size=4).map(
 _SCORES = st.integers(0, 2**31)
 
 
+@settings(deadline=None)
 @given(_TEXTS, _RUBRICS, _SCORES, st.floats(0, 1))
 def test_components_and_total_are_bounded(text: str, rubrics: Any, seed: int, w: float) -> None:
     result = reward_of(rollout(text, rubrics=rubrics), hashed_judge(seed), paper_citation_weight=w)
@@ -384,6 +385,7 @@ def test_components_and_total_are_bounded(text: str, rubrics: Any, seed: int, w:
     assert all(0 <= v <= 1 + 1e-12 for k, v in result.components.items() if k not in counts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(_TEXTS, _RUBRICS), max_size=4), _SCORES, st.randoms())
 def test_rewards_do_not_depend_on_the_order_of_the_batch(
     rows: list[tuple[str, Any]], seed: int, random: Any
@@ -396,6 +398,7 @@ def test_rewards_do_not_depend_on_the_order_of_the_batch(
     assert mixed == [alone[i] for i in order]
 
 
+@settings(deadline=None)
 @given(_TEXTS, _RUBRICS, _SCORES, st.integers(0, 30))
 def test_a_failed_judgement_never_gives_a_reward(
     text: str, rubrics: Any, seed: int, position: int
@@ -412,6 +415,7 @@ def test_a_failed_judgement_never_gives_a_reward(
     assert (result.status, result.total) == ("unscored", None)
 
 
+@settings(deadline=None)
 @given(_TEXTS, _RUBRICS, _SCORES, st.integers(0, 30))
 def test_a_better_judgement_never_lowers_the_total(
     text: str, rubrics: Any, seed: int, position: int

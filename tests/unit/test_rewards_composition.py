@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from refiner_core.answers import ParsedAnswer, parse_answer, parse_evidence
@@ -183,6 +183,7 @@ SEEDS = st.integers(0, 2**31)
 # ---------------------------------------------------------------- bounds
 
 
+@settings(deadline=None)
 @given(SCORED, UNIT, UNIT, UNIT, st.booleans())
 def test_the_default_composition_stays_between_0_and_the_scale(
     scores: list[Any], citation: float, bonus: float, weight: float, gated: bool
@@ -193,6 +194,7 @@ def test_the_default_composition_stays_between_0_and_the_scale(
     assert 0.0 <= total <= 10.0 * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(SCORED, UNIT, UNIT, SETTINGS)
 def test_the_alternatives_stay_within_their_own_bounds(
     scores: list[Any], citation: float, bonus: float, reward: RewardConfig
@@ -222,6 +224,7 @@ def test_the_alternatives_do_leave_the_bounds_of_the_default() -> None:
 # ---------------------------------------------------------------- monotonicity
 
 
+@settings(deadline=None)
 @given(SCORED, st.integers(0, 5), UNIT, UNIT, UNIT, SETTINGS)
 def test_a_better_judgement_of_a_rubric_never_lowers_the_total(
     scores: list[Any], position: int, better: float, citation: float, bonus: float,
@@ -240,6 +243,7 @@ def test_a_better_judgement_of_a_rubric_never_lowers_the_total(
     assert total(improved) >= total(scores) - 1e-9
 
 
+@settings(deadline=None)
 @given(TEXTS, RUBRICS, SEEDS, st.integers(0, 30), SETTINGS)
 def test_a_better_judgement_of_anything_never_lowers_the_reward(
     text: str, rubrics: list[Any], seed: int, position: int, reward: RewardConfig
@@ -260,6 +264,7 @@ def test_a_better_judgement_of_anything_never_lowers_the_reward(
     assert after.total >= before.total - 1e-9
 
 
+@settings(deadline=None)
 @given(TEXTS, st.sampled_from(["a", "b"]))
 def test_one_more_sound_citation_never_lowers_format(text: str, cited: str) -> None:
     evidence = parse_evidence(EVIDENCE)
@@ -277,6 +282,7 @@ def test_one_more_sound_citation_never_lowers_format(text: str, cited: str) -> N
 # ---------------------------------------------------------------- order
 
 
+@settings(deadline=None)
 @given(SCORED, st.randoms(), st.sampled_from(AGGREGATIONS))
 def test_the_order_of_rubrics_does_not_show_in_the_last_bit(
     scores: list[Any], rng: random.Random, aggregation: str
@@ -287,6 +293,7 @@ def test_the_order_of_rubrics_does_not_show_in_the_last_bit(
     assert aggregate_rubrics(mixed, aggregation) == aggregate_rubrics(scores, aggregation)
 
 
+@settings(deadline=None)
 @given(st.lists(SPANS, min_size=1, max_size=6), st.randoms(), SEEDS)
 def test_the_order_in_which_claims_are_judged_does_not_show(
     spans: list[str], rng: random.Random, seed: int
@@ -301,6 +308,7 @@ def test_the_order_in_which_claims_are_judged_does_not_show(
     assert score_citations(answer, evidence, judged) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(TEXTS, RUBRICS, st.booleans()), max_size=4), SEEDS, SETTINGS,
        st.randoms())  # fmt: skip
 def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
@@ -317,6 +325,7 @@ def test_a_rollout_has_the_same_reward_wherever_it_stands_in_a_batch(
 # ---------------------------------------------------------------- polarity, weight 0, nothing
 
 
+@settings(deadline=None)
 @given(SCORED)
 def test_a_rubric_turned_around_with_its_score_is_the_same_rubric(scores: list[Any]) -> None:
     """The flip of the weighted mean: a fault at s is a virtue at 1 - s."""
@@ -326,6 +335,7 @@ def test_a_rubric_turned_around_with_its_score_is_the_same_rubric(scores: list[A
     assert first == pytest.approx(second, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(SCORED, UNIT, st.sampled_from(["positive", "negative"]), st.sampled_from(AGGREGATIONS))
 def test_a_rubric_of_weight_0_counts_nothing(
     scores: list[Any], score: float, polarity: Any, aggregation: str
@@ -376,6 +386,7 @@ def test_rubrics_that_are_dropped_are_neither_asked_nor_logged_nor_counted(
 GROUPS = st.lists(st.tuples(TEXTS, st.booleans()), min_size=2, max_size=6)
 
 
+@settings(deadline=None)
 @given(GROUPS, RUBRICS, SEEDS, SETTINGS, st.sampled_from(["standard", "sample_std"]))
 def test_the_scale_cancels_where_advantages_are_divided_by_the_deviation(
     group: list[Any], rubrics: list[Any], seed: int, reward: RewardConfig, how: Any
@@ -402,6 +413,7 @@ def test_the_scale_matters_without_division_and_beside_a_penalty() -> None:
     assert penalised[0].values != pytest.approx(penalised[1].values, abs=1e-2)
 
 
+@settings(deadline=None)
 @given(GROUPS, RUBRICS, SEEDS, st.integers(0, 99), SETTINGS, st.sampled_from(NORMALISATIONS))
 def test_a_failed_judgement_never_raises_an_advantage(
     group: list[Any], rubrics: list[Any], seed: int, position: int, reward: RewardConfig, how: Any

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.config import RewardConfig
@@ -59,6 +59,7 @@ def test_every_reward_field_is_varied_below() -> None:
     assert fields == set(REWARDS.wrapped_strategy.kwargs)  # type: ignore[attr-defined]
 
 
+@settings(deadline=None)
 @given(TEXTS, PROMPTS, RUBRICS, st.booleans(), REWARDS, st.integers(0, 99))
 def test_under_its_own_settings_a_rollout_has_its_own_total(
     text: str, prompt: str, rubrics: str, stopped: bool, reward: RewardConfig, seed: int
@@ -68,6 +69,7 @@ def test_under_its_own_settings_a_rollout_has_its_own_total(
     assert recompute_total(stored, reward, stopped) == result.total == stored["total"]
 
 
+@settings(deadline=None)
 @given(TEXTS, PROMPTS, RUBRICS, st.booleans(), REWARDS, REWARDS, st.integers(0, 99))
 def test_other_settings_give_what_they_would_have_given(
     text: str, prompt: str, rubrics: str, stopped: bool, first: RewardConfig,

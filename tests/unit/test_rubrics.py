@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.rubric_sets import planned_rubrics
@@ -113,6 +113,7 @@ _ENTRIES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_ENTRIES, _ENTRIES)
 def test_normalising_twice_is_normalising_once(positive: list[Any], negative: list[Any]) -> None:
     once = normalise_rubrics({"positive_rubrics": positive, "negative_rubrics": negative})

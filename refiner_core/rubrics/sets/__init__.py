@@ -123,11 +123,15 @@ def check_rubrics_unchanged(name: str, digest: str) -> RubricSet:
 @contextlib.contextmanager
 def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
     """Check a set as above and keep it: within the block, edits of the file change nothing."""
-    _held[name] = check_rubrics_unchanged(name, digest)
+    rubrics = check_rubrics_unchanged(name, digest)
+    before = _held.get(name)
+    _held[name] = rubrics
     try:
-        yield _held[name]
+        yield rubrics
     finally:
         del _held[name]
+        if before is not None:
+            _held[name] = before
 
 
 @functools.lru_cache(maxsize=32)
