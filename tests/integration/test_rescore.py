@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,23 @@ from click.testing import CliRunner, Result
 from flows.cli.rescore import rescore_command
 from infra.attempt import AttemptRun
 from infra.stage_io import encode_rollouts, list_rollouts, read_rollouts
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.types import Completion, Judge, PromptRow
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Judge,
+    OnCompletion,
+    PromptRow,
+    SamplingParams,
+)
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
+from refiner_core.generation.load import load_tokenizer
 from refiner_core.judges import build_judge
 from refiner_core.rewards import RewardInput, compute_rewards
+from refiner_core.training.grpo import train_grpo
+from refiner_core.training.order import prompt_batch
 from refiner_core.training.rollout import Sampled, form_groups, rollout_rows
 from tests.support.command import command, environment, refiner, start, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, score
@@ -584,13 +595,62 @@ def test_no_model_library_is_loaded_to_rescore(run: RecordedRun) -> None:
     assert sys.executable == command()[0]
 
 
-def test_rollouts_of_a_real_training_come_out_as_they_were_stored(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
-    root = tmp_path / "runs"
-    words = ("tiny", "stages=[data,grpo]", "--no-server", f"workspace={root}", *small)
-    done = refiner("run", *words, "grpo.num_training_steps=2")
-    assert done.code == 0, done.stderr
-    document = found(root, "--citation-weight", "1", "--rubrics", "v3")
-    assert document["fidelity"]["grpo"]["exact"], document["fidelity"]["grpo"]["warning"]
-    assert document["fidelity"]["grpo"]["advantages"] == 2 * 2 * 4
+class Talker:
+    """Samples answers instead of what an untrained model would say; the rest of training is real.
+
+    Every third answer is cut off.
+    """
+
+    def __init__(self, prompts: list[PromptRow]) -> None:
+        self._prompts = prompts
+        self._tokenizer = load_tokenizer("builtin:tiny", RecipeConfig().model)
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion | None = None,
+    ) -> list[Completion]:
+        completions = []
+        for number, request in enumerate(requests):
+            prompt = self._prompts[number * len(self._prompts) // len(requests)]
+            text = random_copier(prompt.prompt_text, random.Random(request.seed))
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            end = [] if number % 3 == 0 else [self._tokenizer.eos_token_id]
+            reason: Any = "stop" if end else "length"
+            completions.append(Completion((*ids, *end), (-1.0,) * (len(ids) + len(end)), reason))
+            if on_completion is not None:
+                on_completion(number, completions[-1])
+        return completions
+
+
+def test_rollouts_of_real_training_come_out_as_they_were_stored(tmp_path: Path) -> None:
+    """Through the real loop: tokens to text, rewards, advantages, files."""
+    grpo = ("grpo.num_training_steps=1", "grpo.num_unique_prompts_rollout=3")
+    grpo += ("grpo.num_samples_per_prompt_rollout=4",)
+    run = RecordedRun(tmp_path / "runs", *OWN, *grpo)
+    run.data()
+
+    def work(attempt: AttemptRun) -> dict[str, Any]:
+        data = attempt.inputs["data"]
+        prompts = load_prompts(data / "rl_train.parquet")
+        chosen = prompt_batch(attempt.config.seed, len(prompts), 3, 0).indices
+        return train_grpo(
+            attempt.config,
+            data_dir=data,
+            model_ref="builtin:tiny",
+            output_dir=attempt.output_dir,
+            io=attempt.io,
+            judge=build_judge(attempt.config.judge),
+            generator=Talker([prompts[i] for i in chosen]),
+        )
+
+    run.do("grpo", work)
+    document = found(run.workspace.root, "--citation-weight", "1", "--rubrics", "v3")
+    fidelity = document["fidelity"]["grpo"]
+    assert fidelity["exact"], fidelity["warning"]
+    assert (fidelity["totals"], fidelity["advantages"]) == (12, 12)
+    entry = only(document, "citation_weight=1")
+    assert entry["no_signal"]["setting"]["value"] == 1.0, "copies are cited without a fault"
+    assert entry["no_signal"]["baseline"]["value"] < 1.0
+    assert entry["spearman"]["value"] is None, "no order, so no correlation, and no number for it"
