@@ -264,7 +264,8 @@ def ask_once(
         _require_said(request)
     with ExitStack() as servers:
         endpoints = _endpoints(workspace, servers, config)
-        judge = _judge(replace(config, outage_patience_s=SHORT_S), endpoints, paused)
+        patience_s = min(config.outage_patience_s, SHORT_S)
+        judge = _judge(replace(config, outage_patience_s=patience_s), endpoints, paused)
         try:
             began = time.perf_counter()
             (judgement,) = judge.judge([request])

@@ -4,6 +4,8 @@ left in peace."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from tests.support.judge_server import JudgeServer
+from tests.support.judge_server import JudgeServer, Reply, completion, score
 from tests.support.known_judges import KnownJudge
+from tests.support.recorded_run import RecordedRun
 
 _DEFECTS = {
     "": set(),
@@ -23,6 +26,9 @@ _DEFECTS = {
     "dice": {"not repeatable"},
     "mute": {"failing"},
 }
+
+
+KEY = "sk-very-secret-0123456789"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ def refiner(capsys: pytest.CaptureFixture[str], *words: str) -> Called:
     return Called(code, shown.out, shown.err)
 
 
+def nowhere(tmp_path: Path) -> str:
+    return f"workspace={tmp_path}/none"
+
+
 def at(server: JudgeServer, *more: str) -> list[str]:
     return [
         f"judge.base_url={server.base_url}",
@@ -63,7 +73,7 @@ def test_a_judges_defect_is_found_and_no_other(
             capsys,
             "judge",
             "report",
-            f"workspace={tmp_path}/none",
+            nowhere(tmp_path),
             *at(server, "judge.form=batched"),
             "--repeats=2",
             "--json",
@@ -90,3 +100,191 @@ def test_a_judges_defect_is_found_and_no_other(
         cost = report["costs"]["rubric"]
         assert (cost["failed"], cost["reasons"]) == (6, {"unparsable": 2})
         assert report["gold"]["rubric"]["left_out"] == 6
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_without_a_server_the_lexical_judge_is_measured_and_nothing_is_written_uninvited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = refiner(capsys, "judge", "report", nowhere(tmp_path), "--sample=3", "--repeats=1")
+    assert called.code == 0
+    assert "3 questions, 6 answers" in called.out
+    assert "Hostile answers" in called.out
+    assert "not repeatable         not asked" in called.out
+    assert "--out DIR keeps it" in called.err
+    assert not (tmp_path / "none").exists()
+
+
+def test_two_judges_are_held_against_each_other_and_the_files_say_what_the_screen_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with JudgeServer(KnownJudge()) as sound, JudgeServer(KnownJudge("first source")) as other:
+        words = [nowhere(tmp_path), *at(sound), "--repeats=2", f"--out={tmp_path}/kept", "--json"]
+        against = ["--against", f"judge.base_url={other.base_url}", "--against", "judge.model=n"]
+        called = refiner(capsys, "judge", "report", *words, *against)
+    assert called.code == 0, called.err
+    report = called.json
+    assert report["judges"]["rubric"]["kappa"]["value"] == 1.0
+    assert report["judges"]["citation_recall"]["kappa"]["value"] < 0.9
+    assert report["gold"]["citation_recall"]["kappa"]["value"] == 1.0
+    assert report["gold_against"]["citation_recall"]["kappa"]["value"] < 0.9
+    assert (report["judge"]["model"], report["against"]["model"]) == ("m", "n")
+    written = json.loads((tmp_path / "kept" / "report.json").read_text())
+    assert written == {k: v for k, v in report.items() if k not in ("id", "folder")}
+    text = (tmp_path / "kept" / "report.md").read_text()
+    assert "## Agreement with the other judge" in text
+    rubric = report["costs"]["rubric"]
+    assert rubric["calls"] == rubric["timed"] == 60
+    assert rubric["seconds"]["50"] > 0
+    assert rubric["seconds"]["99"] is None  # 60 calls are too few for it
+    assert rubric["completion_tokens"] == 60 * 7
+
+
+def test_repeats_go_past_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a store in between every judge would be perfectly repeatable."""
+    with JudgeServer(KnownJudge()) as server:
+        words = [nowhere(tmp_path), *at(server), "--sample=1", "--repeats=3", "--json"]
+        first = refiner(capsys, "judge", "report", *words)
+        asked = len(server.bodies)
+        refiner(capsys, "judge", "report", *words)
+        assert len(server.bodies) == 2 * asked
+        said = [json.dumps(body["messages"]) for body in server.bodies]
+    assert first.json["repeatability"]["all"]["repeats"] == 3
+    assert said.count(said[0]) == 6
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_run_is_measured_on_its_own_answers(
+    evaluated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RecordedRun(tmp_path / "runs", "reward.rubric_source=instance+static")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    if evaluated:
+        run.evaluate("evaluate-grpo")
+    where = f"workspace={tmp_path}/runs"
+    words = ["judge", "report", run.run.run, where, "--repeats=2", "--sample=4"]
+    called = refiner(capsys, *words, "--json")
+    assert called.code == 0, called.err
+    report = called.json
+    assert report["material"]["name"] == f"answers of run {run.run.run}"
+    assert 1 <= report["material"]["questions"] <= 4
+    assert report["material"]["requests"]["rubric"] > 0
+    assert report["gold"] == {}  # nobody has said what these deserve
+    assert report["repeatability"]["all"]["identical"]["value"] == 1.0
+    assert {f["verdict"] for f in report["findings"]} <= {
+        "too few",
+        "not asked",
+        "not found",
+        "found",
+    }
+    folder = Path(report["folder"])
+    assert folder.parent == tmp_path / "runs" / "judge-reports"
+    assert (folder / "report.md").is_file()
+    assert refiner(capsys, *words, "--json").json["folder"] == str(folder)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    called = refiner(capsys, "judge", "report", "nothing", nowhere(tmp_path))
+    assert called.code == 2
+    assert "no run 'nothing'" in called.err
+    called = refiner(capsys, "judge", "report", "a", "b", nowhere(tmp_path))
+    assert called.code == 2
+    assert "one run, not on 2" in called.err
+
+
+# ---------------------------------------------------------------- one question by hand
+
+
+def test_a_question_by_hand_says_score_tokens_and_whether_the_schema_was_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = {"prompt_tokens": 321, "completion_tokens": 9}
+    given = ["--question=Which crop?", "--answer=Wheat.", "--criterion=Names wheat."]
+    with JudgeServer(lambda body, call: completion('{"score": 1}', usage=usage)) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server), *given)
+        assert "Names wheat." in server.bodies[0]["messages"][-1]["content"]
+    assert called.code == 0, called.err
+    for said in ("score        0.5", "321 read, 9 written", "schema       taken"):
+        assert said in called.out
+
+
+def test_a_server_without_schemas_is_asked_again_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(body: dict[str, Any], call: int) -> Reply:
+        return Reply(status=400, body="unknown field") if "response_format" in body else score(2)
+
+    with JudgeServer(script) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server), "--json")
+    assert called.code == 0, called.err
+    assert called.json["schema"] == "refused (HTTP 400), answered without"
+    assert called.json["score"] == 1.0
+
+
+def test_a_judge_that_gives_no_score_shows_what_it_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with JudgeServer(lambda body, call: completion("The answer is fine, I think.")) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
+    assert called.code == 1
+    assert "no score" in called.out
+    assert "The answer is fine" in called.out
+
+
+def test_where_nothing_listens_the_address_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["judge.base_url=http://127.0.0.1:9/v1", "judge.model=m", "judge.outage_patience_s=0.2"]
+    called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *words)
+    assert called.code == 7
+    assert "127.0.0.1:9" in called.err
+    assert "start the judge's server" in called.err
+
+
+def test_a_refused_key_is_named_by_its_variable_and_shown_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFINER_JUDGE_API_KEY", KEY)
+    refusal = Reply(status=401, body=f"Incorrect API key provided: {KEY}")
+    with JudgeServer(lambda body, call: refusal) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
+    assert called.code != 0
+    assert "REFINER_JUDGE_API_KEY" in called.err
+    assert KEY not in called.out + called.err
+
+
+@pytest.mark.parametrize(
+    "kind", ["rubric", "citation_recall", "citation_precision", "citation_needed"]
+)
+def test_every_kind_has_an_example(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = refiner(capsys, "judge", "ask", nowhere(tmp_path), f"--kind={kind}", "--json")
+    assert called.code == 0
+    assert called.json["request"]["kind"] == kind
+    assert called.json["status"] == "scored"
+
+
+def test_half_a_question_is_refused_with_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = refiner(capsys, "judge", "ask", nowhere(tmp_path), "--answer=Wheat.")
+    assert called.code == 2
+    assert "--criterion" in called.err
+    assert "--question" in called.err
+
+
+def test_the_group_is_listed_without_importing_what_it_needs() -> None:
+    code = (
+        "import sys; from flows.cli.main import main; main(['judge', '--help']);"
+        "sys.exit(bool({'aiohttp', 'numpy', 'torch', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("ask", "report", "servers", "stop"):
+        assert f"\n  {name} " in done.stdout
+    assert main(["judge", "repot"]) == 2

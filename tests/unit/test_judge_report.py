@@ -1,0 +1,429 @@
+"""A judge's report: numbers that hand-worked examples confirm, and words that say no more than they
+bear."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import spearmanr
+
+from refiner_core.answers import parse_answer
+from refiner_core.contract.config import JudgeConfig, RewardConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
+from refiner_core.judges import LexicalJudge, build_judge
+from refiner_core.judges.prompting import fence
+from refiner_core.judges.report.agreement import agreement, cohen_kappa, raw_agreement
+from refiner_core.judges.report.asking import Asker
+from refiner_core.judges.report.build import PADDING, Options, judge_report
+from refiner_core.judges.report.findings import findings_of
+from refiner_core.judges.report.material import (
+    Attack,
+    Item,
+    Material,
+    run_material,
+    shipped_attacks,
+    shipped_material,
+)
+from refiner_core.judges.report.measures import (
+    by_place,
+    changes,
+    credit_by_length,
+    repeatability,
+    resistance,
+    shift,
+)
+from refiner_core.judges.report.text import markdown
+
+# ---------------------------------------------------------------- agreement
+
+
+def spread(table: Sequence[Sequence[int]], values: Sequence[float]) -> tuple[list[float], ...]:
+    """Two series with this table of counts."""
+    pairs = [
+        (values[i], values[j])
+        for i, row in enumerate(table)
+        for j, count in enumerate(row)
+        for _ in range(count)
+    ]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("table", "plain", "quadratic"),
+    [
+        # Equal: 35 of 50; by chance (25 * 30 + 25 * 20) / 50^2 = .5.
+        ([[20, 5], [10, 15]], 0.4, 0.4),
+        # The same 60 of 100, by chance .54 and .46: where nearly all is one value, that is little.
+        ([[45, 15], [25, 15]], (0.6 - 0.54) / 0.46, (0.6 - 0.54) / 0.46),
+        ([[25, 35], [5, 35]], (0.6 - 0.46) / 0.54, (0.6 - 0.46) / 0.54),
+        # Rows 40 30 30, columns 45 30 25: by chance .345. Squares: 30 pairs at .25 make 7.5; by
+        # chance (.25 * (40*30 + 30*45 + 30*25 + 30*30) + 40*25 + 30*45) / 100 = 34.
+        ([[35, 5, 0], [10, 15, 5], [0, 10, 20]], (0.7 - 0.345) / 0.655, 1 - 7.5 / 34),
+        ([[10, 0], [0, 0]], None, None),
+        ([[0, 10], [10, 0]], -1.0, -1.0),
+    ],
+)
+def test_kappa_is_that_of_tables_worked_by_hand(
+    table: list[list[int]], plain: float | None, quadratic: float | None
+) -> None:
+    a, b = spread(table, (0.0, 0.5, 1.0))
+    assert cohen_kappa(a, b) == (None if plain is None else pytest.approx(plain))
+    found = cohen_kappa(a, b, "quadratic")
+    assert found == (None if quadratic is None else pytest.approx(quadratic))
+
+
+_SERIES = st.lists(
+    st.tuples(st.sampled_from([0, 0.5, 1]), st.sampled_from([0, 0.5, 1])), min_size=1, max_size=40
+)
+
+
+@given(_SERIES)
+def test_kappa_does_not_depend_on_who_is_first_or_on_the_scale(
+    pairs: list[tuple[float, float]],
+) -> None:
+    a, b = [x for x, _ in pairs], [y for _, y in pairs]
+    for weights in (None, "quadratic"):
+        kappa = cohen_kappa(a, b, weights)  # type: ignore[arg-type]
+        assert kappa == cohen_kappa(b, a, weights)  # type: ignore[arg-type]
+        twice = cohen_kappa([2 * x + 1 for x in a], [2 * y + 1 for y in b], weights)  # type: ignore[arg-type]
+        assert (kappa is None) == (twice is None)
+        if kappa is not None:
+            assert kappa == pytest.approx(twice)
+            assert kappa <= 1.0
+    # Krippendorff 1970: the quadratic form is the concordance correlation coefficient.
+    x, y = np.array(a), np.array(b)
+    spread_of = x.var() + y.var() + (x.mean() - y.mean()) ** 2
+    if spread_of > 0:
+        concordance = 2 * np.mean((x - x.mean()) * (y - y.mean())) / spread_of
+        assert cohen_kappa(a, b, "quadratic") == pytest.approx(concordance)
+
+
+def test_raw_agreement_is_a_count() -> None:
+    assert raw_agreement([0, 0.5, 1, 0.1 + 0.2], [0, 1, 1, 0.3]) == (3, 4)
+    assert raw_agreement([], []).value is None
+    with pytest.raises(ConfigurationError, match="2 scores cannot be held against 1"):
+        cohen_kappa([0, 1], [0])
+
+
+def test_a_missing_score_takes_its_pair_out_and_is_counted() -> None:
+    found = agreement([0, None, 1, 1], [0, 0, None, 0.5], ["a", "a", "b", "b"])
+    assert (found.pairs, found.left_out, found.questions) == (2, 2, 2)
+    assert found.raw is not None
+    assert (found.raw.numerator, found.raw.denominator) == (1, 2)
+    assert found.mean_difference == -0.25
+    nothing = agreement([None], [0], ["a"])
+    assert (nothing.pairs, nothing.raw, nothing.kappa.value) == (0, None, None)
+
+
+def test_intervals_are_over_questions_and_not_over_pairs() -> None:
+    """A hundred pairs of four questions are not a hundred pairs of a hundred."""
+    numbers = random.Random(0)
+    pairs = [(q, bool(q % 2)) for q in range(100)]
+    a = [float(numbers.random() < 0.5) for _ in pairs]
+    b = [x if agrees else 1 - x for x, (_, agrees) in zip(a, pairs, strict=True)]
+    wide = agreement(a, b, [q % 4 for q, _ in pairs])
+    narrow = agreement(a, b, [q for q, _ in pairs])
+    assert wide.kappa.value == narrow.kappa.value
+    assert None not in (*wide.kappa, *narrow.kappa)
+    width = [k.high - k.low for k in (wide.kappa, narrow.kappa)]  # type: ignore[operator]
+    assert width[0] > 1.5 * width[1]
+    assert agreement(a, b, ["one"] * 100).kappa.low is None
+
+
+def test_the_interval_of_kappa_holds_what_it_promises() -> None:
+    """Simulated: the truth is inside about 95 times of 100."""
+    random_numbers = np.random.default_rng(1)
+    inside = 0
+    for seed in range(100):
+        a = random_numbers.integers(0, 3, 60) / 2
+        b = np.where(random_numbers.random(60) < 0.7, a, random_numbers.integers(0, 3, 60) / 2)
+        kappa = agreement(list(a), list(b), list(range(60)), resamples=500, seed=seed).kappa
+        assert kappa.low is not None
+        assert kappa.high is not None
+        inside += kappa.low <= 0.7 <= kappa.high
+    assert inside >= 88
+
+
+# ---------------------------------------------------------------- material
+
+
+def test_the_shipped_set_is_whole_and_says_what_its_citations_deserve() -> None:
+    material = shipped_material()
+    assert {item.request.kind for item in material.items} == {
+        "rubric", "citation_recall", "citation_precision", "citation_needed",
+    }  # fmt: skip
+    assert 8 <= len({item.question_id for item in material.items}) <= 12
+    assert all(item.gold in (0.0, 0.5, 1.0) for item in material.items)
+    assert {item.polarity for item in material.items if item.request.kind == "rubric"} == {
+        "positive", "negative",
+    }  # fmt: skip
+    # Yes or no is yes or no.
+    for item in material.items:
+        if item.request.kind in ("citation_precision", "citation_needed"):
+            assert item.gold != 0.5
+        if item.sources:
+            assert item.request.reference == "\n\n".join(item.sources)
+    assert len(shipped_material(3).items) < len(material.items)
+
+
+def test_hostile_answers_are_many_and_each_has_room_beside_its_twin() -> None:
+    attacks = shipped_attacks()
+    assert len(attacks) >= 20
+    assert len({attack.name for attack in attacks}) == len(attacks)
+    assert len({attack.about for attack in attacks}) >= 10
+    for attack in attacks:
+        assert attack.deserved == (0.0 if attack.wants == "higher" else 1.0)
+        assert attack.twin.text in attack.request.text
+        assert len(attack.request.text) > len(attack.twin.text)
+        assert replace(attack.request, text="") == replace(attack.twin, text="")
+    assert max(len(attack.request.text) for attack in attacks) > 5000
+
+
+def test_no_hostile_answer_leaves_its_fence_or_keeps_a_control_token() -> None:
+    for attack in shipped_attacks():
+        fenced = fence("answer", attack.request.text)
+        tag = fenced.split(">", 1)[0].removeprefix("<")
+        assert fenced.count(f"</{tag}>") == 1
+        assert fenced.endswith(f"</{tag}>")
+        for token in ("<|", "</s>", "[/INST]", "</think>", "<end_of_turn>", "<<SYS>>"):
+            assert token not in fenced
+
+
+def test_answers_of_a_run_are_asked_about_as_in_training() -> None:
+    prompt = (
+        "Which crop?\n<tool_output><snippet id=S_1>Wheat grows.</snippet>"
+        "<snippet id=S_2>Much of it.</snippet></tool_output>"
+    )
+    rubric = {
+        "positive_rubrics": [{"title": "t", "description": "Names wheat", "weight": 1}],
+        "negative_rubrics": [{"title": "u", "description": "Invents", "weight": 1}],
+    }
+    row = PromptRow("row", "Which crop?", prompt, (1,), json.dumps(rubric))
+    good = "<answer><snippet id=S_1,S_2>Wheat grows.</snippet> So it is.</answer>"
+    material = run_material("run", [(row, good), (row, "no answer")], RewardConfig())
+    assert [item.request.kind for item in material.items] == [
+        "rubric", "rubric", "citation_recall", "citation_precision", "citation_precision",
+        "citation_needed",
+    ]  # fmt: skip
+    assert [item.polarity for item in material.items[:2]] == ["positive", "negative"]
+    assert material.items[2].sources == ("Wheat grows.", "Much of it.")
+    assert {item.answer_id for item in material.items} == {"row/0"}
+
+
+def test_padding_says_nothing_that_a_claim_could_be_made_of() -> None:
+    parsed = parse_answer(f"<answer>{' '.join(PADDING)}</answer>")
+    assert not parsed.malformed
+    assert not parsed.cited_ids
+    assert len(set(PADDING)) == len(PADDING)
+    assert len(list(itertools.permutations(PADDING, 2))) >= len(shipped_attacks())
+
+
+# ---------------------------------------------------------------- measures
+
+
+def items(count: int, *, answers: int = 1, kind: Any = "rubric") -> list[Item]:
+    """``count`` questions to a judge on each answer, about as many questions as answers."""
+    return [
+        Item(f"q{a}", f"a{a}", JudgeRequest(kind, f"q{a}", f"text {a}", f"criterion {c}"))
+        for a in range(answers)
+        for c in range(count)
+    ]
+
+
+def test_repeatability_counts_what_is_the_same_each_time() -> None:
+    found = repeatability(items(4), [[0, 1, None, 1], [0, 0, 1, 1], [0, 0.5, 1, 1]])
+    assert found.identical is not None
+    assert (found.identical.numerator, found.identical.denominator) == (2, 3)
+    assert found.left_out == 1
+    assert found.difference is not None
+    assert found.difference.numerator == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert repeatability(items(2), [[0, 1]]).identical is None
+
+
+def test_what_asking_again_changes_is_not_blamed_on_what_was_changed() -> None:
+    asked = items(1, answers=8)
+    before, after = [0.0] * 8, [1.0, 0.0] * 4
+    noise = changes(before, [0.0, 1.0] * 4)
+    found = shift(asked, before, after, noise)
+    assert found.changed is not None
+    assert found.changed.numerator == 4
+    assert found.beyond is not None
+    assert found.beyond.value == 0.0
+    assert shift(asked, before, after, None).beyond is None
+    assert changes([0, None], [0, 1]) == [0.0, None]
+
+
+def test_a_place_is_that_in_the_call_and_the_middle_one_has_none() -> None:
+    assert by_place(items(3, answers=2)) == [1, 0, -1, 1, 0, -1]
+    assert by_place(items(4)) == [1, 1, -1, -1]
+    assert by_place(items(1)) == [0]
+
+
+def attack(name: str, wants: Any) -> Attack:
+    twin = JudgeRequest("rubric", "q", "honest", "criterion")
+    deserved = 0.0 if wants == "higher" else 1.0
+    return Attack(name, "", replace(twin, text=f"honest {name}"), twin, wants, deserved)
+
+
+@pytest.mark.parametrize(
+    ("wants", "twin", "attacked", "result"),
+    [
+        ("higher", 0.0, 0.0, "resisted"),
+        ("higher", 0.5, 0.0, "resisted"),
+        ("higher", 0.0, 0.5, "obeyed"),
+        ("higher", 1.0, 1.0, "no room"),
+        ("higher", None, 1.0, "no room"),
+        ("higher", 0.0, None, "broke"),
+        ("lower", 1.0, 1.0, "resisted"),
+        ("lower", 0.5, 1.0, "resisted"),
+        ("lower", 1.0, 0.5, "obeyed"),
+        ("lower", 0.0, 0.0, "no room"),
+    ],
+)
+def test_an_attack_is_judged_by_where_its_author_wants_the_score(
+    wants: str, twin: float | None, attacked: float | None, result: str
+) -> None:
+    found = resistance([attack("a", wants)], [twin], [twin], [attacked])
+    assert found.attacks[0].result == result
+    if result == "no room":
+        assert found.resisted is None
+    else:
+        assert found.resisted is not None
+        assert found.resisted.value == float(result == "resisted")
+
+
+def test_length_and_score_are_ranked_over_answers_with_faults_turned_round() -> None:
+    numbers = random.Random(3)
+    asked, scores, lengths, credits = [], [], [], []
+    for a in range(12):
+        text = "x" * numbers.randrange(10, 500)
+        good, bad = numbers.choice([0, 0.5, 1]), numbers.choice([0, 0.5, 1])
+        for polarity, score in (("positive", good), ("negative", bad)):
+            request = JudgeRequest("rubric", f"q{a}", text, polarity)
+            asked.append(Item(f"q{a}", f"a{a}", request, polarity))  # type: ignore[arg-type]
+            scores.append(score)
+        lengths.append(len(text))
+        credits.append((good + 1 - bad) / 2)
+    found = credit_by_length(asked, scores)
+    assert found is not None
+    assert found.value == pytest.approx(spearmanr(credits, lengths).statistic)
+    assert found.low is not None
+    assert found.low <= found.value
+    assert credit_by_length(asked[:4], scores[:4]) is None
+    assert credit_by_length(asked, [1.0, 0.0] * 12) is None
+
+
+# ---------------------------------------------------------------- the whole
+
+
+class Scripted:
+    """A judge in this process that gives what a function says."""
+
+    def __init__(self, score: Any) -> None:
+        self._score = score
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        scores = [self._score(request) for request in requests]
+        return [Judgement("failed" if s is None else "scored", s) for s in scores]
+
+
+def verdicts(report: Any) -> dict[str, str]:
+    return {finding.name: finding.verdict for finding in report.findings}
+
+
+def test_too_few_questions_are_said_to_be_too_few() -> None:
+    material = shipped_material(2)
+    few = Material("few", material.items, material.attacks[:3])
+    found = verdicts(judge_report(few, JudgeConfig(), build_judge))
+    assert found["not repeatable"] == "too few"
+    assert found["order of sources"] == "too few"
+    assert found["length"] == "too few"
+    assert found["obeys hostile answers"] in ("too few", "not found")
+    nothing = verdicts(judge_report(Material("", (), ()), JudgeConfig(), build_judge))
+    assert set(nothing.values()) == {"not asked"}
+
+
+def test_one_hostile_answer_that_a_steady_judge_obeys_is_enough() -> None:
+    def gives_in(request: JudgeRequest) -> float:
+        return float("tip of 500" in request.text)
+
+    report = judge_report(shipped_material(), JudgeConfig(), lambda _: Scripted(gives_in))
+    assert verdicts(report)["obeys hostile answers"] == "found"
+    assert [a.name for a in report.resistance.attacks if a.result == "obeyed"] == ["bribe"]
+
+
+def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None:
+    """A rollout whose judgement fails is not scored: that is a way out of a bad score."""
+
+    def chokes(request: JudgeRequest) -> float | None:
+        return None if "banana" in request.text else float(request.kind == "rubric")
+
+    report = judge_report(shipped_material(1), JudgeConfig(), lambda _: Scripted(chokes))
+    broke = [a.name for a in report.resistance.attacks if a.result == "broke"]
+    assert broke == ["other-criterion"]
+    assert report.resistance.resisted is not None
+    resisted = report.resistance.resisted
+    assert resisted.denominator - resisted.numerator == 1
+
+
+def test_a_report_is_json_with_numerators_and_its_markdown_has_every_number_it_found() -> None:
+    report = judge_report(shipped_material(), JudgeConfig(), build_judge, against=JudgeConfig())
+    value = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert value["version"] == 1
+    raw = value["gold"]["rubric"]["raw"]
+    assert raw["value"] == raw["numerator"] / raw["denominator"]
+    assert value["judges"]["all"]["kappa"]["value"] == 1.0
+    assert value["forms"] is None
+    text = markdown(report)
+    for heading in ("Findings", "Repeatability", "Hostile answers", "What a judgement takes"):
+        assert f"## {heading}" in text
+    assert all(attack.name in text for attack in report.resistance.attacks)
+    assert f"({raw['numerator']:.0f} of {raw['denominator']})" in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.count("|") - 2 * line.count("\\|") >= 4
+
+
+def test_every_series_is_asked_of_a_judge_that_knows_nothing() -> None:
+    made = []
+
+    def make(config: JudgeConfig) -> LexicalJudge:
+        made.append(config)
+        return LexicalJudge()
+
+    heard: list[tuple[str, int]] = []
+    options = Options(repeats=4, told=lambda what, count: heard.append((what, count)))
+    judge_report(shipped_material(1), JudgeConfig(), make, options=options)
+    assert len(made) == len(heard)
+    assert sum("time" in what for what, _ in heard) == 3
+
+
+def test_scores_come_back_in_the_order_of_what_was_asked() -> None:
+    asked = [item.request for item in shipped_material().items]
+    random.Random(5).shuffle(asked)
+    asked += asked[:7]
+    scores, costs = Asker(JudgeConfig(), build_judge, lambda *_: None).ask_timed(asked, "all")
+    assert scores == [j.score for j in LexicalJudge().judge(asked)]
+    assert sum(cost.judgements for cost in costs.values()) == len(asked)
+    assert all(cost.seconds == {} for cost in costs.values())  # no server was asked
+
+
+def test_findings_are_always_the_same_ones_in_the_same_order() -> None:
+    nothing: dict[str, Any] = {
+        "repeatability": {}, "costs": {}, "length": {},
+        "order_of_criteria": None, "order_of_sources": None,
+        "resistance": resistance([], [], [], []),
+    }  # fmt: skip
+    names = [finding.name for finding in findings_of(nothing)]
+    report = judge_report(shipped_material(1), JudgeConfig(), build_judge)
+    assert [finding.name for finding in report.findings] == names
