@@ -28,7 +28,7 @@ from infra.judgements.table import RECORD, Array, decode
 log = logging.getLogger(__name__)
 
 #: Read, checked and given together; small segments are given many at a time.
-_CHUNK_BYTES = RECORD_BYTES << 20
+_CHUNK_BYTES = RECORD_BYTES << 18
 
 
 class Complaints:

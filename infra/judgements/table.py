@@ -41,7 +41,7 @@ def decode(raw: bytes | memoryview) -> Decoded:
     """The sound records of a file's bytes (behind its header); others are left out."""
     whole = len(raw) // RECORD_BYTES
     records = np.frombuffer(raw, RECORD, whole)
-    sound = _checksums(records) == records["crc"]
+    sound = checksums(records) == records["crc"]
     sound &= (records["score"] >= 0.0) & (records["score"] <= 1.0)
     places = np.flatnonzero(sound)
     last = int(places[-1]) + 1 if len(places) else 0
@@ -154,7 +154,7 @@ def encode_all(judgements: Mapping[bytes, StoredJudgement]) -> bytes:
     return b"".join(encode_record(key, value) for key, value in judgements.items())
 
 
-def _checksums(records: Array) -> Array:
+def checksums(records: Array) -> Array:
     """CRC-32 of the first 32 bytes of each record.
 
     A CRC of a fixed length is, but for a constant, the exclusive or of what each byte alone adds.

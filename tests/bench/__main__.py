@@ -43,6 +43,10 @@ def main() -> None:
         from tests.bench import judging
 
         sys.exit(judging.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["judgements"]:
+        from tests.bench import judgements
+
+        sys.exit(judgements.main(sys.argv[2:]))
     torch.set_num_threads(1)
     for pair in (generation_of_groups,):
         print(json.dumps(pair()), flush=True)

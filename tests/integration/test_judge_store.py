@@ -6,27 +6,29 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.judging import judge_by_hand
+from flows.judging import judge_by_hand, judge_for
 from infra.judgements import store
 from infra.judgements.segments import list_segments, summarise
 from infra.judgements.store import WorkspaceStore
 from infra.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
-from refiner_core.contract.types import JudgeRequest, StoredJudgement
+from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement
 from tests.support.command import ROOT, environment, refiner, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, verdict
-from tests.support.judged_life import config_of, live, prepare
+from tests.support.judged_life import config_of, live, prepare, work_of
 from tests.support.quota import fill, small_tmpfs
 
 pytestmark = pytest.mark.timeout(90)
@@ -182,6 +184,24 @@ def test_a_stage_that_was_killed_asks_nothing_again(
         live(tmp_path, kind, config, stage="-again")
         assert len(server.bodies) == after, "the same stage in another attempt costs no call"
     assert summarise(folder).judgements == len(first) + len(second)
+
+
+def test_a_stage_says_that_it_waits_for_its_judge_and_goes_on(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    work = work_of(tmp_path, "grpo", config_of(f"http://127.0.0.1:{port}/v1", max_retries=1))
+    told: list[Progress] = work.io.progressed  # type: ignore[attr-defined]
+    with judge_for(work) as (judge, io), contextlib.ExitStack() as stack:
+        io.progress(Progress(3, 10, "judge"))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(judge.judge, QUESTIONS)
+            wait_until(lambda: told[-1].phase == "waits for the judge", "the pause", 30)
+            assert (told[-1].done, told[-1].total) == (3, 10)
+            server = JudgeServer(lambda body, call: verdict(body), port=port)
+            stack.enter_context(server)
+            assert {j.status for j in waiting.result()} == {"scored"}
+        assert told[-1] == Progress(3, 10, "judge"), "the pause is over"
 
 
 def test_an_outage_leaves_no_judgement_behind(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def config_of(url: str, **judge: Any) -> RecipeConfig:
     )
 
 
-def live(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> dict[str, Any]:
-    """Run the stage to its end; what it reports. ``stage``: another one of the same kind."""
-    work = StageWork(
+def work_of(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> StageWork:
+    """What the stage may use. ``stage``: another one of the same kind."""
+    return StageWork(
         spec=cast(Any, None),
         config=config,
         inputs={},
@@ -61,6 +61,11 @@ def live(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> dict[s
         stage_id=f"{kind}{stage}-0123456789ab",
         workspace=Workspace.open(root / "ws"),
     )
+
+
+def live(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> dict[str, Any]:
+    """Run the stage to its end; what it reports."""
+    work = work_of(root, kind, config, stage)
     sampler = AnsweringSampler()
     where: dict[str, Any] = {
         "data_dir": root / "data",

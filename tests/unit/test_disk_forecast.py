@@ -21,10 +21,18 @@ from infra import atomic
 from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
 from infra.disk.history import failures_of, suggest_save_freq
 from infra.disk.modelsize import STATE_BYTES, ModelSize, model_size
+from infra.judgements.store import WorkspaceStore
 from infra.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, GrpoConfig, PublishConfig, RecipeConfig
+from refiner_core.contract.config import (
+    DiskConfig,
+    GrpoConfig,
+    JudgeConfig,
+    PublishConfig,
+    RecipeConfig,
+)
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome
+from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, save
 from tests.support.plans import SOURCES, claim, small_config, small_plan
 
@@ -102,6 +110,32 @@ def test_what_is_done_takes_nothing_more(workspace: Workspace) -> None:
     finish(workspace, plan.by_name["data"].id)
     found = forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B))
     assert [s.stage.kind for s in found.stages] == ["grpo"]
+
+
+def test_what_judges_will_say_is_counted_as_far_as_the_store_takes_it(
+    workspace: Workspace,
+) -> None:
+    def plan(**judge: Any) -> Plan:
+        config = plan_of().config
+        served = JudgeConfig(kind="openai", model="m", base_url="http://127.0.0.1:1/v1", **judge)
+        return make_plan(replace(config, judge=served), {**SOURCES, "judge_prompt": "p"})
+
+    def counted(**judge: Any) -> int:
+        known = Knowledge(workspace, lambda _: FOUR_B)
+        found = forecast_disk([plan(**judge)], known)
+        assert found.final_bytes == sum(s.final for s in found.stages) + found.judgements
+        return found.judgements
+
+    steps = plan().config.grpo
+    rollouts = 200 * steps.num_unique_prompts_rollout * steps.num_samples_per_prompt_rollout
+    assert counted() == rollouts * 16 * 36
+    assert counted(cache_gb=2**-10) == MIB
+    assert counted(cache_gb=0.0) == 0
+    assert forecast_disk([plan_of()], Knowledge(workspace, lambda _: FOUR_B)).judgements == 0
+    folder = workspace.layout.judgements
+    with WorkspaceStore(folder, writer="w", limit_bytes=MIB) as store:
+        store.put(bytes(16), StoredJudgement(1.0))
+    assert counted(cache_gb=2**-10) == MIB - 48 - 36, "what is there already stays within it"
 
 
 def test_trials_that_share_a_stage_take_it_once(workspace: Workspace) -> None:

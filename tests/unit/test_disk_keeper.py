@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +20,18 @@ from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
 from infra.disk.ledger import Ledger, Need
 from infra.disk.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
-from infra.disk.reaper import carry_out
+from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import read_stock
 from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.jobs import AttemptRef
+from infra.judgements.store import WorkspaceStore
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import Outcome, to_json
+from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 
@@ -91,6 +94,23 @@ def test_use_is_told_by_run_and_kind_and_adds_up(workspace: Workspace) -> None:
     assert ("", "logs") in rows, "the data stage belongs to no run here"
     told = sum(s.bytes for s in rows.values())
     assert 0 <= measure(workspace.layout).bytes - told <= 64 * KIB, "but for some folders"
+
+
+def test_the_oldest_judgements_go_where_nothing_else_does(workspace: Workspace) -> None:
+    folder = workspace.layout.judgements
+    for name, age_s in (("b", 30), ("a", 10), ("c", 20)):
+        with WorkspaceStore(folder, writer=name, limit_bytes=MIB) as store:
+            store.put(os.urandom(16), StoredJudgement(1.0))
+        (path,) = folder.glob(f"{name}-*")
+        changed = time.time() - age_s
+        os.utime(path, (changed, changed))
+    stock = DiskKeeper(workspace, DiskConfig()).stock()
+    wanted = plan_reclaim(stock, 5 * KIB)
+    assert [c.path.name[0] for c in wanted] == ["b", "c"]
+    assert len(carry_out(workspace, wanted).items) == 2
+    assert [p.name[0] for p in folder.iterdir()] == ["a"]
+    rows = by_run_and_kind(take_stock(workspace.layout), {})
+    assert [r.size.inodes for r in rows if r.kind == "judgements"] == [1]
 
 
 def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:

@@ -94,6 +94,20 @@ def test_weights_are_not_given_up_in_vain() -> None:
     assert plan_reclaim(everything(), 999 * MIB)[-1].rank is Rank.CODE
 
 
+def test_stored_judgements_go_last_and_oldest_first() -> None:
+    """To judge again costs calls; all else that may go costs nothing, or a download."""
+    names_ = ("old.sealed", "new.sealed", "busy.live")
+    files = [Item(Path("/ws/judgements") / n, "judgements", Size(MIB, 1, MIB)) for n in names_]
+    base = everything()
+    full = replace(base, items=(*files, *base.items))
+    assert names(plan_reclaim(full, 17 * MIB))[-2:] == ["output", "old.sealed"]
+    assert names(plan_reclaim(full, 18 * MIB))[-2:] == ["old.sealed", "new.sealed"]
+    assert plan_reclaim(full, 999 * MIB)[-1].rank is Rank.CODE, "none is given up in vain"
+    assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
+    asked = plan_reclaim(full, None, caches=True, judgements=True)
+    assert names(asked)[-4:] == ["hub", *names_], "unless somebody asks for it"
+
+
 def test_caches_go_only_when_asked_for() -> None:
     assert plan_reclaim(everything(), None, caches=True)[-1].rank is Rank.CACHE
     assert not any(c.rank is Rank.CACHE for c in plan_reclaim(everything(), 999 * MIB))
