@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -41,6 +40,8 @@ from refiner_core.judges.store import MemoryStore
 _PART = 128
 #: How often who waits looks for a pause and for a stop, seconds.
 _LOOK_S = 0.1
+#: How often who plans at leisure looks whether more is needed, seconds.
+_PLAN_S = 0.02
 
 
 class OpenAIJudge:
@@ -89,7 +90,7 @@ class OpenAIJudge:
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """One judgement per request, in order. Errors as of :meth:`Pending.result`."""
-        return self.submit(requests).result() if requests else []
+        return self._begin(requests, at_leisure=True).result() if requests else []
 
     def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
         """Begin to judge; what the store knows and what is in flight already is not asked again.
@@ -101,12 +102,21 @@ class OpenAIJudge:
         RuntimeError
             The judge was closed, or made by the process that this one was forked from.
         """
+        return self._begin(requests, at_leisure=False)
+
+    def _begin(self, requests: Sequence[JudgeRequest], *, at_leisure: bool) -> Pending:
+        """``at_leisure``: plan calls about when they are needed. Who waits anyway leaves the
+        processor to those that are under way."""
         engine = self._running()
-        batch = Batch(requests, time.monotonic() + self._config.batch_timeout_s)
+        batch = Batch(requests, self._config.batch_timeout_s)
         self._counts.wanted(len(requests))
         engine.call(engine.engine.begin, batch)
         try:
             for part in self._parts(batch.requests):
+                while at_leisure and engine.engine.backlog > 2 * self._config.concurrency:
+                    if batch.over.wait(_PLAN_S):
+                        return Pending(self, batch)
+                    self._look(batch)
                 self._plan(part, batch, engine)
         except BaseException as error:
             engine.call(engine.engine.drop, batch, error)

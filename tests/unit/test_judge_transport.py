@@ -111,6 +111,28 @@ def test_what_is_known_or_under_way_is_not_asked_again(judge_at: Any) -> None:
     assert len(server.bodies) == 6
 
 
+class NothingKept:
+    """A store for those who want every question asked anew."""
+
+    def get(self, keys: Any) -> list[None]:
+        return [None] * len(keys)
+
+    def put(self, key: bytes, judgement: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def test_past_the_store_the_same_question_is_asked_anew(judge_at: Any) -> None:
+    """Repeatability cannot be measured on answers that are kept, wherever."""
+    with JudgeServer(lambda body, call: score(call // 4)) as server:
+        judge = judge_at(server.base_url, Surroundings(store=NothingKept()), concurrency=1)
+        rounds = [judge.judge(requests(4)) for _ in range(3)]
+    assert [{j.score for j in judgements} for judgements in rounds] == [{0.0}, {0.5}, {1.0}]
+    assert len(server.bodies) == 12
+
+
 def test_a_store_outlives_the_judge_and_keeps_no_failure(judge_at: Any) -> None:
     def script(body: Body, call: int) -> Reply:
         return Reply(status=400) if number(body) == 1 and call < 3 else score(2)

@@ -35,7 +35,7 @@ from refiner_core.judges.served.outcome import Outcome
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch, Item
 
-#: Scored calls that are remembered for those who looked into the store just before.
+#: Scored calls that are remembered for batches that looked into the store just before.
 _LATELY = 4096
 
 
@@ -46,8 +46,13 @@ class Pace(NamedTuple):
     breaker: BreakerSettings = BreakerSettings()
 
 
+class _Scored(NamedTuple):
+    at: float
+    judgements: tuple[Judgement, ...]
+
+
 class Engine:
-    """Everything but ``pause``, ``idle`` and the counts belongs to the loop's thread."""
+    """Everything but the properties and the counts belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class Engine:
         self._fleet = Fleet(time.monotonic, pace.breaker)
         self._minder = Minder(config, around, self._fleet, counts, self._beside)
         self._items: dict[tuple[bytes, ...], Item] = {}
-        self._lately: OrderedDict[tuple[bytes, ...], tuple[Judgement, ...]] = OrderedDict()
+        self._lately: OrderedDict[tuple[bytes, ...], _Scored] = OrderedDict()
         self._queue: deque[Item] = deque()
         self._batches: set[Batch] = set()
         self._workers: set[asyncio.Task[None]] = set()
@@ -78,6 +83,11 @@ class Engine:
     def pause(self) -> str:
         """In words why nothing is asked now, or empty; readable from any thread."""
         return self._minder.pause
+
+    @property
+    def backlog(self) -> int:
+        """Calls that nobody has taken up; readable from any thread."""
+        return len(self._queue)
 
     # ---- from outside, by way of the loop
 
@@ -113,8 +123,8 @@ class Engine:
             return
         for call in calls:
             lately = self._lately.get(call.keys)
-            if lately is not None:
-                batch.found.update(zip(call.requests, lately, strict=True))
+            if lately is not None and lately.at >= batch.begun:
+                batch.found.update(zip(call.requests, lately.judgements, strict=True))
                 continue
             item = self._items.get(call.keys)
             if item is None:
@@ -216,7 +226,7 @@ class Engine:
             del self._items[item.call.keys]
         scored = sum(judgement.status == "scored" for judgement in judgements)
         if scored == len(judgements):
-            self._lately[item.call.keys] = judgements
+            self._lately[item.call.keys] = _Scored(time.monotonic(), judgements)
             if len(self._lately) > _LATELY:
                 self._lately.popitem(last=False)
         for number, (batch, requests) in enumerate(item.waiting):

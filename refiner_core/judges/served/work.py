@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,10 +24,11 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class Batch:
     """The requests of one submit, and what is known of them so far."""
 
-    def __init__(self, requests: Sequence[JudgeRequest], expires_at: float) -> None:
+    def __init__(self, requests: Sequence[JudgeRequest], limit_s: float) -> None:
         self.requests = tuple(requests)
+        self.begun = time.monotonic()
         #: Monotonic seconds; moved on by the length of each pause.
-        self.expires_at = expires_at
+        self.expires_at = self.begun + limit_s
         self.found: dict[JudgeRequest, Judgement] = {}
         self.stored: set[JudgeRequest] = set()
         #: Judgements that were scored by calls made for this batch.
