@@ -196,6 +196,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "one run, not on 2" in called.err
 
 
+def test_a_judge_that_refiner_serves_is_measured_only_while_its_server_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["judge.kind=openai", "judge.model=m", "judge.serve.engine=vllm"]
+    called = refiner(capsys, "judge", "report", nowhere(tmp_path), *words)
+    assert called.code == 2
+    assert "No server of the judge m runs" in called.err
+    assert "refiner judge servers" in called.err
+
+
 # ---------------------------------------------------------------- one question by hand
 
 

@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refiner_core.contract.config import JudgeConfig, RewardConfig
+from flows.judge_prompts import planned_prompts
+from flows.sources import resolve_sources
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
 from refiner_core.judges import LexicalJudge, judge_prompts_digest, parse_judgement, parsing
 from refiner_core.judges.calls import Call, Reply, Unusable, plan_calls, read_reply, request_body
@@ -570,6 +573,19 @@ def test_within_a_stage_an_edit_changes_neither_what_is_asked_nor_what_is_record
         assert judge_prompts_digest(str(own)) == planned
     assert plan_calls(rubrics(1), config) != asked
     assert judge_prompts_digest(str(own)) != planned
+
+
+def test_a_stage_is_refused_when_its_prompts_are_not_those_of_the_plan(own: Path) -> None:
+    config = replace(RecipeConfig(), judge=replace(SINGLE, prompt=str(own)))
+    sources = {"judge_prompt": resolve_sources(config)["judge_prompt"]}
+    spec = StageSpec(1, "grpo", "grpo", "f", "", 1, {}, sources, {})
+    with planned_prompts(spec, config):
+        pass
+    with planned_prompts(replace(spec, sources={}), config):  # asks no judge
+        pass
+    edited(own, "citation_recall.user.md", lambda text: text + "\nBe kind.")
+    with pytest.raises(ConfigurationError, match="changed since"), planned_prompts(spec, config):
+        pass
 
 
 def test_a_version_is_meant_before_a_folder_of_the_same_name(
