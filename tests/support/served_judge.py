@@ -1,12 +1,14 @@
 """A small judge's server as a program of its own: asks for a key, answers chat requests.
 
     served_judge.py --host H --port P --model M [--log FILE] [--startup S] [--mode MODE]
+                    [--die-after N]
 
 In: ``REFINER_SERVER_KEY``. Out: ``{"score": n}`` by a digest of the question, so that the same
 question has the same answer in every process. It writes a line into FILE when it starts (its
 process number) and one for each judgement. Modes: ``ok``; ``traceback`` dies at once; ``sick``
 lists its model and fails every question; ``open`` asks for no key; ``memory`` runs out of it;
-``stubborn`` takes no SIGTERM for an answer.
+``stubborn`` does not end on SIGTERM. With ``--die-after``, the first one that is asked
+so often kills itself with the question in its hands; those that come after it live.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import json
 import os
 import signal
+import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,8 +32,9 @@ def main() -> None:
     parser.add_argument("--log", default=os.devnull)
     parser.add_argument("--startup", type=float, default=0.0)
     parser.add_argument("--mode", default="ok")
+    parser.add_argument("--die-after", type=int, default=0)
     args = parser.parse_args()
-    note(args.log, {"pid": os.getpid(), "argv": " ".join(os.sys.argv)})  # type: ignore[attr-defined]
+    note(args.log, {"pid": os.getpid(), "argv": " ".join(sys.argv)})
     print("the key is", os.environ.get("REFINER_SERVER_KEY"), flush=True)
     if args.mode == "traceback":
         raise RuntimeError("the weights are not what they should be")
@@ -48,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     """The two routes that a judge needs."""
 
     args: argparse.Namespace
+    asked = 0
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -68,6 +73,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         text = json.dumps(body["messages"])
         note(self.args.log, {"asked": text})
+        type(self).asked += 1
+        if 0 < self.args.die_after <= self.asked and first_to_die(self.args.log):
+            os.kill(os.getpid(), signal.SIGKILL)
         score = hashlib.sha256(text.encode()).digest()[0] % 2 * 2
         message = {"role": "assistant", "content": json.dumps({"score": score})}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -92,6 +100,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing: its output is for what is worth reading."""
+
+
+def first_to_die(path: str) -> bool:
+    """True once for each log."""
+    try:
+        os.close(os.open(f"{path}.died", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def note(path: str, value: dict[str, Any]) -> None:

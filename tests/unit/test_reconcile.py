@@ -21,12 +21,14 @@ from infra.reconcile import (
     Pause,
     Policy,
     Release,
+    Rest,
     Seen,
+    Serve,
     Wait,
     reconcile,
 )
-from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
+from refiner_core.contract.config import JudgeConfig, RetryConfig
+from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,
@@ -35,7 +37,7 @@ from refiner_core.contract.records import (
     StageResult,
     StageSpec,
 )
-from tests.support.plans import small_plan
+from tests.support.plans import SOURCES, small_config, small_plan
 
 ME, OTHER = "here:1:1.00", "here:2:1.00"
 PLAN = small_plan("data", "sft", "evaluate")
@@ -331,6 +333,170 @@ def test_a_cancelled_stage_is_not_begun_and_what_needs_it_neither() -> None:
     assert actions["sft"].outcome.failure == "cancelled"
     assert actions["evaluate-sft"] == Block(PLAN.by_name["evaluate-sft"], "sft", "interrupted")
     assert isinstance(actions["evaluate-base"], Launch), "the others go on"
+
+
+# ---------------------------------------------------------------- services
+
+SERVED = make_plan(
+    replace(
+        small_config("data", "grpo", "evaluate"),
+        judge=JudgeConfig(kind="openai", model="m", serve_command="serve --port {port}"),
+    ),
+    SOURCES,
+)
+JUDGE, GRPO, BASE = (SERVED.by_name[n] for n in ("judge", "grpo", "evaluate-base"))
+SERVED_DATA = (SERVED.by_name["data"], record(SERVED.by_name["data"], attempt(1), done=True))
+
+
+def decide_served(
+    *records: tuple[PlannedStage, StageRecord],
+    seen: Mapping[str, Seen] | None = None,
+    ready: tuple[int, ...] = (),
+    policy: Policy = POLICY,
+) -> dict[str, Action]:
+    answered = frozenset((JUDGE.id, number) for number in ready)
+    observed = Observed(seen or {}, ready=answered)
+    actions = reconcile(SERVED, {s.id: r for s, r in records}, observed, policy)
+    assert [a.stage for a in actions] == list(SERVED.stages), "one action each, in the plan's order"
+    return {a.stage.name: a for a in actions}
+
+
+def judge_record(*attempts: Attempt) -> tuple[PlannedStage, StageRecord]:
+    return JUDGE, record(JUDGE, *attempts)
+
+
+JUDGE_LIVE = {JUDGE.id: Seen(1, "live")}
+
+
+def test_a_server_is_not_started_before_somebody_could_ask_it() -> None:
+    """GPUs are not taken for a judge while rows are still being prepared."""
+    actions = decide_served()
+    assert actions["judge"] == Wait(JUDGE, "nobody needs it yet")
+    assert isinstance(actions["data"], Launch)
+
+
+def test_a_trainer_is_launched_when_its_judge_answers_and_not_before() -> None:
+    first = decide_served(SERVED_DATA)
+    assert first["judge"] == Launch(JUDGE, 0)
+    assert first["grpo"] == Wait(GRPO, "waits until judge answers")
+    starting = decide_served(SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE)
+    assert starting["judge"] == Serve(JUDGE, "runs", 1, wanted=True)
+    assert isinstance(starting["grpo"], Wait)
+    ready = decide_served(SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE, ready=(1,))
+    assert ready["judge"] == Serve(JUDGE, "runs", 1, ready=True, wanted=True)
+    assert ready["grpo"] == Launch(GRPO, 0)
+
+
+def test_a_server_takes_no_local_slot_so_that_one_slot_suffices() -> None:
+    one = replace(POLICY, max_parallel=1)
+    actions = decide_served(
+        SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE, ready=(1,), policy=one
+    )
+    assert isinstance(actions["grpo"], Launch)
+
+
+def test_no_server_is_started_for_a_trainer_that_has_no_slot_yet() -> None:
+    busy = {"sft-of-another-recipe": Seen(1, "live")}
+    other = record(SFT, attempt(1))
+    records = {SERVED_DATA[0].id: SERVED_DATA[1], "sft-of-another-recipe": other}
+    one = replace(POLICY, max_parallel=1)
+    actions = reconcile(SERVED, records, Observed(busy), one)
+    assert actions[SERVED.stages.index(JUDGE)] == Wait(JUDGE, "nobody needs it yet")
+
+
+@pytest.mark.parametrize("end", ["killed", "preempted", "gpu_out_of_memory", "none"])
+def test_a_server_that_is_gone_while_a_trainer_runs_is_replaced(end: FailureClass) -> None:
+    """``none``: it had ended by itself while the trainer's job queued."""
+    actions = decide_served(
+        SERVED_DATA,
+        judge_record(attempt(1, end)),
+        (GRPO, record(GRPO, attempt(1))),
+        seen={GRPO.id: Seen(1, "live")},
+        ready=(1,),
+    )
+    assert actions["judge"] == Launch(JUDGE, 1)
+    assert actions["grpo"] == Wait(GRPO, "runs", 1)
+
+
+def test_a_dead_server_is_closed_before_the_next_one_starts() -> None:
+    silent = outcome_of("killed", "gone")
+    seen = {JUDGE.id: Seen(1, "dead", silent_end=silent), GRPO.id: Seen(1, "live")}
+    grpo = (GRPO, record(GRPO, attempt(1)))
+    actions = decide_served(SERVED_DATA, judge_record(attempt(1)), grpo, seen=seen, ready=(1,))
+    assert actions["judge"] == CloseAttempt(JUDGE, 1, silent)
+
+
+def test_a_server_that_has_answered_clears_the_count_of_those_that_did_not() -> None:
+    """Over weeks a judge is lost many times; only one that never comes up again is given up."""
+    lost = [attempt(n, "killed") for n in range(1, 30)]
+    often = decide_served(SERVED_DATA, judge_record(*lost), ready=tuple(range(1, 30)))
+    assert often["judge"] == Launch(JUDGE, 29)
+    never = decide_served(SERVED_DATA, judge_record(*lost[: RETRIES.killed + 1]))
+    assert isinstance(never["judge"], Fail)
+
+
+def test_a_server_that_cannot_be_started_blocks_those_that_need_it_and_fails_itself() -> None:
+    actions = decide_served(SERVED_DATA, judge_record(attempt(1, "bad_configuration")))
+    assert isinstance(actions["judge"], Fail)
+    assert actions["judge"].outcome.exit_code == 2
+    assert actions["grpo"] == Block(GRPO, "judge", "blocked")
+    assert actions["evaluate-grpo"] == Block(SERVED.by_name["evaluate-grpo"], "judge", "blocked")
+
+
+def test_what_failed_before_this_call_is_tried_again_also_for_a_server() -> None:
+    policy = replace(POLICY, ended_before={JUDGE.id: 1})
+    before = judge_record(attempt(1, "bad_configuration"))
+    assert decide_served(SERVED_DATA, before, policy=policy)["judge"] == Launch(JUDGE, 1)
+
+
+def all_done() -> list[tuple[PlannedStage, StageRecord]]:
+    return [(s, record(s, attempt(1), done=True)) for s in SERVED.stages if s != JUDGE]
+
+
+def test_a_finished_recipe_starts_no_server() -> None:
+    assert decide_served(*all_done())["judge"] == Rest(JUDGE, live=False)
+
+
+@pytest.mark.parametrize("sight", ["live", "unknown"])
+def test_a_server_that_still_runs_does_not_keep_a_finished_call_from_ending(sight: Sight) -> None:
+    seen = {JUDGE.id: Seen(1, sight)}
+    actions = decide_served(*all_done(), judge_record(attempt(1)), seen=seen, ready=(1,))
+    assert actions["judge"] == Rest(JUDGE, live=True)
+
+
+def test_a_server_that_failed_when_all_had_their_answers_fails_nothing() -> None:
+    actions = decide_served(*all_done(), judge_record(attempt(1, "bad_configuration")))
+    assert actions["judge"] == Rest(JUDGE, live=False)
+
+
+def test_between_two_that_ask_a_server_may_rest_but_the_call_goes_on() -> None:
+    """A picture that follows a stage to its end must not take this for it."""
+    data = SERVED_DATA[0]
+    plan = Plan("late", SERVED.config, (data, JUDGE, BASE, replace(GRPO, inputs={"data": "data"})))
+    done = {BASE.id: record(BASE, attempt(1), done=True)}
+    actions = reconcile(
+        plan, {**done, JUDGE.id: judge_record(attempt(1, "none"))[1]}, Observed(), POLICY
+    )
+    assert actions[1] == Wait(JUDGE, "nobody needs it yet")
+
+
+def test_a_stop_leaves_no_server_behind_and_starts_none() -> None:
+    stopping = replace(POLICY, stopping=True)
+    none = decide_served(SERVED_DATA, policy=stopping)
+    assert none["judge"] == Rest(JUDGE, live=False)
+    lives = decide_served(
+        SERVED_DATA, judge_record(attempt(1)), seen=JUDGE_LIVE, ready=(1,), policy=stopping
+    )
+    assert isinstance(lives["judge"], Serve), "it is waited for until it has ended"
+    ended = decide_served(SERVED_DATA, judge_record(attempt(1, "interrupted")), policy=stopping)
+    assert isinstance(ended["judge"], Rest)
+
+
+def test_a_cancelled_server_blocks_those_that_wait_for_it_until_the_next_call() -> None:
+    cancelled = replace(POLICY, cancelled=frozenset({JUDGE.id}))
+    actions = decide_served(SERVED_DATA, policy=cancelled)
+    assert isinstance(actions["judge"], Fail)
+    assert actions["grpo"] == Block(GRPO, "judge", "interrupted")
 
 
 # ---------------------------------------------------------------- whole campaigns under faults
