@@ -8,6 +8,7 @@ import logging
 import os
 import struct
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_two_jobs_see_what_the_other_puts_while_they_run(folder: Path) -> None:
             other.flush()
             assert one.get([key(100 + number)]) == [NO]
     assert len(list_segments(folder)) == 2, "a file for each writer"
+
+
+def test_threads_share_a_store(folder: Path) -> None:
+    with opened(folder) as one, ThreadPoolExecutor(4) as pool:
+
+        def work(first: int) -> bool:
+            for number in range(first, first + 1000):
+                one.put(key(number), YES)
+                if number % 250 == 0:
+                    one.flush()
+            return all(one.get([key(n) for n in range(first, first + 1000)]))
+
+        assert all(pool.map(work, range(0, 4000, 1000)))
+    assert known(folder, range(4000)) == summarise(folder).judgements == 4000
 
 
 def test_a_judgement_that_failed_cannot_be_kept(folder: Path) -> None:
