@@ -12,7 +12,7 @@ import click
 from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from flows.rescoring.work import Planned, Wanted
+    from flows.rescoring.planning import Planned, Wanted
 
 #: More new calls than this are made only by who has been asked.
 ASK_ABOVE = 5000
@@ -80,8 +80,12 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     for line in plan_lines(planned):
         click.echo(line, err=True)
     _ask_leave(planned, yes=bool(options["yes"]))
-    with _Bar() as bar:
-        done = carry_out(planned, bar)
+    try:
+        with _Bar() as bar:
+            done = carry_out(planned, bar)
+    except KeyboardInterrupt:
+        click.echo("What was judged is kept: the same command goes on from there.", err=True)
+        raise
     document = document_of(done)
     default = wanted.workspace.layout.rescores / planned.short_id
     folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
@@ -89,20 +93,19 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     if as_json:
         print_json({**document, "folder": str(folder)})
         return
-    command = ["refiner", "rescore", *words]
     with until_nobody_reads():
         click.echo("")
         for line in document_lines(document):
             click.echo(line)
-    for line in next_lines(document, folder, command):
+    for line in next_lines(document, folder, words):
         click.echo(line, err=True)
 
 
 def _wanted(words: Sequence[str], options: dict[str, Any]) -> Wanted:
     from flows.rescoring.asking import Prices
+    from flows.rescoring.planning import Wanted
     from flows.rescoring.reading import Part
     from flows.rescoring.settings import Options
-    from flows.rescoring.work import Wanted
     from flows.status import find_run
     from infra.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
@@ -213,18 +216,26 @@ class _Bar:
         """All servers are gone, or one is back."""
         click.echo(why or "A server answers again.", err=True)
 
+    def scored(self, done: int, total: int) -> None:
+        """So many of the scorings are made."""
+        if sys.stderr.isatty():
+            self._move("scoring", done, total)
+
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come."""
         if not sys.stderr.isatty():
             if done == total:
                 click.echo(f"{judge}: {done} judgements", err=True)
             return
+        self._move(judge, done, total)
+
+    def _move(self, name: str, done: int, total: int) -> None:
         from rich.console import Console
         from rich.progress import Progress
 
         if self._progress is None:
             self._progress = Progress(console=Console(stderr=True), transient=True)
             self._progress.start()
-        if judge not in self._tasks:
-            self._tasks[judge] = self._progress.add_task(judge, total=total)
-        self._progress.update(self._tasks[judge], completed=done)
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total)
+        self._progress.update(self._tasks[name], completed=done)

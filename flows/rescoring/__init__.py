@@ -1,10 +1,11 @@
 """Rescoring stored rollouts: from the words of a person to files and a table.
 
-``reading`` finds rollouts in a workspace, ``settings`` makes settings of options, ``asking`` plans
-what is asked of judges and asks it, ``work`` puts them together, ``writing`` leaves the files and
-``text`` is what is shown.
+``reading`` finds rollouts in a workspace, ``settings`` makes settings of options, ``planning`` says
+what would be asked, ``asking`` asks it of ``judges``, ``work`` makes scores and numbers of that,
+``writing`` leaves the files and ``text`` is what is shown.
 """
 
-from flows.rescoring.work import Wanted, carry_out, plan_rescore
+from flows.rescoring.planning import Planned, Wanted, plan_rescore
+from flows.rescoring.work import Done, carry_out
 
-__all__ = ["Wanted", "carry_out", "plan_rescore"]
+__all__ = ["Done", "Planned", "Wanted", "carry_out", "plan_rescore"]

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.rescoring.planning import Planned
 from flows.rescoring.settings import OWN
-from flows.rescoring.work import Planned
 from refiner_core.rescoring.table import (
     AGREEMENT_HEADER,
     COMPARISON_HEADER,
@@ -59,6 +59,9 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield f"{policy['name']}, compared with {baseline}:"
             yield from padded(COMPARISON_HEADER, rows)
+    if document["comparisons"]:
+        yield "  (best changes: groups that share no best sample with the baseline; no signal:"
+        yield "  groups without spread; in brackets 95 % over prompts)"
     for entry in document["comparisons"]:
         if entry["agreement"]:
             yield ""
@@ -87,28 +90,33 @@ def judged_line(document: Mapping[str, Any]) -> str:
     return f"{asked} questions were asked in {calls} calls, {seconds:.1f} s{lost}."
 
 
-def next_lines(document: Mapping[str, Any], folder: Path, command: Sequence[str]) -> Iterator[str]:
-    """Where the files are, and commands that make sense now."""
+def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) -> Iterator[str]:
+    """Where the files are, and commands that make sense now; ``words`` are those of this call."""
     yield ""
     yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
     yield "Next:"
-    if len(document["settings"]) == 1 and document["matrix"] is None:
-        yield f"  {shlex.join([*command, '--citation-weight', '0.5'])}"
+    if not document["comparisons"]:
+        tried = ["--rubrics", "v3", "--citation-weight", "0.5"]
+        yield f"  {shlex.join(['refiner', 'rescore', *words, *tried])}"
         return
     yield f"  less {shlex.quote(str(folder / 'table.md'))}"
-    changed = [s for s in document["settings"] if not s["name"].startswith(OWN)]
-    if changed:
-        yield f"  {shlex.join(['refiner', 'plan', 'RECIPE', *_overrides(document, changed[0])])}"
-
-
-def _overrides(document: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
-    """The setting as overrides of a recipe."""
     own = document["settings"][0]
+    where = [word for word in words if word.startswith("workspace=")]
+    for setting in document["settings"]:
+        # A judge's address is no part of what a setting is, so only rewards are proposed.
+        if not setting["name"].startswith(OWN) and setting["judge"] == own["judge"]:
+            recipe = document["policies"][0]["recipe"]
+            overrides = _overrides(own, setting)
+            yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *overrides])}"
+            return
+
+
+def _overrides(own: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
+    """The setting's rewards as overrides of a recipe."""
     return [
-        f"{section}.{name}={_value(value)}"
-        for section in ("reward", "judge")
-        for name, value in setting[section].items()
-        if name != "prompt_digest" and own[section].get(name) != value
+        f"reward.{name}={_value(value)}"
+        for name, value in setting["reward"].items()
+        if own["reward"].get(name) != value
     ]
 
 

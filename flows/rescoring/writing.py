@@ -38,7 +38,7 @@ def document_of(done: Done) -> dict[str, Any]:
     """Everything that was found, as plain values."""
     planned = done.planned
     wanted = planned.wanted
-    return {
+    document = {
         "version": DOCUMENT_VERSION,
         "id": planned.short_id,
         "made_at": now_text(),
@@ -64,12 +64,14 @@ def document_of(done: Done) -> dict[str, Any]:
         ],
         "matrix": None if done.matrix is None else matrix_json(done.matrix),
     }
+    return dict(atomic.finite(document))
 
 
 def _policy(policy: Policy) -> dict[str, Any]:
     return {
         "name": policy.name,
         "run": policy.run,
+        "recipe": policy.config.recipe,
         "stage": policy.stage_id,
         "model": policy.model,
         "attempt": policy.attempt,

@@ -28,6 +28,18 @@ _BAR = "#56B4E9"
 _CHARACTER = 6.2  # width at 11 px, about
 
 
+class _Style(NamedTuple):
+    """How words look."""
+
+    size: int = 11
+    anchor: str = "start"
+    fill: str = _INK
+    weight: str = "normal"
+
+
+_HEADING, _RIGHT, _MIDDLE = _Style(size=12), _Style(anchor="end"), _Style(anchor="middle")
+
+
 class Cloud(NamedTuple):
     """Advantages of the same samples under the baseline and a setting."""
 
@@ -40,7 +52,7 @@ def draw(document: Mapping[str, Any], clouds: Sequence[Cloud]) -> str:
     """The whole figure."""
     parts: list[str] = []
     y = 30.0
-    parts.append(_text(_MARGIN, y, _title(document), size=15, weight="bold"))
+    parts.append(_text(_MARGIN, y, _title(document), _Style(15, weight="bold")))
     for section in (_scatter(document, clouds), _bars(document), _heat(document)):
         lines, height = section
         if lines:
@@ -74,7 +86,7 @@ def _scatter(document: Mapping[str, Any], clouds: Sequence[Cloud]) -> tuple[list
     more = len([c for c in clouds if c.pairs]) - len(shown)
     note = f" ({more} more in rewards.parquet)" if more else ""
     heading = f"Advantages: baseline (across) against setting (up); ✕ where the sign changes{note}"
-    lines = [_text(_MARGIN, 12, heading, 12)]
+    lines = [_text(_MARGIN, 12, heading, _HEADING)]
     several = len({cloud.policy for cloud in clouds}) > 1
     for number, cloud in enumerate(shown):
         row, column = divmod(number, _PER_ROW)
@@ -144,12 +156,14 @@ def _bars(document: Mapping[str, Any]) -> tuple[list[str], float]:
         return [], 0
     several = len({c["policy"] for c in shown}) > 1
     left, width = 330, WIDTH - 330 - 190
-    lines = [_text(_MARGIN, 12, "Groups whose best sample changes (bar: share; line: 95 %)", 12)]
+    lines = [
+        _text(_MARGIN, 12, "Groups whose best sample changes (bar: share; line: 95 %)", _HEADING)
+    ]
     for number, entry in enumerate(shown):
         y = 26 + 22 * number
         found = entry["best_changed"]
         name = f"{entry['policy']}: {entry['setting']}" if several else entry["setting"]
-        lines.append(_text(left - 8, y + 12, _cut(name, left - 40), anchor="end", title=name))
+        lines.append(_text(left - 8, y + 12, _cut(name, left - 40), _RIGHT, name))
         lines.append(
             f'<rect x="{left}" y="{y + 2}" width="{max(found["value"] * width, 0.5):.1f}" '
             f'height="13" fill="{_BAR}"/>'
@@ -166,7 +180,7 @@ def _bars(document: Mapping[str, Any]) -> tuple[list[str], float]:
     for share in (0.0, 0.5, 1.0):
         x = left + share * width
         lines.append(f'<path d="M{x:g} 24V{bottom}" stroke="{_FAINT}"/>')
-        lines.append(_text(x, bottom + 12, f"{share:.0%}", anchor="middle", size=9))
+        lines.append(_text(x, bottom + 12, f"{share:.0%}", _Style(9, "middle")))
     return lines, bottom + 20
 
 
@@ -181,17 +195,14 @@ def _heat(document: Mapping[str, Any]) -> tuple[list[str], float]:
     policies = list(matrix["cells"])
     left = 250
     cell = min(150.0, (WIDTH - left - _MARGIN) / len(settings))
-    lines = [
-        _text(
-            _MARGIN, 12, f"Mean {matrix['metric']} of each policy under each setting; #: rank", 12
-        )
-    ]
+    heading = f"Mean {matrix['metric']} of each policy under each setting (#: its rank there)"
+    lines = [_text(_MARGIN, 12, heading, _HEADING)]
     for column, setting in enumerate(settings):
         x = left + column * cell + cell / 2
-        lines.append(_text(x, 34, _cut(setting, cell - 6), anchor="middle", title=setting))
+        lines.append(_text(x, 34, _cut(setting, cell - 6), _MIDDLE, setting))
     for row, policy in enumerate(policies):
         y = 42 + row * 36
-        lines.append(_text(left - 8, y + 22, _cut(policy, left - 40), anchor="end", title=policy))
+        lines.append(_text(left - 8, y + 22, _cut(policy, left - 40), _RIGHT, policy))
         for column, setting in enumerate(settings):
             lines += _cell(matrix, policy, setting, (left + column * cell, y, cell))
     return lines, 42 + 36 * len(policies) + 8
@@ -205,7 +216,7 @@ def _cell(
     known = [c[setting]["value"] for c in matrix["cells"].values() if c[setting] is not None]
     if found is None:
         yield _box(place, "#ffffff", _FAINT)
-        yield _text(x + width / 2, y + 22, "—", anchor="middle")
+        yield _text(x + width / 2, y + 22, "—", _MIDDLE)
         return
     low, high = min(known), max(known)
     share = (found["value"] - low) / (high - low) if high > low else 0.0
@@ -214,10 +225,10 @@ def _cell(
     rank = matrix["ranks"][setting][policy]
     yield _box(place, fill, "#ffffff")
     value = f"{found['value']:.3f}  #{rank}"
-    yield _text(x + width / 2, y + 16, value, anchor="middle", fill=ink, weight="bold")
+    yield _text(x + width / 2, y + 16, value, _Style(11, "middle", ink, "bold"))
     if found["low"] is not None:
         interval = f"[{found['low']:.3f}, {found['high']:.3f}]"
-        yield _text(x + width / 2, y + 30, interval, anchor="middle", fill=ink, size=9)
+        yield _text(x + width / 2, y + 30, interval, _Style(9, "middle", ink))
 
 
 def _box(place: tuple[float, float, float], fill: str, stroke: str) -> str:
@@ -237,21 +248,15 @@ def _shade(share: float) -> str:
 # ---------------------------------------------------------------- words
 
 
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: int = 11,
-    *,
-    anchor: str = "start",
-    fill: str = _INK,
-    weight: str = "normal",
-    title: str = "",
-) -> str:
+def _text(x: float, y: float, text: str, style: _Style | None = None, title: str = "") -> str:
+    """Words at a place; ``title`` is what they stand for in full, where they are cut."""
+    style = style or _Style()
     more = f"<title>{escape(title)}</title>" if title and title != text else ""
-    attributes = f'x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
-    bold = ' font-weight="bold"' if weight == "bold" else ""
-    return f"<text {attributes}{bold}>{more}{escape(text)}</text>"
+    attributes = (
+        f'x="{x:g}" y="{y:g}" font-size="{style.size}" fill="{style.fill}" '
+        f'text-anchor="{style.anchor}" font-weight="{style.weight}"'
+    )
+    return f"<text {attributes}>{more}{escape(text)}</text>"
 
 
 def _cut(text: str, width: float) -> str:

@@ -179,8 +179,6 @@ class RecordedJudge:
     ) -> None:
         self._known, self._fallback, self._batched = known, fallback, batched
         self._turns: Counter[Key] = Counter()
-        #: How many judgements were known, and how many questions were passed on.
-        self.reused = self.passed_on = 0
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """One judgement per request, in order. Errors as of the fallback."""
@@ -192,14 +190,12 @@ class RecordedJudge:
         if unknown:
             answers = self._fallback.judge(list(unknown.values()))
             asked = dict(zip(unknown, answers, strict=True))
-            self.passed_on += len(unknown)
         return [asked[key] if key in asked else self._next(key) for key in keys]
 
     def _next(self, key: Key) -> Judgement:
         judgements = self._known[key]
         turn = self._turns[key]
         self._turns[key] += 1
-        self.reused += 1
         return judgements[min(turn, len(judgements) - 1)]
 
 
