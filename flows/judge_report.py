@@ -77,19 +77,14 @@ class Made:
     report: Report
 
 
-def make_report(
-    wanted: Wanted,
-    told: Callable[[str, int], None],
-    paused: Callable[[str], None] = lambda _: None,
-) -> Made:
+def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
     """Measure.
 
     Parameters
     ----------
     told
-        Hears what is asked next and how many questions that is.
-    paused
-        Hears in words that all servers are gone, and an empty text when one is back.
+        Hears what is asked next and how many questions that is. That all servers are gone is
+        logged.
 
     Raises
     ------
@@ -105,7 +100,7 @@ def make_report(
         endpoints = functools.cache(functools.partial(_endpoints, wanted.workspace, servers))
 
         def make(judge: JudgeConfig) -> Judge:
-            return _judge(judge, endpoints(judge), paused)
+            return _judge(judge, endpoints(judge))
 
         report = judge_report(
             material,
@@ -178,12 +173,22 @@ def _answers(policies: Sequence[Policy], questions: int) -> Iterable[tuple[Promp
 
 
 def _judge(
-    config: JudgeConfig, endpoints: Endpoints | None, paused: Callable[[str], None]
+    config: JudgeConfig,
+    endpoints: Endpoints | None,
+    *,
+    patience_s: float = PATIENCE_S,
+    alone: bool = False,
 ) -> Judge:
-    """A judge that knows nothing yet."""
-    patience_s = min(config.outage_patience_s, PATIENCE_S)
-    around = Surroundings(store=MemoryStore(), endpoints=endpoints, on_pause=paused)
-    return build_judge(replace(config, outage_patience_s=patience_s), around)
+    """A judge that knows nothing yet. With ``alone`` it is made for one question: a server that
+    does not answer that one is taken to be gone."""
+    config = replace(config, outage_patience_s=min(config.outage_patience_s, patience_s))
+    around = Surroundings(store=MemoryStore(), endpoints=endpoints)
+    if not alone or config.kind == "lexical":
+        return build_judge(config, around)
+    from refiner_core.judges.openai import OpenAIJudge
+    from refiner_core.judges.served.fleet import BreakerSettings
+
+    return OpenAIJudge(config, around, breaker=BreakerSettings(threshold=1))
 
 
 def _endpoints(workspace: Workspace, servers: ExitStack, config: JudgeConfig) -> Endpoints | None:
@@ -244,7 +249,6 @@ def ask_once(
     overrides: Sequence[str],
     kind: Kind,
     given: tuple[str | None, str | None, str | None],
-    paused: Callable[[str], None],
 ) -> Asked:
     """Ask a judge one question. ``given`` are question, answer and criterion; where none of them
     is, an example of the kind is asked.
@@ -264,8 +268,7 @@ def ask_once(
         _require_said(request)
     with ExitStack() as servers:
         endpoints = _endpoints(workspace, servers, config)
-        patience_s = min(config.outage_patience_s, SHORT_S)
-        judge = _judge(replace(config, outage_patience_s=patience_s), endpoints, paused)
+        judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
         try:
             began = time.perf_counter()
             (judgement,) = judge.judge([request])

@@ -56,7 +56,7 @@ def report_command(
     from flows.judge_report import make_report, write_report
 
     wanted = _wanted(words, against, sample, repeats)
-    made = make_report(wanted, _told, _Pauses())
+    made = make_report(wanted, _told)
     folder = _folder(wanted, made, out)
     if folder is not None:
         write_report(made, folder)
@@ -102,7 +102,7 @@ def ask_command(
 
     where, overrides = split_workspace(words)
     given = (question, answer, criterion)
-    asked = ask_once(Workspace.read_only(where), overrides, kind, given, _Pauses())
+    asked = ask_once(Workspace.read_only(where), overrides, kind, given)
     if as_json:
         print_json(asked.to_json())
     else:
@@ -152,18 +152,6 @@ def _folder(wanted: Wanted, made: Made, out: str | None) -> Path | None:
 
 def _told(what: str, count: int) -> None:
     click.echo(f"asking {count}: {what}", err=True)
-
-
-class _Pauses:
-    """Says once why nothing goes on."""
-
-    def __init__(self) -> None:
-        self._said = ""
-
-    def __call__(self, why: str) -> None:
-        if why and why != self._said:
-            self._said = why
-            click.echo(why, err=True)
 
 
 def _show(made: Made) -> None:

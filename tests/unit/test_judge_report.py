@@ -140,6 +140,14 @@ def test_intervals_are_over_questions_and_not_over_pairs() -> None:
     assert agreement(a, b, ["one"] * 100).kappa.low is None
 
 
+def test_agreement_without_exception_has_no_interval_of_certainty() -> None:
+    found = agreement([0, 1, 0.5, 1] * 3, [0, 1, 0.5, 1] * 3, list(range(12)))
+    assert found.kappa == (1.0, None, None)
+    assert found.raw is not None
+    assert found.raw.low is not None
+    assert found.raw.low < 0.8
+
+
 def test_the_interval_of_kappa_holds_what_it_promises() -> None:
     """Simulated: the truth is inside about 95 times of 100."""
     random_numbers = np.random.default_rng(1)

@@ -125,7 +125,8 @@ def agreement(
 
     Scores of one question resemble each other, so a question is what is drawn again, with all its
     pairs. ``questions`` names that of each pair. An interval is None for fewer than two questions,
-    and for a kappa that more than 5 % of the draws leave undefined.
+    and for a kappa that more than 5 % of the draws leave undefined, or that all of them leave the
+    same (the interval of ``raw`` says how little that may mean).
 
     Raises
     ------
@@ -224,6 +225,8 @@ def _with_interval(
     found = _kappas(drawn, values, weights)
     known = found[~np.isnan(found)]
     if len(known) < (1 - _MOST_UNDEFINED) * len(found):
+        return Kappa(value, None, None)
+    if np.ptp(known) < 10**-_PLACES:  # as where all are equal: drawing again says nothing
         return Kappa(value, None, None)
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Kappa(value, float(low), float(high))

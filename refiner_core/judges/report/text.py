@@ -213,7 +213,7 @@ def _kappa(kappa: Kappa) -> str:
     if kappa.value is None:
         return "not defined"
     if kappa.low is None or kappa.high is None:
-        return f"{kappa.value:.3f} (too few for an interval)"
+        return f"{kappa.value:.3f} (no interval)"
     return f"{kappa.value:.3f} [{kappa.low:.3f}, {kappa.high:.3f}]"
 
 
