@@ -16,6 +16,7 @@ from pathlib import Path
 import infra
 from infra.foreign.calling import MARK, OURS, fill
 from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.services import engine_of
 
 #: Variables that carry the key to a server, by engine.
@@ -49,6 +50,11 @@ def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -
         Where to listen.
     weights
         Folder or Hub id that ``judge.model`` stands for, where that is another name.
+
+    Raises
+    ------
+    ConfigurationError
+        The engine cannot be asked for that model under its name.
     """
     serve, source = judge.serve, weights or judge.model
     engine = engine_of(judge)
@@ -57,7 +63,7 @@ def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -
     elif engine == "vllm":
         call = shlex.join(_vllm(judge, at, source))
     else:
-        call = shlex.join(_transformers(judge, at, source))
+        call = shlex.join(_transformers(judge, at))
     words = [part for part in ((serve.container or "").strip(), call.strip()) if part]
     return "\n".join(["set -e", *serve.setup, f"exec {' '.join(words)}"])
 
@@ -73,11 +79,17 @@ def _vllm(judge: JudgeConfig, at: Listening, source: str) -> list[str]:
     return [*words, *_split(judge.serve.args)]
 
 
-def _transformers(judge: JudgeConfig, at: Listening, source: str) -> list[str]:
+def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
+    """It is asked by the very name that it was started with, so that is ``judge.model``."""
+    if judge.revision not in (None, "main"):
+        raise ConfigurationError(
+            f"`transformers serve` knows no revision apart from the model ({judge.revision!r}).",
+            expected="the revision in the model's name",
+            fix=f"set judge.model={judge.model}@{judge.revision} and leave out judge.revision",
+        )
     python = judge.serve.python
     words = [python, "-P", "-m", "transformers.cli.transformers"] if python else ["transformers"]
-    model = f"{source}@{judge.revision}" if judge.revision else source
-    words += ["serve", model, "--host", at.host, "--port", str(at.port)]
+    words += ["serve", judge.model, "--host", at.host, "--port", str(at.port)]
     return [*words, *_split(judge.serve.args)]
 
 

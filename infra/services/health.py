@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import posixpath
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -59,6 +60,20 @@ def check_listing(endpoint: Endpoint, timeout_s: float = 10.0) -> list[str]:
         return []
 
 
+def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> None:
+    """Ask whether it is still there: engines that say how they are, else for the list of models.
+
+    Raises
+    ------
+    NotReady
+        Nobody answers there, or the engine says that it is not well.
+    """
+    path = "/models" if engine == "command" else "/../health"
+    status, body = _ask(endpoint, path, None, timeout_s)
+    if status >= 500 and engine != "command":
+        raise NotReady(f"HTTP {status} for its health{_quoted(body, endpoint)}")
+
+
 def check_chat(endpoint: Endpoint, asked: Asked, timeout_s: float = 120.0) -> None:
     """Ask for one token.
 
@@ -104,7 +119,8 @@ def _ask(
     data = None if body is None else json.dumps(body)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET" if body is None else "POST", parts.path + path, data, headers)
+        route = posixpath.normpath(parts.path + path)
+        connection.request("GET" if body is None else "POST", route, data, headers)
         response = connection.getresponse()
         return response.status, response.read(1 << 20)
     except (OSError, http.client.HTTPException) as error:

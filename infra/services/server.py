@@ -36,6 +36,7 @@ from infra.services.health import (
     NotReady,
     Refuses,
     check_chat,
+    check_health,
     check_listing,
     lets_strangers_in,
 )
@@ -237,8 +238,12 @@ class Server:
         judge = self.order.judge
         asked = Asked(judge.model, judge.max_tokens_field)
         listed: list[str] = []
+        engine = engine_of(judge)
         try:
-            listed = check_listing(self.endpoint)
+            if engine == "transformers":  # it would list all that is in the Hub's cache
+                check_health(self.endpoint, engine)
+            else:
+                listed = check_listing(self.endpoint)
             check_chat(self.endpoint, asked)
         except Refuses as error:
             has = f" It has: {', '.join(listed)}." if listed and judge.model not in listed else ""
@@ -274,10 +279,8 @@ class Server:
         if not ask:
             return
         try:
-            check_listing(self.endpoint)
+            check_health(self.endpoint, engine_of(self.order.judge))
             self._answered_at = time.monotonic()
-        except Refuses:
-            self._answered_at = time.monotonic()  # it answers
         except NotReady as error:
             silent_s = time.monotonic() - self._answered_at
             if silent_s > SILENCE_S:

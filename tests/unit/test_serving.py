@@ -1,0 +1,420 @@
+"""What is started to serve a judge, how it is waited for, and who keeps it alive."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.failures import classify
+from infra.foreign.calling import MARK
+from infra.services.command import Listening, server_environment, server_text
+from infra.services.health import Asked, Refuses, check_chat
+from infra.services.keys import known_key, service_key
+from infra.services.leases import (
+    LOST_AFTER_S,
+    RENEW_S,
+    CallLeases,
+    Lease,
+    LeaseWatch,
+    attempt_holder,
+    held_by_others,
+    holders,
+)
+from infra.services.server import Order, Server, error_line, node_address
+from infra.workspace import Workspace
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
+from refiner_core.contract.plan import judge_service, make_plan
+from refiner_core.contract.records import Outcome
+from refiner_core.contract.types import Endpoint
+from refiner_core.models import tiny_model_dir
+from tests.support.command import wait_until
+from tests.support.plans import SOURCES, claim, small_config, small_plan
+from tests.support.require import require
+
+SCRIPT = Path(__file__).parents[1] / "support" / "served_judge.py"
+AT = Listening("127.0.0.1", 8123)
+JUDGE = JudgeConfig(kind="openai", model="org/judge", revision="r1")
+
+
+def serve(judge: JudgeConfig = JUDGE, **fields: Any) -> JudgeConfig:
+    return replace(judge, serve=replace(judge.serve, **fields))
+
+
+# ---------------------------------------------------------------- what is started
+
+
+def test_vllm_is_called_with_the_name_and_revision_that_judgements_are_kept_under() -> None:
+    text = server_text(serve(engine="vllm", args=("--tensor-parallel-size 2", "--x=a b")), AT)
+    assert text.splitlines() == [
+        "set -e",
+        "exec vllm serve org/judge --revision r1 --host 127.0.0.1 --port 8123 "
+        "--served-model-name org/judge --generation-config vllm --tensor-parallel-size 2 --x=a b",
+    ]
+
+
+def test_an_engine_may_live_in_an_environment_a_module_or_a_container_of_its_own() -> None:
+    text = server_text(
+        serve(
+            engine="vllm",
+            python="/opt/vllm/bin/python",
+            setup=("module load cuda",),
+            container="apptainer exec --nv vllm.sif",
+        ),
+        AT,
+    )
+    assert text.splitlines()[1] == "module load cuda"
+    assert text.splitlines()[2].startswith(
+        "exec apptainer exec --nv vllm.sif /opt/vllm/bin/python -m vllm.entrypoints.cli.main serve"
+    )
+
+
+def test_transformers_is_asked_by_the_very_name_that_it_was_started_with() -> None:
+    plain = replace(serve(engine="transformers", python="/py"), model="org/judge@r1", revision=None)
+    assert server_text(plain, AT).endswith(
+        "/py -P -m transformers.cli.transformers serve org/judge@r1 --host 127.0.0.1 --port 8123"
+    )
+    with pytest.raises(ConfigurationError, match=r"judge\.model=org/judge@r1"):
+        server_text(serve(engine="transformers"), AT)
+
+
+def test_a_command_of_ones_own_gets_its_values_quoted() -> None:
+    own = replace(JUDGE, model="a b; rm x", serve_command="srv {model} {revision}\n {host}:{port}")
+    assert server_text(own, AT).endswith("exec srv 'a b; rm x' r1 127.0.0.1:8123")
+
+
+def test_a_key_is_in_the_environment_of_its_engine_alone() -> None:
+    given = {"VLLM_API_KEY": "old", "VLLM_SERVER_DEV_MODE": "1", "PATH": "/bin", "HF_HOME": "/hf"}
+    found = server_environment("vllm", "secret", "/mark", given)
+    assert found["VLLM_API_KEY"] == "secret"
+    assert "VLLM_SERVER_DEV_MODE" not in found, "it opens routes that change weights"
+    assert (found["HF_HOME"], found[MARK]) == ("/hf", "/mark")
+    assert "secret" not in server_text(serve(engine="vllm"), AT)
+    other = server_environment("command", "secret", "/mark", given)
+    assert other["REFINER_SERVER_KEY"] == "secret"
+    assert "VLLM_API_KEY" not in other
+
+
+# ---------------------------------------------------------------- which server it is
+
+
+def recipe(**serve_fields: Any) -> RecipeConfig:
+    judge = serve(replace(JUDGE, api_key_env="ELSEWHERE"), engine="vllm", **serve_fields)
+    return replace(small_config("data", "grpo", "evaluate"), judge=judge)
+
+
+def test_arms_share_a_server_unless_they_would_start_another_one() -> None:
+    config = recipe()
+    mine = judge_service(config)
+    assert mine is not None
+    arm = replace(config, seed=9, reward=replace(config.reward, paper_citation_weight=0.5))
+    waits = replace(config, judge=serve(config.judge, idle_timeout_s=5.0, start_timeout_s=9.0))
+    for same in (arm, waits, replace(config, judge=replace(config.judge, prompt="v1"))):
+        found = judge_service(same)
+        assert found is not None
+        assert found.id == mine.id
+    others = [
+        replace(config, judge=replace(config.judge, model="org/other")),
+        replace(config, judge=replace(config.judge, revision="r2")),
+        replace(config, judge=serve(config.judge, args=("--max-model-len 9",))),
+        replace(config, judge=serve(config.judge, python="/other/python")),
+        replace(config, dispatch=replace(config.dispatch, executor="slurm")),
+    ]
+    ids = {service.id for c in others if (service := judge_service(c)) is not None}
+    assert len(ids) == len(others)
+    assert mine.id not in ids
+
+
+def test_how_a_judge_is_served_changes_no_stage_that_asks_it() -> None:
+    served, named = recipe(), recipe()
+    named = replace(named, judge=replace(named.judge, base_url="http://127.0.0.1:1/v1"))
+    beside = recipe(where="beside")
+    plans = [make_plan(c, SOURCES) for c in (served, named, beside)]
+    ids = [{s.name: s.id for s in plan.stages if s.kind != "serve"} for plan in plans]
+    assert ids[0] == ids[1] == ids[2]
+    assert [plan.by_name.get("judge") is not None for plan in plans] == [True, False, False]
+
+
+def test_weights_of_a_hub_are_fetched_before_the_server_starts() -> None:
+    weights = {"judge.weights": "hub:org/judge@r1"}
+    plan = make_plan(recipe(), SOURCES | weights)
+    assert plan.by_name["judge"].after == ("fetch",)
+    assert plan.by_name["grpo"].after == ("judge",), "the trainer itself reads nothing of them"
+    beside = make_plan(recipe(where="beside"), SOURCES | weights)
+    assert beside.by_name["grpo"].after == ("fetch",)
+    assert beside.by_name["fetch"].sources == weights
+
+
+def test_only_some_stages_still_get_the_server_that_they_ask() -> None:
+    plan = make_plan(replace(recipe(), only=("grpo",)), SOURCES)
+    assert [s.name for s in plan.stages] == ["judge", "grpo"]
+
+
+def test_an_engine_without_keys_is_refused_where_all_of_a_cluster_would_reach_it() -> None:
+    config = replace(recipe(), judge=serve(engine="transformers"))
+    assert judge_service(config) is not None, "loopback"
+    cluster = replace(config, dispatch=replace(config.dispatch, executor="slurm"))
+    with pytest.raises(ConfigurationError, match=r"where=beside"):
+        make_plan(cluster, SOURCES)
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_a_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    key, source = service_key(tmp_path, "NO_SUCH", {})
+    assert (len(key) > 30, source) == (True, "file")
+    assert service_key(tmp_path, "NO_SUCH", {}) == (key, "file")
+    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
+    assert known_key(tmp_path, "file", "NO_SUCH") == key
+
+
+def test_a_key_of_the_users_own_is_written_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert service_key(tmp_path, "MINE", {"MINE": " own-key\n"}) == ("own-key", "environment")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.delenv("MINE", raising=False)
+    with pytest.raises(ConfigurationError, match="export MINE="):
+        known_key(tmp_path, "environment", "MINE")
+    monkeypatch.setenv("MINE", "own-key")
+    assert known_key(tmp_path, "environment", "MINE") == "own-key"
+
+
+# ---------------------------------------------------------------- leases
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "runs")
+
+
+def test_a_server_is_needed_while_a_holder_moves_its_counter(workspace: Workspace) -> None:
+    clock, plan = Clock(), small_plan("data", "sft")
+    stage = claim(workspace, plan, "data")
+    watch = LeaseWatch(workspace, "serve-1", clock)
+    lease = Lease(workspace.layout.service("serve-1"), attempt_holder(stage.id, 1), clock)
+    for _ in range(100):  # far longer than a lease that stands still is good for
+        clock.now += RENEW_S
+        lease.renew()
+        assert watch.look() == [f"{stage.id}-0001"]
+        assert watch.idle_s == 0
+    clock.now += LOST_AFTER_S + 1
+    assert watch.look() == [], "its holder was killed together with all who could have said so"
+    clock.now += 7
+    assert watch.idle_s > 7
+
+
+def test_a_lease_of_an_attempt_that_has_ended_is_void_at_once(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data", "sft"), "data")
+    lease = Lease(workspace.layout.service("serve-1"), attempt_holder(stage.id, 1))
+    lease.renew()
+    assert holders(workspace, "serve-1") == [f"{stage.id}-0001"]
+    workspace.close_attempt(stage.id, 1, Outcome("killed", "resume"))
+    assert holders(workspace, "serve-1") == []
+    assert LeaseWatch(workspace, "serve-1").look() == []
+    assert [*workspace.layout.service("serve-1").glob("leases/*.json")] == []
+
+
+def test_a_call_on_which_nobody_works_keeps_no_server(workspace: Workspace) -> None:
+    leases = CallLeases(workspace, "20260101-000000-gone")
+    leases.keep(["serve-1"])
+    assert holders(workspace, "serve-1") == []
+    leases.keep([])
+    assert [*workspace.layout.service("serve-1").glob("leases/*.json")] == []
+
+
+def test_who_else_needs_a_server_is_known_before_it_is_ended(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data", "sft"), "data")
+    Lease(workspace.layout.service("serve-1"), attempt_holder(stage.id, 1)).renew()
+    assert held_by_others(workspace, "serve-1", {stage.id, "my-run"}) == ""
+    assert held_by_others(workspace, "serve-1", {"my-run"}) == f"{stage.id}-0001"
+
+
+# ---------------------------------------------------------------- a server that runs
+
+
+def own(mode: str = "ok", **fields: Any) -> JudgeConfig:
+    call = shlex.join([sys.executable, "-I", "-S", str(SCRIPT), "--mode", mode])
+    command = f"{call} --host {{host}} --port {{port}} --model {{model}}"
+    fields = {"start_timeout_s": 20.0, **fields}
+    return JudgeConfig("openai", "m", serve_command=command, serve=ServeConfig(**fields))
+
+
+def order(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Order:
+    return Order(judge, tmp_path, "the-key-of-this-test", log="/there/log.txt", **more)
+
+
+def group_of(server: Server) -> list[psutil.Process]:
+    assert server.process is not None
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("judge", "says", "failure", "exit_code"),
+    [
+        (own("traceback"), "RuntimeError: the weights are not what they should be", "bug", 1),
+        (own("memory"), "CUDA out of memory", "gpu_out_of_memory", 1),
+        (own("sick", start_timeout_s=0.5), 'HTTP 500 for a chat request: {"error": "the', "bug", 1),
+        (own(args=("--lenght 5",)), "unrecognized arguments: --lenght 5", "bad_configuration", 2),
+        (own(setup=("echo no such module >&2", "false")), "no such module", "bug", 1),
+        (own(container="no-such-tool exec"), "no-such-tool: not found", "bad_configuration", 2),
+        (own(python="/no/such/python", engine="vllm"), "/no/such/python", "bad_configuration", 2),
+        (replace(own(), model="served under another name"), "", "", 0),
+    ],
+)
+def test_one_that_does_not_come_up_is_quoted_with_the_line_that_says_why(
+    tmp_path: Path, judge: JudgeConfig, says: str, failure: str, exit_code: int
+) -> None:
+    if not failure:
+        with Server(order(tmp_path, judge)) as server:
+            assert server.endpoint.key == "the-key-of-this-test"
+        return
+    with pytest.raises(RefinerError) as caught, Server(order(tmp_path, judge)):
+        pass
+    assert says in str(caught.value)
+    assert "/there/log.txt" in str(caught.value)
+    assert "the-key-of-this-test" not in str(caught.value)
+    outcome = classify(caught.value)
+    assert (outcome.failure, outcome.exit_code) == (failure, exit_code)
+
+
+def test_a_server_for_a_cluster_that_asks_for_no_key_is_not_used(tmp_path: Path) -> None:
+    address = node_address()
+    if address.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    with (
+        pytest.raises(ConfigurationError, match="answers who has no key"),
+        Server(order(tmp_path, own("open"), host=address)),
+    ):
+        pass
+    with Server(order(tmp_path, own("open"))):
+        pass  # on loopback that is its own business
+
+
+def test_one_that_does_not_want_to_end_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+    with Server(order(tmp_path, own("stubborn"))) as server:
+        running = group_of(server)
+        assert running
+        began = time.monotonic()
+        server.stop(0.3)
+        assert time.monotonic() - began < 10
+        assert not any(p.is_running() and p.status() != "zombie" for p in running)
+
+
+def test_the_next_server_ends_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    """Engines detach processes from those that started them; with these goes the GPU's memory."""
+    environment = server_environment("command", "", str(tmp_path), os.environ)
+    orphan = subprocess.Popen(["sleep", "100"], env=environment, start_new_session=True)
+    with Server(order(tmp_path, own())):
+        assert orphan.wait(10) == -signal.SIGKILL
+
+
+def test_a_stop_is_heard_while_weights_are_loaded(tmp_path: Path) -> None:
+    slow = replace(own(), serve_command="sleep 60")
+    asked = threading.Event()
+    threading.Timer(0.3, asked.set).start()
+    with (
+        pytest.raises(Interrupted),
+        Server(order(tmp_path, slow), should_stop=asked.is_set),
+    ):
+        pass
+
+
+def test_one_that_dies_while_it_serves_is_noticed(tmp_path: Path) -> None:
+    with Server(order(tmp_path, own())) as server:
+        server.check_alive()
+        for process in group_of(server):
+            process.kill()
+        wait_until(lambda: server.process is None, "its end", 10)
+        with pytest.raises(RefinerError, match=r"while it served \(signal 9\)") as caught:
+            server.check_alive()
+    assert classify(caught.value).failure == "killed"
+
+
+def test_a_wrong_model_is_told_with_what_there_is(tmp_path: Path) -> None:
+    with Server(order(tmp_path, own())) as server, pytest.raises(Refuses, match="does not exist"):
+        check_chat(server.endpoint, Asked("another"))
+    with pytest.raises(Exception, match="no answer"):
+        check_chat(server.endpoint, Asked("m"), timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        ([], "(it printed nothing)"),
+        (["loading", "ready soon"], "ready soon"),
+        (
+            [
+                "(EngineCore pid=7) ERROR 01-01 Traceback (most recent call last):",
+                "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+                "bye",
+            ],
+            "(EngineCore pid=7) ValueError: Free memory on device (1 GiB) is too small",
+        ),
+        (["OSError: [Errno 98] address already in use", "INFO: done"], "OSError: [Errno 98] "),
+    ],
+)
+def test_the_line_that_names_the_error_is_found_among_many(lines: list[str], line: str) -> None:
+    assert error_line(lines).startswith(line)
+
+
+# ---------------------------------------------------------------- real engines
+
+
+def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
+    missing = [m for m in ("openai", "uvicorn", "fastapi") if importlib.util.find_spec(m) is None]
+    require("serving", not missing, f"`transformers serve` needs {', '.join(missing)}")
+    model = str(tiny_model_dir())
+    judge = JudgeConfig("openai", model, serve=ServeConfig("transformers", python=sys.executable))
+    judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
+    with Server(Order(judge, tmp_path, "")) as server:
+        check_chat(server.endpoint, Asked(model))
+        server.check_alive()
+
+
+def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
+    python = os.environ.get("REFINER_VLLM_PYTHON")
+    require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
+    judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig("vllm", python=python))
+    judge = serve(judge, args=("--dtype float32", "--max-model-len 512", "--enforce-eager"))
+    with Server(order(tmp_path, judge, weights=str(tiny_model_dir()))) as server:
+        check_chat(server.endpoint, Asked("builtin:tiny"))
+        with pytest.raises(Refuses, match="401"):
+            check_chat(Endpoint(server.endpoint.url), Asked("builtin:tiny"))
+        running = group_of(server)
+    assert not any(p.is_running() and p.status() != "zombie" for p in running)
+
+
+def test_every_field_of_the_section_is_used_or_is_a_matter_of_time() -> None:
+    """A field that is added makes two servers different, or is left out of that on purpose."""
+    known = {"engine", "where", "python", "setup", "container", "args"}
+    assert {f.name for f in dataclasses.fields(ServeConfig)} - known == {
+        "start_timeout_s",
+        "idle_timeout_s",
+    }
