@@ -105,7 +105,7 @@ def _public(path: str, value: Any) -> Any:
         return tuple(_public(path, v) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
-    return public_text(value if path.startswith("command.") else public_name(value))
+    return public_text(value if path.startswith("command.") else _named(path, value))
 
 
 def _worded(path: str, value: Any) -> Any:
@@ -114,7 +114,13 @@ def _worded(path: str, value: Any) -> Any:
         return tuple(_worded(path, v) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
-    return public_name(value)
+    return _named(path, value)
+
+
+def _named(path: str, value: str) -> str:
+    """The public name; a folder of prompts keeps looking like one, and not like a version."""
+    name = public_name(value)
+    return f"./{name}" if path == "judge.prompt" and "/" in value else name
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:

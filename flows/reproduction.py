@@ -31,6 +31,7 @@ from refiner_core.contract.loading import load_recipe, replace_fields, shipped_r
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import HUB_DIGEST, Plan, make_plan
 from refiner_core.contract.records import StageSpec
+from refiner_core.judges.prompting import prompt_versions
 from refiner_core.rubrics import shipped_rubric_sets
 
 RECIPE_FILE = "recipe.yaml"
@@ -41,6 +42,7 @@ _FILES: Mapping[str, tuple[str, Any]] = {
     "data.sft": ("data.sft_path", None),
     "data.rl": ("data.rl_path", None),
     "rubrics": ("reward.static_rubrics", RecipeConfig().reward.static_rubrics),
+    "judge_prompt": ("judge.prompt", RecipeConfig().judge.prompt),
 }
 #: What is no file, by how its digest begins.
 _NO_FILE = (HUB_DIGEST, "synthetic:", "none")
@@ -210,6 +212,8 @@ def _recorded_files(made: Made) -> dict[str, str]:
         if value in (None, instead) or str(value).startswith("builtin:"):
             continue
         if name == "rubrics" and value in shipped_rubric_sets():
+            continue
+        if name == "judge_prompt" and value in prompt_versions():
             continue
         if name == "tokenizer":
             if not digest and _is_folder_name(str(value)):

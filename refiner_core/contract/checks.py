@@ -102,6 +102,7 @@ _NOT_NEGATIVE = (
     "judge.resources.gpus",
 )
 _ABOVE_ZERO = (
+    "reward.verification_reward",
     "sft.num_train_epochs",
     "grpo.top_p",
     "evaluate.top_p",

@@ -25,6 +25,10 @@ from refiner_core.contract.marks import is_section, walk
 
 #: Package folders that hold shipped recipes.
 RECIPE_PACKAGE = "flows.recipes"
+#: Fields that name a file or folder, or something shipped. A relative path is taken from the
+#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
+#: whole path.
+_FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -137,7 +141,9 @@ def _override(text: str) -> Any:
             fix="write the field, an equals sign and the value, without spaces around it",
         )
     try:
-        return _without_empty_sections(OmegaConf.from_dotlist([text]))
+        return _with_whole_paths(
+            _without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd()
+        )
     except YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(
@@ -155,6 +161,25 @@ def _without_empty_sections(node: Any) -> Any:
     for name, kind in _hints(RecipeConfig).items():
         if is_section(kind) and name in node and node[name] is None:
             del node[name]
+    return node
+
+
+def _with_whole_paths(node: Any, folder: Path) -> Any:
+    """``node`` with the files that it names as whole paths: a job works in another folder."""
+    from omegaconf import OmegaConf
+
+    for field in _FILE_FIELDS:
+        section, _, key = field.rpartition(".")
+        values = node.get(section)
+        value = values.get(key) if OmegaConf.is_dict(values) and key in values else None
+        if not isinstance(value, str) or OmegaConf.is_interpolation(values, key):
+            continue
+        named = Path(value).expanduser()
+        if "/" not in value and not named.suffix:
+            continue  # the name of something shipped
+        found = [p for p in (folder / named, Path.cwd() / named) if p.exists()]
+        if found:
+            values[key] = str(found[0].resolve())
     return node
 
 
@@ -196,7 +221,7 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
         files += _with_includes(
             nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
         )
-    return [*files, _without_empty_sections(node)]
+    return [*files, _with_whole_paths(_without_empty_sections(node), path.parent)]
 
 
 # ---------------------------------------------------------------- typing

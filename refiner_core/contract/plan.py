@@ -103,6 +103,8 @@ _NAMED_BY_SOURCE = {
     "model.name_or_path": "model",
     "publish.card_template": "card_template",
 }
+#: Names of what is shipped stay part of what a stage is, as in all older runs; files have digests.
+_SHIPPED_OR_FILE = {"reward.static_rubrics": "rubrics", "judge.prompt": "judge_prompt"}
 
 _SOURCES: dict[StageKind, tuple[str, ...]] = {
     "fetch": (),
@@ -233,6 +235,7 @@ class _Builder:
             for path, value in values.items()
             if path not in _NOT_IN_A_STAGE
             and _NAMED_BY_SOURCE.get(path) not in self.sources
+            and not ("/" in str(value) and _SHIPPED_OR_FILE.get(path) in self.sources)
             and (name == "publish-best" or path not in _ONLY_OF_THE_BEST)
             and (self.config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
         }

@@ -18,13 +18,14 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.types import PromptRow, SamplingParams
 from refiner_core.judges import judge_prompts_digest
-from refiner_core.rubrics import rubric_set_digest
+from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
 PROTOCOL_VERSION = 1
 Decoding = Literal["greedy", "sampled"]
@@ -119,7 +120,7 @@ def make_protocol(
             "kind": judge.kind,
             "model": judge.model,
             "revision": judge.revision,
-            "prompt": judge.prompt,
+            "prompt": Path(judge.prompt).name,
             "prompt_digest": judge_prompts_digest(judge.prompt, judge.form),
             "temperature": judge.temperature,
             "max_tokens": judge.max_tokens,
@@ -127,7 +128,7 @@ def make_protocol(
         },
         rubrics={
             "source": reward.rubric_source,
-            "static": reward.static_rubrics if static else None,
+            "static": load_rubric_set(reward.static_rubrics).name if static else None,
             "static_digest": rubric_set_digest(reward.static_rubrics) if static else None,
             "instance_rubrics_only": reward.instance_rubrics_only,
             "aggregation": reward.rubric_aggregation,
