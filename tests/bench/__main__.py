@@ -39,6 +39,10 @@ def main() -> None:
         from tests.bench import parsing
 
         sys.exit(parsing.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["overlap"]:
+        from tests.bench import overlap
+
+        sys.exit(overlap.main(sys.argv[2:]))
     if sys.argv[1:2] == ["judging"]:
         from tests.bench import judging
 
