@@ -103,10 +103,11 @@ def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) 
     own = document["settings"][0]
     where = [word for word in words if word.startswith("workspace=")]
     for setting in document["settings"]:
+        overrides = _overrides(own, setting)
         # A judge's address is no part of what a setting is, so only rewards are proposed.
-        if not setting["name"].startswith(OWN) and setting["judge"] == own["judge"]:
+        same_judge = setting["judge"] == own["judge"]
+        if not setting["name"].startswith(OWN) and overrides and same_judge:
             recipe = document["policies"][0]["recipe"]
-            overrides = _overrides(own, setting)
             yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *overrides])}"
             return
 

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
+from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest
 from refiner_core.judges import judge_prompts_digest
@@ -65,7 +66,7 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
     if config.kind == "lexical":
         return {"kind": "lexical"}
     identity = {
-        path: getattr(config, path)
+        path: get_field(config, path)
         for path, info in walk(JudgeConfig)
         if info.mark == "identity" and path not in _NOT_OF_A_JUDGEMENT
     }

@@ -38,7 +38,7 @@ from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.order import prompt_batch
 from refiner_core.training.rollout import Sampled, form_groups, rollout_rows
-from tests.support.command import command, environment, refiner, start, wait_until
+from tests.support.command import command, environment, start, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, score
 from tests.support.recorded_run import RecordedRun
 
@@ -208,6 +208,8 @@ def test_the_files_say_the_same_as_the_screen(run: RecordedRun) -> None:
     assert "to the bit" in again.stdout
     assert "No server was asked" in again.stdout
     assert f"less {folder / 'table.md'}" in again.stderr, "it ends by saying what to do next"
+    assert "refiner plan tiny workspace=" in again.stderr
+    assert again.stderr.rstrip().endswith("reward.paper_citation_weight=1.0")
 
 
 def test_options_are_settings_of_their_own_or_combined(run: RecordedRun) -> None:
@@ -454,12 +456,12 @@ def test_ctrl_c_loses_nothing_that_was_judged(tmp_path: Path) -> None:
         process = start(*words)
         wait_until(lambda: len(server.bodies) >= 24, "some calls")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        _, told = process.communicate(timeout=60)
         assert process.returncode == 6
+        assert "the same command goes on from there" in told
         before = len(server.bodies)
-        done = refiner(*words, "--json")
-        assert done.code == 0, done.stderr
-        bill = next(b for b in done.json["judging"] if b["judge"] == "plain")
+        document = found(root, *words[2:])
+        bill = next(b for b in document["judging"] if b["judge"] == "plain")
         assert bill["stored"] >= before - 8, "only what was on its way is asked again"
         assert len(server.bodies) == before + bill["calls"]
 
