@@ -115,7 +115,7 @@ class JudgeConfig:
     max_tokens: int = identity(512, doc="longest judgement; one that ends by length is a failure")
     extra_body: str = identity(
         "",
-        doc="further fields of each request as a JSON object, e.g. "
+        doc="further fields of each request, a mapping or JSON text, e.g. "
         '`{"chat_template_kwargs": {"enable_thinking": false}}`',
         legacy_value="",
     )

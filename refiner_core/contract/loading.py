@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ RECIPE_PACKAGE = "flows.recipes"
 #: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
 #: whole path.
 _FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
+#: Fields of JSON text, which may be written as a mapping.
+_JSON_FIELDS = ("judge.extra_body",)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -141,9 +144,7 @@ def _override(text: str) -> Any:
             fix="write the field, an equals sign and the value, without spaces around it",
         )
     try:
-        return _with_whole_paths(
-            _without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd()
-        )
+        return _settled(_without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd())
     except YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(
@@ -164,23 +165,33 @@ def _without_empty_sections(node: Any) -> Any:
     return node
 
 
-def _with_whole_paths(node: Any, folder: Path) -> Any:
-    """``node`` with the files that it names as whole paths: a job works in another folder."""
+def _settled(node: Any, folder: Path) -> Any:
+    """``node`` with the files that it names as whole paths (a job works in another folder), and
+    with what is JSON as text, though it was written as YAML."""
     from omegaconf import OmegaConf
 
-    for field in _FILE_FIELDS:
+    for field in (*_FILE_FIELDS, *_JSON_FIELDS):
         section, _, key = field.rpartition(".")
         values = node.get(section)
-        value = values.get(key) if OmegaConf.is_dict(values) and key in values else None
-        if not isinstance(value, str) or OmegaConf.is_interpolation(values, key):
+        if not OmegaConf.is_dict(values) or key not in values:
             continue
-        named = Path(value).expanduser()
-        if "/" not in value and not named.suffix:
-            continue  # the name of something shipped
-        found = [p for p in (folder / named, Path.cwd() / named) if p.exists()]
-        if found:
-            values[key] = str(found[0].resolve())
+        if OmegaConf.is_interpolation(values, key):
+            continue
+        value = values[key]
+        if field in _FILE_FIELDS and isinstance(value, str):
+            values[key] = _whole_path(value, folder)
+        elif field in _JSON_FIELDS and OmegaConf.is_dict(value):
+            values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
     return node
+
+
+def _whole_path(value: str, folder: Path) -> str:
+    """Where a file lies; the name of something shipped, or of nothing, stays as it is."""
+    named = Path(value).expanduser()
+    if "/" not in value and not named.suffix:
+        return value
+    found = (p for p in (folder / named, Path.cwd() / named) if p.exists())
+    return str(next((p.resolve() for p in found), value))
 
 
 def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
@@ -221,7 +232,7 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
         files += _with_includes(
             nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
         )
-    return [*files, _with_whole_paths(_without_empty_sections(node), path.parent)]
+    return [*files, _settled(_without_empty_sections(node), path.parent)]
 
 
 # ---------------------------------------------------------------- typing

@@ -10,6 +10,7 @@ from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import (
+    apply_overrides,
     load_recipe,
     parse_config,
     replace_fields,
@@ -213,3 +214,23 @@ def test_a_configuration_survives_its_record() -> None:
 def test_a_command_in_an_error_is_a_sentence_unless_it_comes_last() -> None:
     error = ConfigurationError("There is no `sbatch`", expected="it on PATH", fix="run `refiner`")
     assert str(error) == "There is no `sbatch`. Expected it on PATH. To mend it: run `refiner`"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'judge.extra_body={"chat_template_kwargs": {"enable_thinking": false}}',
+        "judge.extra_body={chat_template_kwargs: {enable_thinking: false}}",
+        """judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+    ],
+)
+def test_fields_for_a_judges_server_may_be_written_as_json_or_yaml(text: str) -> None:
+    """A shell takes the quotes away; what is left is a mapping."""
+    config = load_recipe("tiny", [text])
+    assert config.judge.extra_body == '{"chat_template_kwargs": {"enable_thinking": false}}'
+    assert apply_overrides(RecipeConfig(), [text]).judge.extra_body == config.judge.extra_body
+
+
+def test_fields_for_a_judges_server_are_no_messages() -> None:
+    with pytest.raises(ConfigurationError, match="messages"):
+        check_config(load_recipe("tiny", ["judge.extra_body={messages: []}"]))
