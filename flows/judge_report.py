@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flows.judging import Endpoints, endpoints_by_hand
 from infra import atomic
 from infra.workspace import Workspace
 from refiner_core.contract.checks import check_config
@@ -24,9 +25,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.plan import judge_service
 from refiner_core.contract.types import (
-    Endpoint,
     Judge,
     Judgement,
     JudgeRequest,
@@ -52,7 +51,6 @@ PATIENCE_S = 20.0
 SHORT_S = 5.0
 
 Kind = Literal["rubric", "citation_recall", "citation_needed", "citation_precision"]
-Endpoints = Callable[[], Sequence[Endpoint]]
 REPORT, TEXT = "report.json", "report.md"
 
 
@@ -97,7 +95,10 @@ def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
     other = _checked(config, wanted.against).judge if wanted.against else None
     named = [material.name, str(wanted.sample), str(wanted.repeats)]
     with ExitStack() as servers:
-        endpoints = functools.cache(functools.partial(_endpoints, wanted.workspace, servers))
+
+        @functools.cache
+        def endpoints(judge: JudgeConfig) -> Endpoints | None:
+            return servers.enter_context(endpoints_by_hand(wanted.workspace, judge))
 
         def make(judge: JudgeConfig) -> Judge:
             return _judge(judge, endpoints(judge))
@@ -191,31 +192,6 @@ def _judge(
     return OpenAIJudge(config, around, breaker=BreakerSettings(threshold=1))
 
 
-def _endpoints(workspace: Workspace, servers: ExitStack, config: JudgeConfig) -> Endpoints | None:
-    """Where a server is that refiner has started, which is then kept; None where it starts none.
-
-    Raises
-    ------
-    ConfigurationError
-        None of them runs.
-    """
-    service = judge_service(replace(RecipeConfig(), judge=config))
-    if service is None or config.base_url or config.base_urls:
-        return None
-    from infra.services.leases import HeldLease, Lease, hand_holder
-    from infra.services.registry import live_endpoints
-
-    if not live_endpoints(workspace, service.id, config):
-        raise ConfigurationError(
-            f"No server of the judge {config.model} runs in {workspace.root}",
-            expected="a server that a run has started (see `refiner judge servers`), or an address",
-            fix="set judge.base_url to a server that answers, or start a run that needs this one",
-        )
-    lease = Lease(workspace.layout.service(service.id), hand_holder())
-    servers.enter_context(HeldLease(lease))
-    return functools.partial(live_endpoints, workspace, service.id, config)
-
-
 # ---------------------------------------------------------------- one question
 
 
@@ -266,8 +242,7 @@ def ask_once(
     if any(part is not None for part in given):
         request = JudgeRequest(kind, question or "", text or "", reference or "")
         _require_said(request)
-    with ExitStack() as servers:
-        endpoints = _endpoints(workspace, servers, config)
+    with endpoints_by_hand(workspace, config) as endpoints:
         judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
         try:
             began = time.perf_counter()

@@ -10,29 +10,24 @@ environment, where the judge looks for them itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.workspace import Workspace
-from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.types import (
-    Judge,
-    JudgementStore,
-    Progress,
-    SavedCheckpoint,
-    StageIO,
-    StoredJudgement,
-)
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
+from refiner_core.contract.types import Endpoint, Judge, Progress, SavedCheckpoint, StageIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from flows.stages import StageWork
     from infra.judgements.store import WorkspaceStore
     from refiner_core.judges.build import Surroundings
 
+Endpoints = Callable[[], Sequence[Endpoint]]
 _GIB = 2**30
 #: What `refiner status` shows of a stage while all servers are gone.
 WAITING = "waits for the judge"
@@ -75,12 +70,14 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
 
 @contextlib.contextmanager
 def judge_by_hand(
-    config: JudgeConfig, workspace: Workspace, *, fresh: bool = False, writer: str = "by-hand"
+    config: JudgeConfig,
+    workspace: Workspace,
+    *,
+    writer: str = "by-hand",
+    on_pause: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Judge]:
-    """A judge for commands outside of stages, with the same store behind it.
-
-    ``fresh`` goes past the store, which then neither answers nor learns: repeatability cannot be
-    measured on answers that are kept.
+    """A judge for commands outside of stages, with the same store behind it. A server that a run
+    has started is kept as long as the block lasts.
 
     Raises
     ------
@@ -90,10 +87,41 @@ def judge_by_hand(
     from refiner_core.judges.build import Surroundings
 
     with contextlib.ExitStack() as stack:
-        store: JudgementStore | None = _NothingKept()
-        if not fresh:
-            store = stack.enter_context(stored(config, workspace, writer))
-        yield stack.enter_context(_built(config, Surroundings(store=store)))
+        around = Surroundings(
+            store=stack.enter_context(stored(config, workspace, writer)),
+            endpoints=stack.enter_context(endpoints_by_hand(workspace, config)),
+            on_pause=on_pause,
+        )
+        yield stack.enter_context(_built(config, around))
+
+
+@contextlib.contextmanager
+def endpoints_by_hand(workspace: Workspace, config: JudgeConfig) -> Iterator[Endpoints | None]:
+    """Where a server answers that a run has started, which is kept meanwhile; None where the
+    configuration says where to ask.
+
+    Raises
+    ------
+    ConfigurationError
+        No such server runs.
+    """
+    from refiner_core.contract.plan import judge_service
+
+    service = judge_service(replace(RecipeConfig(), judge=config))
+    if service is None or config.base_url or config.base_urls:
+        yield None
+        return
+    from infra.services.leases import HeldLease, Lease, hand_holder
+    from infra.services.registry import live_endpoints
+
+    if not live_endpoints(workspace, service.id, config):
+        raise ConfigurationError(
+            f"No server of the judge {config.model} runs in {workspace.root}",
+            expected="a server that a run has started (see `refiner judge servers`), or an address",
+            fix="set judge.base_url to a server that answers, or start a run that needs this one",
+        )
+    with HeldLease(Lease(workspace.layout.service(service.id), hand_holder())):
+        yield functools.partial(live_endpoints, workspace, service.id, config)
 
 
 @contextlib.contextmanager
@@ -123,19 +151,6 @@ def _built(config: JudgeConfig, around: Surroundings) -> Iterator[Judge]:
         yield judge
     finally:
         close()
-
-
-class _NothingKept:
-    """A store that knows nothing, so that the same question is asked each time."""
-
-    def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        return [None] * len(keys)
-
-    def put(self, key: bytes, judgement: StoredJudgement) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
 
 
 class _NotedIO:

@@ -6,19 +6,14 @@ store knows already. A server that a run has started is asked where it answers, 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from flows.judging import stored
+from flows.judging import judge_by_hand, stored
 from flows.rescoring.asking import JudgePlan
 from infra.workspace import Workspace
-from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.plan import judge_service
-from refiner_core.contract.types import Endpoint, Judge, JudgementStore
-from refiner_core.judges.build import Surroundings, build_judge
+from refiner_core.contract.types import Judge, JudgementStore
+from refiner_core.judges.build import build_judge
 
 _WRITER = "rescore"
 
@@ -34,17 +29,11 @@ def judge_for(
     ConfigurationError
         It is served nowhere that is known.
     """
-    with ExitStack() as stack:
-        around = Surroundings()
-        if plan.served:
-            around = Surroundings(
-                store=stack.enter_context(stored(plan.config, workspace, _WRITER)),
-                endpoints=_endpoints(workspace, stack, plan.config),
-                on_pause=on_pause,
-            )
-        judge = build_judge(plan.config, around)
-        stack.callback(getattr(judge, "close", lambda: None))
-        yield judge
+    if plan.served:
+        with judge_by_hand(plan.config, workspace, writer=_WRITER, on_pause=on_pause) as judge:
+            yield judge
+    else:
+        yield build_judge(plan.config)
 
 
 @contextmanager
@@ -52,24 +41,3 @@ def store_of(plan: JudgePlan, workspace: Workspace) -> Iterator[JudgementStore |
     """The judgements that the workspace keeps; None where it keeps none."""
     with stored(plan.config, workspace, _WRITER) as store:
         yield store
-
-
-def _endpoints(
-    workspace: Workspace, stack: ExitStack, config: JudgeConfig
-) -> Callable[[], Sequence[Endpoint]] | None:
-    """Where a server is that refiner has started; None where it starts none."""
-    service = judge_service(replace(RecipeConfig(), judge=config))
-    if service is None or config.base_url or config.base_urls:
-        return None
-    from infra.services.leases import HeldLease, Lease, hand_holder
-    from infra.services.registry import live_endpoints
-
-    if not live_endpoints(workspace, service.id, config):
-        raise ConfigurationError(
-            f"No server of the judge {config.model} runs in {workspace.root}",
-            expected="a server that a run has started (see `refiner judge servers`), or an address",
-            fix="set judge.base_url to a server that answers, or start a run that needs this one",
-        )
-    lease = Lease(workspace.layout.service(service.id), hand_holder())
-    stack.enter_context(HeldLease(lease))
-    return functools.partial(live_endpoints, workspace, service.id, config)

@@ -105,7 +105,8 @@ class Interrupted(RefinerError, RuntimeError):
 
 
 class JudgeOutage(RefinerError, RuntimeError):
-    """More judgements failed than the recipe allows; nothing was trained on them."""
+    """More judgements failed than the recipe allows, or no server answered for longer than
+    ``judge.outage_patience_s``; nothing was trained on them."""
 
     exit_code = 7
     resumable = True

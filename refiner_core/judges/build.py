@@ -20,11 +20,13 @@ class Surroundings:
         Where judgements are kept; none keeps them for the life of the judge.
     endpoints
         Where it may ask, looked up anew whenever no server answers (a server that refiner serves
-        may come back elsewhere); none takes the configuration's addresses.
+        may come back elsewhere), from a thread of its own; none takes the configuration's
+        addresses. What it raises ends the judging.
     should_stop
         Whether somebody wants it to end while it waits for servers.
     on_pause
-        Told in words when all servers are gone, and with an empty text when one is back.
+        Told in words when all servers are gone, and with an empty text when one is back; like
+        ``should_stop`` from the thread that waits for judgements.
     """
 
     store: JudgementStore | None = None

@@ -239,9 +239,9 @@ def calls(tmp_path: Path) -> Callable[..., int]:
     one has judged them."""
     workspace = Workspace.open(tmp_path / "ws")
 
-    def count(fresh: bool = False, **changes: Any) -> int:
+    def count(**changes: Any) -> int:
         with JudgeServer(lambda body, call: verdict(body)) as server:
-            with judge_by_hand(served(server, **changes), workspace, fresh=fresh) as judge:
+            with judge_by_hand(served(server, **changes), workspace) as judge:
                 assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}
             return len(server.bodies)
 
@@ -282,11 +282,6 @@ def test_the_same_judge_elsewhere_is_not_asked_again(calls: Callable[..., int]) 
     """Each call of the fixture is a server at another address."""
     assert calls() == 0
     assert calls(timeout_s=7.0, concurrency=2, max_retries=1, api_key_env="OTHER") == 0
-
-
-def test_repeatability_is_measured_past_the_store(calls: Callable[..., int]) -> None:
-    assert calls(fresh=True) == len(QUESTIONS)
-    assert calls(fresh=True) == len(QUESTIONS)
 
 
 def test_no_store_is_kept_where_none_is_wanted(calls: Callable[..., int], tmp_path: Path) -> None:
