@@ -80,6 +80,8 @@ def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
             (s.stage.name, gib(s.peak), gib(s.final), f"{s.inodes:,}", s.basis)
             for s in room.forecast.stages
         ]
+        if judged := room.forecast.judgements:
+            rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
         click.echo("")
         print_table(rows, ("stage", "at most", "in the end", "files", "by"))
     if words.always or not room.fits:
@@ -124,6 +126,7 @@ def disk_json(room: PlannedRoom) -> dict[str, Any]:
         "needed_bytes": found.needed_bytes,
         "peak_bytes": found.peak_bytes,
         "final_bytes": found.final_bytes,
+        "judgements_bytes": found.judgements,
         "inodes": found.inodes,
         "free_bytes": room.free_bytes,
         "reclaimable_bytes": room.reclaimable_bytes,
