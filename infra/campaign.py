@@ -361,9 +361,10 @@ class Campaign:
                 self._actor.stop(stage, attempt, seen, wish)
 
     def _may_end(self, service: PlannedStage, observed: Observed) -> bool:
-        """Whether nobody needs a server any more: not the jobs of this call, which may still wait
-        for answers while they save, nor anybody else."""
-        asking = (s.id for s in self.plan.stages if service.name in s.after)
+        """Whether nobody needs a server any more: not the jobs that this call ends, which may
+        still wait for answers while they save, nor anybody else."""
+        ending = (s for s in self.plan.stages if self._stop is not None or s.id in self._cancelled)
+        asking = (s.id for s in ending if service.name in s.after)
         if any(i in observed.attempts and observed.attempts[i].sight != "dead" for i in asking):
             return False
         ours = {self.run.run, *(s.id for s in (*self.plan.given, *self.plan.stages))}

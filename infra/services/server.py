@@ -312,7 +312,6 @@ class Server:
                 os.killpg(process.pid, signal.SIGKILL)
         if self._reader is not None:
             self._reader.join(_LAST_WORDS_S)
-        kill_leftovers(self.order.mark)
 
     # ------------------------------------------------------------ its output
 
