@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.status import is_finished
+from infra.explain import observe_actions
 from infra.failures import classify
 from infra.foreign.calling import MARK
 from infra.services.command import Listening, server_environment, server_text
@@ -39,11 +41,11 @@ from infra.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.plan import judge_service, make_plan
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import Outcome, StageResult
 from refiner_core.contract.types import Endpoint
 from refiner_core.models import tiny_model_dir
 from tests.support.command import wait_until
-from tests.support.plans import SOURCES, claim, small_config, small_plan
+from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 from tests.support.require import require
 
 SCRIPT = Path(__file__).parents[1] / "support" / "served_judge.py"
@@ -170,6 +172,24 @@ def test_an_engine_without_keys_is_refused_where_all_of_a_cluster_would_reach_it
     cluster = replace(config, dispatch=replace(config.dispatch, executor="slurm"))
     with pytest.raises(ConfigurationError, match=r"where=beside"):
         make_plan(cluster, SOURCES)
+
+
+def test_a_plan_says_for_whom_a_server_would_be_started_or_that_nobody_needs_it(
+    workspace: Workspace,
+) -> None:
+    plan = make_plan(replace(recipe(), workspace=str(workspace.root)), SOURCES)
+    before = {f.stage.name: f for f in observe_actions(plan, workspace)}
+    assert before["judge"].action == "run"
+    assert before["judge"].reason == "serves org/judge to grpo, evaluate-base, evaluate-grpo"
+    for stage in plan.stages:
+        if stage.kind != "serve":
+            claim(workspace, plan, stage.name)
+            done = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "2026-11-21T00:00:00")
+            workspace.publish_result(stage.id, done)
+    after = {f.stage.name: f.action for f in observe_actions(plan, workspace)}
+    assert set(after.values()) == {"skip"}
+    run = run_record(workspace, plan)
+    assert is_finished(workspace, run), "a server is never done, and keeps no run from being so"
 
 
 # ---------------------------------------------------------------- keys
@@ -330,6 +350,7 @@ def test_the_next_server_ends_what_an_earlier_one_has_left(tmp_path: Path) -> No
     """Engines detach processes from those that started them; with these goes the GPU's memory."""
     environment = server_environment("command", "", str(tmp_path), os.environ)
     orphan = subprocess.Popen(["sleep", "100"], env=environment, start_new_session=True)
+    wait_until(lambda: MARK in psutil.Process(orphan.pid).environ(), "its environment", 10)
     with Server(order(tmp_path, own())):
         assert orphan.wait(10) == -signal.SIGKILL
 
