@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.actions import CloseAttempt, Launch, Release
 from infra.dispatch import Router
 from infra.failures import CLASSES, classify, outcome_of
 from infra.jobs import AttemptRef, JobRequest, OpenAttempt
 from infra.niceness import gives_way
 from infra.processes import ProcessId
-from infra.reconcile import CloseAttempt, Launch, Release, Seen
+from infra.reconcile import Seen
 from infra.room_keeping import Rooms
 from infra.workspace import Claim, Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from infra.acting import Actor, StopWish
+from infra.actions import Action, CloseAttempt, Launch, Release, Serve
 from infra.dispatch import Router
 from infra.failures import CLASSES, outcome_of, without_progress
 from infra.holds import Holds
@@ -24,16 +25,7 @@ from infra.jobs import AttemptRef
 from infra.observe import Observer, Patience
 from infra.orchestrators import wanted_by_others
 from infra.processes import ProcessId, host_name
-from infra.reconcile import (
-    Action,
-    CloseAttempt,
-    Launch,
-    Observed,
-    Policy,
-    Release,
-    Serve,
-    reconcile,
-)
+from infra.reconcile import Observed, Policy, reconcile
 from infra.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
 from infra.services.leases import CallLeases, held_by_others
 from infra.views import view_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from infra.reconcile import (
+from infra.actions import (
     Action,
     Block,
     CloseAttempt,

@@ -9,20 +9,11 @@ from typing import Any
 
 import pytest
 
+from infra.actions import Action, Block, Fail, Launch, Wait
 from infra.checkpoints import CheckpointStore
 from infra.holds import Holds, held_steps
 from infra.layout import StagePaths
-from infra.reconcile import (
-    Action,
-    Block,
-    Fail,
-    Launch,
-    Observed,
-    Policy,
-    Seen,
-    Wait,
-    reconcile,
-)
+from infra.reconcile import Observed, Policy, Seen, reconcile
 from infra.workspace import Workspace
 from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import RecipeConfig

@@ -8,25 +8,22 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from infra.failures import CLASSES, outcome_of
-from infra.jobs import Sight
-from infra.reconcile import (
+from infra.actions import (
     Action,
     Block,
     CloseAttempt,
     Done,
     Fail,
     Launch,
-    Observed,
     Pause,
-    Policy,
     Release,
     Rest,
-    Seen,
     Serve,
     Wait,
-    reconcile,
 )
+from infra.failures import CLASSES, outcome_of
+from infra.jobs import Sight
+from infra.reconcile import Observed, Policy, Seen, reconcile
 from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
 from refiner_core.contract.records import (
