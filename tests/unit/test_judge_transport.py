@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,14 @@ import pytest
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
-from refiner_core.judges import build_judge
+from refiner_core.judges import build_judge, prompting
 from refiner_core.judges.build import Surroundings
+from refiner_core.judges.calls import plan_calls
 from refiner_core.judges.openai import OpenAIJudge, retry_after_s
+from refiner_core.judges.served.engine import Engine, Pace
 from refiner_core.judges.served.fleet import BreakerSettings
+from refiner_core.judges.served.usage import Counts
+from refiner_core.judges.served.work import Batch
 from refiner_core.judges.store import MemoryStore
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 
@@ -109,6 +114,56 @@ def test_what_is_known_or_under_way_is_not_asked_again(judge_at: Any) -> None:
     usage = judge.usage()
     assert (usage.asked, usage.calls, usage.shared, usage.stored) == (22, 6, 4, 12)
     assert len(server.bodies) == 6
+
+
+def test_two_requests_that_read_alike_to_the_judge_are_one_call_and_both_are_answered(
+    judge_at: Any, tmp_path: Path
+) -> None:
+    """Prompts of one's own may leave the question out; then the same words in answers to two
+    questions are the same call, within one batch too."""
+    shipped = Path(prompting.__file__).parent / "prompts" / "v1"
+    for file in shipped.iterdir():
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "citation_needed.user.md").write_text("{{text}}")
+    asked = [JudgeRequest("citation_needed", q, "It rains.") for q in ("Which?", "When?", "Who?")]
+    with JudgeServer(lambda body, call: score(2)) as server:
+        judge = judge_at(server.base_url, prompt=str(tmp_path), batch_timeout_s=2.0)
+        assert [j.score for j in judge.judge(asked)] == [1.0, 1.0, 1.0]
+    usage = judge.usage()
+    assert (usage.asked, usage.calls, usage.shared, usage.failed) == (3, 1, 2, 0)
+
+
+def test_who_asks_just_as_the_last_worker_leaves_is_not_forgotten() -> None:
+    async def story(base_url: str) -> list[Judgement]:
+        config = JudgeConfig(kind="openai", model="m", base_url=base_url, concurrency=1)
+        engine = Engine(config, Surroundings(), MemoryStore(), Counts(), Pace())
+        engine.open()
+        batches = [Batch([request], 60.0) for request in requests(2)]
+
+        def ask(batch: Batch) -> None:
+            engine.begin(batch)
+            engine.add(batch, plan_calls(batch.requests, config))
+            engine.seal(batch)
+
+        first, second = batches
+        # In the loop's very next turn, when that worker has ended and nobody was told of it yet.
+        first.over.set = lambda: loop.call_soon(ask, second)  # type: ignore[method-assign]
+        loop = asyncio.get_running_loop()
+        ask(first)
+        async with asyncio.timeout(5.0):
+            while not second.over.is_set():
+                await asyncio.sleep(0.005)
+        await engine.close()
+        return [batch.found[request] for batch in batches for request in batch.requests]
+
+    with JudgeServer(lambda body, call: score(2)) as server:
+        assert [j.score for j in asyncio.run(story(server.base_url))] == [1.0, 1.0]
+
+
+def test_an_error_inside_ends_who_waits_instead_of_leaving_them_waiting(judge_at: Any) -> None:
+    judge = judge_at("http://127.0.0.1:99999/v1")  # no such port; recipes are checked before
+    with pytest.raises(ValueError, match="Port out of range"):
+        judge.judge(requests(2))
 
 
 class NothingKept:

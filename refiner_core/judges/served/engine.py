@@ -110,9 +110,10 @@ class Engine:
 
     def begin(self, batch: Batch) -> None:
         """A batch whose calls are to come."""
-        if not self._batches:
-            self._minder.begin()
+        rested = not self._batches
         self._batches.add(batch)
+        if rested:
+            self._minder.begin()
         if not self._minding:
             self._minding = True
             self._spawn(self._mind(), self._tasks)
@@ -162,6 +163,7 @@ class Engine:
 
     async def _work(self) -> None:
         task = asyncio.current_task()
+        assert task is not None
         while self._queue:
             item = self._queue.popleft()
             item.task = task
@@ -174,6 +176,8 @@ class Engine:
                 judgements = item.failed("it was given up")
             item.task = None
             self._finish(item, judgements)
+        # Now, not when the loop comes to tell: what is added before that needs another worker.
+        self._workers.discard(task)
 
     async def _judge(self, item: Item) -> tuple[Judgement, ...]:
         """Try until it is judged, or has failed for good, or nobody waits for it any more."""
@@ -234,8 +238,9 @@ class Engine:
             if not number and batch is item.owner:
                 batch.own += scored
             batch.open.discard(item)
+        waited, item.waiting = {batch for batch, _ in item.waiting}, []
+        for batch in waited:  # afterwards: a batch may have asked it in several requests
             self._look_if_over(batch)
-        item.waiting.clear()
 
     def _leave(self, item: Item, batch: Batch) -> None:
         """A batch waits for this item no more; nobody else: it is given up."""
@@ -247,8 +252,8 @@ class Engine:
 
     def _look_if_over(self, batch: Batch) -> None:
         if batch.sealed and not batch.open and not batch.over.is_set():
-            self._batches.discard(batch)
             self._counts.settled(**batch.counts())
+            self._batches.discard(batch)
             if not self._batches:
                 self._minder.end_pause()
             batch.over.set()

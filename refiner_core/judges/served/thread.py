@@ -31,7 +31,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
-        """Have ``function`` called in the loop.
+        """Have ``function`` called in the loop; what it raises ends all that waits there.
 
         Raises
         ------
@@ -41,7 +41,7 @@ class EngineThread:
         with self._lock:
             if self._over:
                 raise RuntimeError("the judge was closed")
-            self._loop.call_soon_threadsafe(function, *values)
+            self._loop.call_soon_threadsafe(self._call, function, *values)
 
     def end(self) -> None:
         """End the loop and wait for it; nothing where that was done, or in a forked process."""
@@ -53,6 +53,12 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_S)
+
+    def _call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
+        try:
+            function(*values)
+        except Exception as error:
+            self.engine.fail(error)  # nobody else would hear of it
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
