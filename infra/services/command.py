@@ -21,6 +21,8 @@ from refiner_core.contract.services import engine_of
 
 #: Variables that carry the key to a server, by engine.
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
+#: A reply that is held to a schema may still begin with blanks without end, up to its limit.
+_COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 #: Opens routes of vLLM that change weights; a judge never has them.
 _NEVER = ("VLLM_SERVER_DEV_MODE", *KEY_VARIABLES.values())
 
@@ -76,7 +78,10 @@ def _vllm(judge: JudgeConfig, at: Listening, source: str) -> list[str]:
     words += ["--host", at.host, "--port", str(at.port), "--served-model-name", judge.model]
     # Else a model's own generation_config.json overrules what a request does not say.
     words += ["--generation-config", "vllm"]
-    return [*words, *_split(judge.serve.args)]
+    args = _split(judge.serve.args)
+    if not any(arg.startswith("--structured-outputs-config") for arg in args):
+        words += ["--structured-outputs-config", _COMPACT_JSON]
+    return [*words, *args]
 
 
 def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:

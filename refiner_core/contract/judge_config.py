@@ -57,7 +57,7 @@ class ServeConfig:
     engine: Literal["none", "vllm", "transformers", "command"] = execution(
         "none",
         doc="what serves `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
-        "`none` uses the servers at `judge.base_url`",
+        "`none`, or an address in `judge.base_url`, uses that server",
     )
     where: Literal["job", "beside"] = execution(
         "job",

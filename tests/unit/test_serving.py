@@ -42,7 +42,9 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.plan import judge_service, make_plan
 from refiner_core.contract.records import Outcome, StageResult
-from refiner_core.contract.types import Endpoint
+from refiner_core.contract.types import Endpoint, JudgeRequest
+from refiner_core.judges.build import Surroundings
+from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.models import tiny_model_dir
 from tests.support.command import wait_until
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
@@ -62,11 +64,20 @@ def serve(judge: JudgeConfig = JUDGE, **fields: Any) -> JudgeConfig:
 
 def test_vllm_is_called_with_the_name_and_revision_that_judgements_are_kept_under() -> None:
     text = server_text(serve(engine="vllm", args=("--tensor-parallel-size 2", "--x=a b")), AT)
-    assert text.splitlines() == [
-        "set -e",
-        "exec vllm serve org/judge --revision r1 --host 127.0.0.1 --port 8123 "
-        "--served-model-name org/judge --generation-config vllm --tensor-parallel-size 2 --x=a b",
+    assert text.splitlines()[0] == "set -e"
+    assert shlex.split(text.splitlines()[1]) == [
+        *shlex.split("exec vllm serve org/judge --revision r1 --host 127.0.0.1 --port 8123"),
+        *("--served-model-name", "org/judge", "--generation-config", "vllm"),
+        *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+        *("--tensor-parallel-size", "2", "--x=a", "b"),
     ]
+
+
+def test_how_replies_are_held_to_a_schema_is_the_users_own_if_they_say_so() -> None:
+    own = "--structured-outputs-config.backend=outlines"
+    text = server_text(serve(engine="vllm", args=(own,)), AT)
+    assert own in text
+    assert "xgrammar" not in text
 
 
 def test_an_engine_may_live_in_an_environment_a_module_or_a_container_of_its_own() -> None:
@@ -423,11 +434,16 @@ def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
     python = os.environ.get("REFINER_VLLM_PYTHON")
     require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
     judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig("vllm", python=python))
-    judge = serve(judge, args=("--dtype float32", "--max-model-len 512", "--enforce-eager"))
+    judge = serve(judge, args=("--dtype float32", "--max-model-len 8192", "--enforce-eager"))
     with Server(order(tmp_path, judge, weights=str(tiny_model_dir()))) as server:
         check_chat(server.endpoint, Asked("builtin:tiny"))
         with pytest.raises(Refuses, match="401"):
             check_chat(Endpoint(server.endpoint.url), Asked("builtin:tiny"))
+        # No judge, but it can be held to the form of a judgement.
+        around = Surroundings(endpoints=lambda: [server.endpoint])
+        with OpenAIJudge(replace(judge, max_tokens=32), around) as asked:
+            requests = [JudgeRequest("citation_needed", "Q?", f"Text {n}.") for n in range(4)]
+            assert [j.detail for j in asked.judge(requests)] == [""] * 4
         running = group_of(server)
     assert not any(p.is_running() and p.status() != "zombie" for p in running)
 
