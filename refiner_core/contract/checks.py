@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.command_checks import check_command
-from refiner_core.contract.config import RecipeConfig, RetryConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
@@ -31,6 +31,11 @@ class Check(NamedTuple):
     fix: str
 
 
+_LEXICAL = JudgeConfig().model
+#: Fields of a request to a judge that have a field of their own, or are none of the user's.
+_OWN_OF_BODY = frozenset(
+    ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
+)
 _AT_LEAST_ONE = (
     "data.max_prompt_token_length",
     "data.synthetic_sft_rows",
@@ -216,15 +221,31 @@ CHECKS: tuple[Check, ...] = (
         "set judge.base_url=http://127.0.0.1:8000/v1",
     ),
     Check(
+        lambda c: c.judge.kind == "lexical" or c.judge.model != _LEXICAL,
+        lambda c: f"`judge.kind` is openai, but `judge.model` is still {_LEXICAL!r}.",
+        "the name by which the server knows its model",
+        "set judge.model=NAME",
+    ),
+    Check(
+        lambda c: c.judge.kind != "lexical" or c.judge.model == _LEXICAL,
+        lambda c: (
+            f"`judge.model` is {c.judge.model!r}, but `judge.kind` is lexical: word overlap would "
+            "be recorded under the name of a model."
+        ),
+        f"{_LEXICAL} for the lexical judge, or a judge that is a model",
+        "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
+        f"judge.model={_LEXICAL}",
+    ),
+    Check(
         lambda c: c.judge.serve.engine != "command" or bool(c.judge.serve_command),
         lambda c: "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
         "the command that serves the judge",
         "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
     ),
     Check(
-        lambda c: _is_json_object(c.judge.extra_body),
+        lambda c: _is_extra_body(c.judge.extra_body),
         lambda c: f"`judge.extra_body` is {c.judge.extra_body!r:.80}.",
-        "a JSON object, without `messages`, which are refiner's own",
+        f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
         """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
     ),
     Check(
@@ -286,14 +307,14 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def _is_json_object(text: str) -> bool:
+def _is_extra_body(text: str) -> bool:
     if not text.strip():
         return True
     try:
         value = json.loads(text)
     except ValueError:
         return False
-    return isinstance(value, dict) and "messages" not in value
+    return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
 
 
 def _is_web_address(text: str | None) -> bool:

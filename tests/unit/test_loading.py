@@ -231,6 +231,21 @@ def test_fields_for_a_judges_server_may_be_written_as_json_or_yaml(text: str) ->
     assert apply_overrides(RecipeConfig(), [text]).judge.extra_body == config.judge.extra_body
 
 
-def test_fields_for_a_judges_server_are_no_messages() -> None:
-    with pytest.raises(ConfigurationError, match="messages"):
-        check_config(load_recipe("tiny", ["judge.extra_body={messages: []}"]))
+@pytest.mark.parametrize("own", ["messages: []", "model: x", "temperature: 1", "stream: true"])
+def test_fields_for_a_judges_server_are_none_that_refiner_sets(own: str) -> None:
+    """Records would name another model or temperature than was asked, or no reply be readable."""
+    with pytest.raises(ConfigurationError, match=r"without .*messages.*refiner sets itself"):
+        check_config(load_recipe("tiny", [f"judge.extra_body={{{own}}}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["judge.model=gpt-9"], r"'gpt-9', but `judge.kind` is lexical.*judge\.kind=openai"),
+        (["judge.kind=openai", "judge.base_url=http://a/v1"], r"set judge\.model=NAME"),
+    ],
+)
+def test_word_overlap_never_goes_under_a_models_name(overrides: list[str], says: str) -> None:
+    """Who forgets one of the two fields would publish numbers of a judge that was never asked."""
+    with pytest.raises(ConfigurationError, match=says):
+        check_config(load_recipe("tiny", overrides))

@@ -196,7 +196,9 @@ def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path)
         "tiny",
         "reward.rubric_source=static",
         f"reward.static_rubrics={rubrics}",
+        "judge.kind=openai",
         "judge.model=/models/judge",
+        "judge.base_url=http://127.0.0.1:1/v1",
     )
     found = reproduce(made)
     assert "/" not in found.command
