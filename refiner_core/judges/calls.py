@@ -55,13 +55,15 @@ class Unusable(NamedTuple):
     """A reply without usable judgements: in one word for counts, and in words for people.
 
     ``final``: another try gives the same. ``partial`` holds what could be read (None elsewhere), to
-    be used if no try gives all.
+    be used if no try gives all. What it took is paid for all the same.
     """
 
     reason: str
     detail: str
     final: bool = False
     partial: tuple[Judgement | None, ...] = ()
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class Reply(NamedTuple):
@@ -117,13 +119,21 @@ def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[s
 
 
 def read_reply(raw: bytes, call: Call) -> Reply | Unusable:
-    """The judgements in a chat completion."""
+    """The judgements in a chat completion, and what it took."""
     try:
         completion = json.loads(raw)
         choice = completion["choices"][0]
         text, finish = choice["message"]["content"] or "", choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Unusable("garbage", "the reply is no chat completion")
+    prompt, completed = _tokens(completion.get("usage"))
+    read = _read(text, finish, call)
+    if isinstance(read, Unusable):
+        return read._replace(prompt_tokens=prompt, completion_tokens=completed)
+    return Reply(read, prompt, completed)
+
+
+def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusable:
     if finish == "abort":
         return Unusable("aborted", "the server aborted the judgement")
     if finish == "length":
@@ -133,8 +143,7 @@ def read_reply(raw: bytes, call: Call) -> Reply | Unusable:
         return Unusable("ended", f"the judgement ended by {finish!r:.40}", final=True)
     if not isinstance(text, str):
         return Unusable("garbage", "the reply is no chat completion")
-    read = _judgements(text, call)
-    return read if isinstance(read, Unusable) else Reply(read, *_tokens(completion.get("usage")))
+    return _judgements(text, call)
 
 
 def identity_digest(config: JudgeConfig) -> bytes:

@@ -214,6 +214,20 @@ def test_tokens_and_latency_are_counted(judge_at: Any) -> None:
     assert usage.answers == {200: 5}
 
 
+def test_tokens_of_replies_that_gave_no_judgement_are_counted_too(judge_at: Any) -> None:
+    """They are paid for: a judge that rambles would look free."""
+    tokens = {"prompt_tokens": 7, "completion_tokens": 3}
+
+    def script(body: dict[str, Any], call: int) -> Any:
+        return completion('{"score": 2}' if call == 2 else "Well,", usage=tokens)
+
+    with JudgeServer(script) as server:
+        judge = judge_at(server.base_url)
+        assert [found.status for found in judge.judge(requests(1))] == ["scored"]
+    usage = judge.usage()
+    assert (usage.prompt_tokens, usage.completion_tokens) == (21, 9)
+
+
 def test_all_rubrics_of_an_answer_are_one_call_in_the_batched_form(judge_at: Any) -> None:
     scores = [{"criterion": n, "score": n - 1} for n in (1, 2, 3)]
     reply = completion(json.dumps({"scores": scores}))

@@ -140,6 +140,7 @@ class Asking:
             self._counts.lost(answer.reason if isinstance(answer, Lost) else "")
             return
         self._counts.answer(flight.status, time.monotonic() - flight.begun)
+        self._counts.tokens(*outcome.tokens)
         if flight.status == 200 and outcome.unusable:
             self._counts.unusable(outcome.unusable)
 

@@ -218,7 +218,6 @@ class Engine:
         return item.failed("it was given up")
 
     def _keep(self, call: Call, outcome: Outcome) -> None:
-        self._counts.tokens(*outcome.tokens)
         tokens = outcome.tokens  # all with the first: sums over judgements are those over calls
         for key, judgement in zip(call.keys, outcome.judgements or (), strict=True):
             assert judgement.score is not None

@@ -36,7 +36,8 @@ _TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
 class Outcome(NamedTuple):
     """``judgements`` where scored; else why not, and whether that is the last word.
 
-    ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read.
+    ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read,
+    ``tokens`` what it took to read and to write, also where nothing came of it.
     """
 
     trouble: Trouble
@@ -67,8 +68,8 @@ def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
 
 def _read(raw: bytes, call: Call) -> Outcome:
     reply = read_reply(raw, call)
+    tokens = (reply.prompt_tokens, reply.completion_tokens)
     if isinstance(reply, Reply):
-        tokens = (reply.prompt_tokens, reply.completion_tokens)
         return Outcome(Trouble.NONE, reply.judgements, tokens=tokens)
     return Outcome(
         Trouble.NONE,
@@ -76,4 +77,5 @@ def _read(raw: bytes, call: Call) -> Outcome:
         final=reply.final,
         unusable=reply.reason,
         partial=reply.partial,
+        tokens=tokens,
     )
