@@ -23,6 +23,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, to_json
+from refiner_core.judges import judge_prompts_digest
 from refiner_core.rescoring.matrix import common_prompts
 from refiner_core.rescoring.questions import (
     Question,
@@ -116,9 +117,25 @@ def plan_rescore(wanted: Wanted) -> Planned:
             _note_questions(planned, policy, setting)
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
+            _check_prompts(plan)
             with store_of(plan, wanted.workspace) as store:
                 plan.count(store)
     return planned
+
+
+def _check_prompts(plan: JudgePlan) -> None:
+    """Refuse to ask in other words than those in which the same judge was asked before."""
+    judge, then = plan.config, str(plan.identity["prompt_digest"])
+    now = judge_prompts_digest(judge.prompt, judge.form)
+    if now == then:
+        return
+    raise ConfigurationError(
+        f"The judge's prompts {judge.prompt} have changed since the run ({then[:12]} then, "
+        f"{now[:12]} now), and {len(plan.unknown)} questions have not been asked with the old ones",
+        expected="one wording for all that a judge is asked",
+        fix="put them back as they were; or copy the new ones to a folder of another name, and "
+        "name it with --judge prompt=DIR, which asks everything anew",
+    )
 
 
 def _comparable(policies: list[Policy], wanted: Wanted) -> list[Policy]:

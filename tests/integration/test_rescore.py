@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from refiner_core.contract.types import (
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.judges import build_judge
+from refiner_core.judges import build_judge, prompting
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.order import prompt_batch
@@ -424,6 +425,27 @@ def test_the_rubrics_of_an_answer_are_one_call_if_the_judge_is_asked_so(tmp_path
         assert only(document, "judge=plain,form=batched")["unscored"]["setting"] == 0
         again, calls = calls_of(server, lambda: found(root, "--judge", spec))
         assert calls == 0, again["judging"]
+
+
+def test_prompts_that_were_edited_since_are_not_taken_for_those_of_the_run(tmp_path: Path) -> None:
+    """What is known of the run's judge was said under the old prompts; new questions would be asked
+    under the new ones, as if one judge had said both."""
+    prompts, root = tmp_path / "prompts", tmp_path / "runs"
+    shutil.copytree(Path(prompting.__file__).parent / "prompts" / "v1", prompts)
+    with JudgeServer(opinion) as server:
+        judge = ("judge.kind=openai", "judge.model=plain", f"judge.base_url={server.base_url}")
+        make_run(root, *judge, f"judge.prompt={prompts}", steps=1)
+        with (prompts / "rubric.user.md").open("a") as file:
+            file.write("\nBe lenient.\n")
+
+        def calls(*words: str) -> int:
+            return calls_of(server, lambda: found(root, *words))[1]
+
+        assert calls("--citation-weight", "0.5") == 0, "what is known needs no prompts"
+        with pytest.raises(ConfigurationError, match="have changed since"):
+            rescore(root, "--rubrics", "reader-v1")
+        other = shutil.copytree(prompts, tmp_path / "lenient")
+        assert calls("--judge", f"prompt={other}") > 0
 
 
 def _completion(text: str) -> dict[str, Any]:
