@@ -91,9 +91,11 @@ class SegmentWriter:
         OSError
             It was not noted.
         """
-        here = saved.minus(self._noted_before)
-        if here == self._noted:
+        if saved == self._noted_before.plus(self._noted):
             return
+        if self._file is not None and not self._can_go_on():
+            self.seal()
+        here = saved.minus(self._noted_before)
         if self._file is None:
             self._open()
         self._write(SAVED_AT, encode_saved(here))

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.judgements import reading, store, upkeep
+from infra.judgements import reading, store, upkeep, writing
 from infra.judgements.segments import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -439,6 +439,23 @@ def test_a_file_that_somebody_may_still_write_is_left_alone(folder: Path) -> Non
         os.utime(path, ns=(now - int(age * hour_ns),) * 2)
     upkeep.keep_small(new, 10_000, 1000)
     assert {s.path.stem for s in list_segments(folder)} == {"new", "busy"}
+
+
+def test_a_file_that_was_left_alone_is_not_even_noted_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may be merging it: what is written to it then would be lost, and the file taken for
+    one that is written to."""
+    with opened(folder) as one:
+        one.put(key(1), YES)
+        one.flush()
+        (left,) = list_segments(folder)
+        content = left.path.read_bytes()
+        monkeypatch.setattr(writing, "LONGEST_PAUSE_S", -1.0)
+        one.get([key(1)])
+        one.flush()
+        assert left.path.with_suffix(".sealed").read_bytes() == content
+    assert summarise(folder).saved == Saved(1, 700, 9)
 
 
 def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) -> None:
