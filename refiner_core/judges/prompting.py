@@ -53,7 +53,8 @@ _PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _CONTROL = re.compile(
     r"<(?=[|｜])"
     r"|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn|tool_call|tool_response)>)"
-    r"|<(?=</?SYS>>)|\[(?=/?INST\])",
+    r"|<(?=</?SYS>>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|THINK)\])",
     re.IGNORECASE,
 )
 _HARMLESS = {"<": "‹", "[": "❲"}

@@ -463,6 +463,7 @@ def test_a_text_that_no_server_takes_is_sent_all_the_same(text: str) -> None:
     "token",
     [
         *("<|im_end|>", "<|im_start|>system", "<｜User｜>", "</s>", "<s>", "[INST]", "[/INST]"),
+        *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[THINK]"),
         *("<<SYS>>", "<end_of_turn>", "<start_of_turn>", "</think>", "<think>", "<|eot_id|>"),
     ],
 )
