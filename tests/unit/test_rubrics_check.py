@@ -216,6 +216,13 @@ def test_a_file_that_is_no_set_is_an_error_and_no_crash(tmp_path: Path, text: st
     assert checked.findings[0].rule in ("unreadable", "schema")
 
 
+def test_a_set_that_holds_itself_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    name = set_file(tmp_path, "name: a\nversion: 1\nrubrics: &all\n- *all\n")
+    assert rules_of(name) == {"schema": 1}
+    bomb = "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    assert rules_of(set_file(tmp_path, f"k0: &k0 [x]\n{bomb}"))["schema"]
+
+
 def test_rubrics_beside_each_other(tmp_path: Path) -> None:
     one = "Names the year in which the old bridge was opened to traffic."
     name = set_file(

@@ -163,18 +163,24 @@ def _lines_of_entries(root: yaml.Node | None) -> list[int]:
 
 
 def _keys_twice(node: yaml.Node | None) -> Iterator[tuple[int, str]]:
-    """Line and name of keys that their mapping already has."""
-    if isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            yield from _keys_twice(entry)
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for key, value in node.value:
-            name = str(key.value)
-            if name in seen:
-                yield key.start_mark.line + 1, name
-            seen.add(name)
-            yield from _keys_twice(value)
+    """Line and name of keys that their mapping already has. With aliases a node stands in several
+    places, in itself even; it is looked at once."""
+    waiting, looked_at = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in looked_at:
+            continue
+        looked_at.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                name = str(key.value)
+                if name in seen:
+                    yield key.start_mark.line + 1, name
+                seen.add(name)
+                waiting.append(value)
 
 
 # ---------------------------------------------------------------- rows
