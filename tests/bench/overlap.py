@@ -12,8 +12,9 @@ The same rewards are asserted on both ways.
 One JSON line per proportion, of medians: seconds of each way, ``ratio`` (at once over the longer
 one of the same round), ``gained`` (one after the other over at once), CPU seconds of this process,
 calls. It needs two cores for itself: on a machine that does other things, sampling and judging take
-the time from each other, and ``gained`` says more than ``ratio``. ``ends``: by which share of the time a tenth, a half and nine tenths of the samples are
-finished; ``bound``: the ratio that this allows to a judge that costs this process no time at all.
+the time from each other, and ``gained`` says more than ``ratio``. ``ends``: by which share of the
+time a tenth, a half and nine tenths of the samples are finished; ``bound``: the ratio that this
+allows to a judge that costs this process no time at all.
 
 Goal: a ratio of at most 1.15 where a step is sampled in four batches. In a single batch all samples
 are begun at once, so that none is finished for a while and the judge has to wait: shown beside it.
