@@ -479,6 +479,16 @@ def test_a_wrong_key_path_or_model_ends_it_at_once_and_says_what_to_mend(
             judge.judge(requests(1))
 
 
+def test_a_server_that_takes_no_temperature_is_told_what_may_be_left_out(judge_at: Any) -> None:
+    """As the newer OpenAI models: 400 to every call."""
+    with JudgeServer(lambda body, call: Reply(status=400)) as server:
+        judge = judge_at(server.base_url, concurrency=8)
+        fields = r"judge\.max_tokens_field.*judge\.temperature=null"
+        with pytest.raises(ConfigurationError, match=fields):
+            judge.judge(requests(50))
+        assert len(server.bodies) < 50
+
+
 def test_one_item_that_is_forbidden_does_not_end_the_others(judge_at: Any) -> None:
     def script(body: Body, call: int) -> Reply:
         return Reply(status=403) if number(body) == 0 else score(2, delay_s=0.05)

@@ -129,7 +129,11 @@ def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
         ),
     }.get(
         status,
-        ("an OpenAI-compatible server", "judge.base_url, judge.model or judge.max_tokens_field"),
+        (
+            "an OpenAI-compatible server that takes all fields of the request",
+            "judge.base_url, judge.model, judge.max_tokens_field (newer OpenAI models take "
+            "max_completion_tokens), judge.temperature=null (not sent), or judge.extra_body",
+        ),
     )
     return ConfigurationError(
         f"The judge's server at {server.name} answers every call with HTTP {status}",
