@@ -58,6 +58,7 @@ class SegmentWriter:
         self._path = folder
         self._size = 0
         self._wrote_at = 0.0
+        self._synced = True
         # Of the judgements that the store has saved: noted in this segment, and in those before.
         self._noted = self._noted_before = Saved()
         #: Names of all segments of this process.
@@ -109,13 +110,14 @@ class SegmentWriter:
         OSError
             What was written last may be lost in a power cut.
         """
-        if self._file is None:
+        if self._file is None or self._synced:
             return
         try:
             os.fsync(self._file)
         except OSError:
             self.seal()
             raise
+        self._synced = True
 
     def seal(self) -> None:
         """Nothing more comes into this segment.
@@ -156,6 +158,7 @@ class SegmentWriter:
 
     def _write(self, at: int, data: bytes) -> None:
         assert self._file is not None
+        self._synced = False
         try:
             os.lseek(self._file, at, os.SEEK_SET)
             rest = memoryview(data)

@@ -458,6 +458,20 @@ def test_a_file_that_was_left_alone_is_not_even_noted_in(
     assert summarise(folder).saved == Saved(1, 700, 9)
 
 
+def test_the_disk_is_waited_for_only_where_something_is_new(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a step's samples has its judgements flushed, most of them when nothing has come."""
+    waits: list[int] = []
+    monkeypatch.setattr(writing.os, "fsync", waits.append)
+    with opened(folder) as one:
+        for number in range(3):
+            one.put(key(number), YES)
+            for _ in range(50):
+                one.flush()
+        assert len(waits) == 3
+
+
 def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) -> None:
     with opened(folder) as one, opened(folder) as other:
         one.put(key(1), YES)
