@@ -33,6 +33,8 @@ _ALLOWED: dict[str, tuple[float, ...]] = {
     "citation_precision": (0.0, 2.0),
     "citation_needed": (0.0, 2.0),
 }
+#: A server that says more of one reply has miscounted.
+_MOST_TOKENS = 2**31
 _Schema = Mapping[str, Any]
 
 
@@ -234,5 +236,5 @@ def _tokens(usage: Any) -> tuple[int, int]:
     if not isinstance(usage, dict):
         return 0, 0
     found = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-    prompt, completion = (n if isinstance(n, int) and n >= 0 else 0 for n in found)
+    prompt, completion = (n if type(n) is int and 0 <= n < _MOST_TOKENS else 0 for n in found)
     return prompt, completion

@@ -389,7 +389,8 @@ def test_tokens_of_a_reply_are_told() -> None:
     assert read_reply(chat('{"score": 2}', usage=usage), one_call()) == Reply(
         (Judgement("scored", 1.0),), 120, 7
     )
-    for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}):
+    absurd = {"prompt_tokens": 2**70, "completion_tokens": True}  # more than a file has room for
+    for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, absurd):
         assert read_reply(chat('{"score": 2}', usage=odd), one_call())[1:] == (0, 0)
 
 
