@@ -26,10 +26,11 @@ Values = Mapping[str, Sequence[float | None]]
 
 
 class Reversal(NamedTuple):
-    """Two policies that ``under`` puts in another order than ``than`` does.
+    """Two policies that ``under`` puts in another order than ``than`` does, the first one ahead.
 
-    The differences are first policy minus second, paired on prompts; ``clear`` where neither
-    interval holds 0.
+    The order is that of the means. The differences are first policy minus second, paired on prompts
+    that both have a value for; where judgements failed they need not go the same way. ``clear``
+    where the one is above 0 and the other below with their whole intervals.
     """
 
     policies: tuple[str, str]
@@ -41,7 +42,8 @@ class Reversal(NamedTuple):
     @property
     def clear(self) -> bool:
         """Whether both orders are more than luck."""
-        return _clear(self.difference_than) and _clear(self.difference_under)
+        low, high = self.difference_than.low, self.difference_under.high
+        return low is not None and high is not None and low > 0 > high
 
 
 class Matrix(NamedTuple):
@@ -183,8 +185,3 @@ def _difference(
         for name in pair
     ]
     return paired_difference_over_seeds([sides[0]], [sides[1]], "value")
-
-
-def _clear(difference: Difference) -> bool:
-    low, high = difference.low, difference.high
-    return low is not None and high is not None and (low > 0 or high < 0)

@@ -100,11 +100,10 @@ def reversal_lines(document: Mapping[str, Any]) -> list[str]:
     for found in matrix["reversals"]:
         first, second = found["policies"]
         than, under = found["difference_than"]["value"], found["difference_under"]["value"]
-        better, worse = (first, second) if than > 0 else (second, first)
         luck = "both differences are clear" if found["clear"] else "not beyond chance"
         lines.append(
-            f"{better} is ahead of {worse} under {found['than']} ({abs(than):.3f}), behind under "
-            f"{found['under']} ({abs(under):.3f}): {luck}."
+            f"{first} is ahead of {second} under {found['than']} ({than:+.3f}), behind under "
+            f"{found['under']} ({under:+.3f}): {luck}."
         )
     return lines
 

@@ -44,6 +44,7 @@ from refiner_core.rescoring.rollouts import (
     some_groups,
 )
 from refiner_core.rescoring.scores import Scores, fidelity, scores_under
+from refiner_core.rescoring.table import reversal_lines
 from refiner_core.training.advantages import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
@@ -431,6 +432,19 @@ def test_a_setting_that_turns_the_order_of_policies_around_is_said_to() -> None:
     assert reversal.difference_than.value == pytest.approx(-reversal.difference_under.value)
     assert reversal.clear
     assert matrix_json(found)["reversals"][0]["clear"] is True
+
+
+def test_an_order_that_failed_judgements_alone_turn_around_is_not_called_clear() -> None:
+    """The judge has failed where the second policy is at its worst; on the prompts that both have,
+    the first is still ahead."""
+    a, b = [1.0, 2.0, 3.0, 2.5], [0.0, 1.9, 2.9, 2.4]
+    values: dict[str, Any] = {"a": {"own": a, "x": a}, "b": {"own": b, "x": [None, *b[1:]]}}
+    found = make_matrix("total", {n: policy(a) for n in values}, values, resamples=50)
+    (reversal,) = found.reversals
+    assert reversal.difference_under.low == pytest.approx(0.1, abs=1e-6)
+    assert not reversal.clear
+    (line,) = reversal_lines({"matrix": matrix_json(found)})
+    assert "behind under x (+0.100): not beyond chance" in line
 
 
 def test_equal_policies_share_a_rank() -> None:
