@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from refiner_core.cards.facts import CardFacts, finite
-from refiner_core.cards.printed import Line, joined, number, quoted
+from refiner_core.cards.printed import Line, counted, joined, number, quoted
 
 _ORDER = ("fetch", "data", "sft", "rft", "grpo", "command", "export", "evaluate", "publish")
 
@@ -28,7 +28,33 @@ def cost_lines(facts: CardFacts) -> list[Line]:
     used = used_hours(facts)
     if used is not None:
         lines.append("**Compute:** " + used + ", all attempts together." + _price(facts))
+    judged = _judged(facts)
+    if judged is not None:
+        lines.append("**Judging in training:** " + judged + ".")
     return lines
+
+
+def _judged(facts: CardFacts) -> Line | None:
+    """What the judge was asked in the steps that led here; None where it keeps no count."""
+    used, path = facts.reports.get("grpo", {}).get("judge"), "reports.grpo.judge"
+    if not isinstance(used, Mapping) or not finite(used.get("asked")):
+        return None
+
+    def part(name: str, one: str, many: str = "") -> Line:
+        return counted(used.get(name, 0), f"{path}.{name}", one, many)
+
+    parts = [part("asked", "judgement"), part("calls", "call")]
+    words = (
+        ("stored", "known before"),
+        ("shared", "asked for another answer as well"),
+        ("failed", "without a score"),
+    )
+    parts += [part(name, text, text) for name, text in words if used.get(name)]
+    tokens = [
+        part("prompt_tokens", "token read", "tokens read"),
+        part("completion_tokens", "written", "written"),
+    ]
+    return joined(parts + (tokens if used.get("prompt_tokens") else []))
 
 
 def used_hours(facts: CardFacts) -> Line | None:

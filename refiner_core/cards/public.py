@@ -35,7 +35,11 @@ SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
         *("steps", "epochs", "demonstrations", "tokens", "loss_tokens"),
         *("train_loss", "validation_loss"),
     ),
-    "grpo": ("steps", "episodes", "tokens", "prompts", "counts", "curves"),
+    "grpo": (
+        *("steps", "episodes", "tokens", "prompts", "counts", "curves"),
+        *(f"judge.{key}" for key in ("asked", "calls", "stored", "shared", "failed")),
+        *("judge.prompt_tokens", "judge.completion_tokens"),
+    ),
     "command": ("steps", "final", "source", "adopted", "base_model"),
 }
 #: Settings of a command that say where it ran, and nothing of what it made.

@@ -104,6 +104,10 @@ def reports() -> dict[str, dict[str, Any]]:
                 **{"samples/malformed": 130, "samples/truncated_masked": 21},
                 "optimizer_steps": 49,
             },
+            "judge": {
+                **{"asked": 61200, "calls": 54873, "stored": 4100, "shared": 2270, "failed": 43},
+                **{"prompt_tokens": 31415926, "completion_tokens": 438984},
+            },
             "curves": {
                 "scores": [[4 * i, 2.0 + i / 7] for i in points],
                 "objective/kl3_avg": [[4 * i, i / 1300] for i in points],

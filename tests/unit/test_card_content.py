@@ -166,6 +166,15 @@ def test_cost_counts_all_attempts_and_says_what_was_lost() -> None:
     assert "1.50 of 17.25 GPU-hours went into work" in section(card, "Known notes")
 
 
+def test_cost_says_what_the_judge_was_asked() -> None:
+    cost = section(build_card(full_facts()), "Hardware and cost")
+    assert "**Judging in training:** 61200 judgements, 54873 calls, 4100 known before" in cost
+    assert "43 without a score, 31415926 tokens read, 438984 written." in cost
+    told = reports()
+    del told["grpo"]["judge"]  # the lexical judge keeps no count
+    assert "Judging in training" not in build_card(full_facts(reports=told))
+
+
 def test_without_a_gpu_core_hours_are_counted_and_nothing_is_priced() -> None:
     cost = {"gpu_hours": 0.0, "core_hours": 0.035, "lost_core_hours": 0.0, "price": 3.0}
     card = build_card(full_facts(cost=cost))
