@@ -93,7 +93,6 @@ def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
     """
     config, material = _material(wanted)
     other = _checked(config, wanted.against).judge if wanted.against else None
-    named = [material.name, str(wanted.sample), str(wanted.repeats)]
     with ExitStack() as servers:
 
         @functools.cache
@@ -110,7 +109,7 @@ def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
             against=other,
             options=Options(repeats=wanted.repeats, told=told),
         )
-    identity = canonical_json([report.judge, report.against, named])
+    identity = canonical_json([report.judge, report.against, report.material, wanted.repeats])
     return Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 

@@ -4,6 +4,7 @@ left in peace."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
+from refiner_core.judges import prompting
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
@@ -155,6 +157,22 @@ def test_repeats_go_past_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said.count(said[0]) == 6
 
 
+def test_a_report_says_by_which_wording_of_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of prompts keeps its name when it is edited."""
+    prompts = shutil.copytree(Path(prompting.__file__).parent / "prompts" / "v1", tmp_path / "p")
+    with JudgeServer(KnownJudge()) as server:
+        words = [*at(server), nowhere(tmp_path), "--sample=1", "--repeats=1", "--json"]
+        words.append(f"judge.prompt={prompts}")
+        before = refiner(capsys, "judge", "report", *words).json
+        with (prompts / "rubric.user.md").open("a") as file:
+            file.write("\nBe strict.\n")
+        after = refiner(capsys, "judge", "report", *words).json
+    assert before["judge"]["prompt_digest"] != after["judge"]["prompt_digest"]
+    assert before["id"] != after["id"]
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_a_run_is_measured_on_its_own_answers(
     evaluated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -185,6 +203,8 @@ def test_a_run_is_measured_on_its_own_answers(
     assert folder.parent == tmp_path / "runs" / "judge-reports"
     assert (folder / "report.md").is_file()
     assert refiner(capsys, *words, "--json").json["folder"] == str(folder)
+    other = refiner(capsys, *words, "reward.static_rubrics=reader-v1", "--json").json
+    assert other["folder"] != str(folder), "other questions are another report"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

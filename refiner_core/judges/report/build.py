@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.fingerprint import digest
 from refiner_core.evaluation.statistics import Estimate
+from refiner_core.judges.prompting import judge_prompts_digest
 from refiner_core.judges.report.agreement import Agreement, agreement
 from refiner_core.judges.report.asking import Asker, Cost, MakeJudge
 from refiner_core.judges.report.findings import Finding, findings_of
@@ -303,13 +305,16 @@ def _identity(config: JudgeConfig) -> dict[str, Any]:
     if config.kind == "lexical":
         return {"kind": "lexical", "model": config.model}
     names = ("kind", "model", "revision", "prompt", "form", "structured_output", "temperature")
-    return {name: getattr(config, name) for name in (*names, "max_tokens", "extra_body")}
+    identity = {name: getattr(config, name) for name in (*names, "max_tokens", "extra_body")}
+    return {**identity, "prompt_digest": judge_prompts_digest(config.prompt, config.form)[:12]}
 
 
 def _described(material: Material) -> dict[str, Any]:
     kinds = [item.request.kind for item in material.items]
+    asked = [asdict(item.request) for item in material.items]
     return {
         "name": material.name,
+        "digest": digest(asked)[:12],
         "questions": len({item.question_id for item in material.items}),
         "answers": len({item.answer_id for item in material.items}),
         "requests": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
