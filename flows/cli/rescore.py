@@ -69,7 +69,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     """
     from flows.rescoring import carry_out, plan_rescore
     from flows.rescoring.text import document_lines, next_lines, plan_lines
-    from flows.rescoring.writing import document_of, write
+    from flows.rescoring.writing import document_of, make_folder, write
 
     wanted = _wanted(words, options)
     planned = plan_rescore(wanted)
@@ -80,6 +80,10 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     for line in plan_lines(planned):
         click.echo(line, err=True)
     _ask_leave(planned, yes=bool(options["yes"]))
+    default = wanted.workspace.layout.rescores / planned.short_id
+    folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
+    if options["out"]:
+        make_folder(folder)
     try:
         with _Bar() as bar:
             done = carry_out(planned, bar)
@@ -87,8 +91,6 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         click.echo("What was judged is kept: the same command goes on from there.", err=True)
         raise
     document = document_of(done)
-    default = wanted.workspace.layout.rescores / planned.short_id
-    folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
     write(done, document, folder)
     if as_json:
         print_json({**document, "folder": str(folder)})
@@ -97,7 +99,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         click.echo("")
         for line in document_lines(document):
             click.echo(line)
-    for line in next_lines(document, folder, words):
+    for line in next_lines(document, folder, words, planned.wanted.runs[0].overrides):
         click.echo(line, err=True)
 
 
@@ -204,6 +206,7 @@ class _Bar:
     def __init__(self) -> None:
         self._progress: Any = None
         self._tasks: dict[str, Any] = {}
+        self._waiting = False
 
     def __enter__(self) -> _Bar:
         return self
@@ -213,8 +216,8 @@ class _Bar:
             self._progress.stop()
 
     def paused(self, why: str) -> None:
-        """All servers are gone, or one is back."""
-        click.echo(why or "A server answers again.", err=True)
+        """All servers are gone, which the log says; or that is over, with an answer or without."""
+        self._waiting = self._waiting or bool(why)
 
     def scored(self, done: int, total: int) -> None:
         """So many of the scorings are made."""
@@ -223,6 +226,9 @@ class _Bar:
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come."""
+        if self._waiting:
+            click.echo("A server answers again.", err=True)
+            self._waiting = False
         if not sys.stderr.isatty():
             if done == total:
                 click.echo(f"{judge}: {done} judgements", err=True)

@@ -90,8 +90,11 @@ def judged_line(document: Mapping[str, Any]) -> str:
     return f"{asked} questions were asked in {calls} calls, {seconds:.1f} s{lost}."
 
 
-def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) -> Iterator[str]:
-    """Where the files are, and commands that make sense now; ``words`` are those of this call."""
+def next_lines(
+    document: Mapping[str, Any], folder: Path, words: Sequence[str], begun_with: Sequence[str]
+) -> Iterator[str]:
+    """Where the files are, and commands that make sense now; ``words`` are those of this call,
+    ``begun_with`` the overrides of the first run, which a run like it needs too."""
     yield ""
     yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
     yield "Next:"
@@ -108,7 +111,9 @@ def next_lines(document: Mapping[str, Any], folder: Path, words: Sequence[str]) 
         same_judge = setting["judge"] == own["judge"]
         if not setting["name"].startswith(OWN) and overrides and same_judge:
             recipe = document["policies"][0]["recipe"]
-            yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *overrides])}"
+            changed = tuple(override.partition("=")[0] + "=" for override in overrides)
+            kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
+            yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
             return
 
 

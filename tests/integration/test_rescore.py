@@ -22,7 +22,7 @@ from flows.cli.rescore import rescore_command
 from infra.attempt import AttemptRun
 from infra.stage_io import encode_rollouts, list_rollouts, read_rollouts
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError, DataError, JudgeOutage
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -210,6 +210,7 @@ def test_the_files_say_the_same_as_the_screen(run: RecordedRun) -> None:
     assert "No server was asked" in again.stdout
     assert f"less {folder / 'table.md'}" in again.stderr, "it ends by saying what to do next"
     assert "refiner plan tiny workspace=" in again.stderr
+    assert " grpo.num_training_steps=6 " in again.stderr, "a run like this one, but for the change"
     assert again.stderr.rstrip().endswith("reward.paper_citation_weight=1.0")
 
 
@@ -467,6 +468,29 @@ def test_tokens_and_their_price_are_added_up(tmp_path: Path) -> None:
         (bill,) = [b for b in found(root, "--judge", spec, *prices)["judging"] if b["calls"]]
         assert bill["prompt_tokens"] == 100 * len(server.bodies)
         assert bill["cost"] == pytest.approx(len(server.bodies) * (100 * 2 + 10 * 10) / 1e6)
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "/proc/nothing"])
+def test_results_that_cannot_be_written_are_told_before_anybody_is_asked(
+    tmp_path: Path, where: str
+) -> None:
+    """Else the judge would be paid first."""
+    make_run(tmp_path / "runs", steps=1)
+    (tmp_path / "file").write_text("mine")
+    with JudgeServer(opinion) as server:
+        words = ["--judge", f"model=plain,base_url={server.base_url}", "--out"]
+        with pytest.raises(ConfigurationError, match="--out DIR"):
+            rescore(tmp_path / "runs", *words, str(tmp_path / where))
+        assert server.bodies == []
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_outage_is_not_followed_by_a_server_that_answers(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", steps=1)
+    words = ["judge.outage_patience_s=0.5", "--judge", "model=plain,base_url=http://127.0.0.1:1/v1"]
+    done = CliRunner().invoke(rescore_command, [*words, f"workspace={tmp_path / 'runs'}"])
+    assert isinstance(done.exception, JudgeOutage)
+    assert "answers again" not in done.stderr
 
 
 def test_ctrl_c_loses_nothing_that_was_judged(tmp_path: Path) -> None:
