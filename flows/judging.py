@@ -75,9 +75,11 @@ def judge_by_hand(
     *,
     writer: str = "by-hand",
     on_pause: Callable[[str], None] = lambda _: None,
+    calls: bool = True,
 ) -> Iterator[Judge]:
     """A judge for commands outside of stages, with the same store behind it. A server that a run
-    has started is kept as long as the block lasts.
+    has started is kept as long as the block lasts. Without ``calls`` the store is known to answer
+    everything, and no server need run.
 
     Raises
     ------
@@ -89,21 +91,23 @@ def judge_by_hand(
     with contextlib.ExitStack() as stack:
         around = Surroundings(
             store=stack.enter_context(stored(config, workspace, writer)),
-            endpoints=stack.enter_context(endpoints_by_hand(workspace, config)),
+            endpoints=stack.enter_context(endpoints_by_hand(workspace, config, calls=calls)),
             on_pause=on_pause,
         )
         yield stack.enter_context(_built(config, around))
 
 
 @contextlib.contextmanager
-def endpoints_by_hand(workspace: Workspace, config: JudgeConfig) -> Iterator[Endpoints | None]:
+def endpoints_by_hand(
+    workspace: Workspace, config: JudgeConfig, *, calls: bool = True
+) -> Iterator[Endpoints | None]:
     """Where a server answers that a run has started, which is kept meanwhile; None where the
     configuration says where to ask.
 
     Raises
     ------
     ConfigurationError
-        No such server runs.
+        No such server runs, and there will be ``calls``.
     """
     from refiner_core.contract.plan import judge_service
 
@@ -115,6 +119,9 @@ def endpoints_by_hand(workspace: Workspace, config: JudgeConfig) -> Iterator[End
     from infra.services.registry import live_endpoints
 
     if not live_endpoints(workspace, service.id, config):
+        if not calls:
+            yield tuple
+            return
         raise ConfigurationError(
             f"No server of the judge {config.model} runs in {workspace.root}",
             expected="a server that a run has started (see `refiner judge servers`), or an address",

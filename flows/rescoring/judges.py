@@ -27,10 +27,13 @@ def judge_for(
     Raises
     ------
     ConfigurationError
-        It is served nowhere that is known.
+        There are calls to make, and it is served nowhere that is known.
     """
     if plan.served:
-        with judge_by_hand(plan.config, workspace, writer=_WRITER, on_pause=on_pause) as judge:
+        by_hand = judge_by_hand(
+            plan.config, workspace, writer=_WRITER, on_pause=on_pause, calls=plan.calls > 0
+        )
+        with by_hand as judge:
             yield judge
     else:
         yield build_judge(plan.config)

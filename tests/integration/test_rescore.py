@@ -449,6 +449,24 @@ def test_prompts_that_were_edited_since_are_not_taken_for_those_of_the_run(tmp_p
         assert calls("--judge", f"prompt={other}") > 0
 
 
+def test_where_nobody_is_to_be_asked_no_server_need_run(tmp_path: Path) -> None:
+    """That of a run which served its judge has ended with it."""
+    root = tmp_path / "runs"
+    with JudgeServer(opinion) as server:
+        judge = ("judge.kind=openai", "judge.model=plain", f"judge.base_url={server.base_url}")
+        make_run(root, *judge, steps=1)
+        other = ("--judge", "model=same", "--citation-weight", "0.5")
+        asked = found(root, *other)
+    gone = ("judge.base_url=null", "judge.serve.engine=vllm")
+    (bill,) = found(root, "--citation-weight", "0.5", *gone)["judging"]
+    assert (bill["reused"], bill["asked"]) == (bill["questions"], 0)
+    again = found(root, *other, *gone)
+    assert [b["calls"] for b in again["judging"]] == [0, 0], "all of it is in the store"
+    assert again["comparisons"] == asked["comparisons"]
+    with pytest.raises(ConfigurationError, match="No server of the judge third runs"):
+        rescore(root, "--judge", "model=third", *gone)
+
+
 def _completion(text: str) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
