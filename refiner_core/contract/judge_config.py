@@ -137,7 +137,9 @@ class JudgeConfig:
         120.0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
     )
     batch_timeout_s: float = execution(
-        3600.0, doc="deadline of all judgements of a step, seconds; pauses do not count"
+        3600.0,
+        doc="deadline of what is asked together (in training, a rollout's judgements), seconds; "
+        "pauses do not count",
     )
     max_retries: int = execution(5, doc="tries after a retryable failure")
     outage_patience_s: float = execution(
