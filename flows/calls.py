@@ -205,7 +205,7 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
         raise ConfigurationError(
             f"Run {run.run} cannot be resumed as it was: what its stages are made from has "
             f"changed since ({names}).",
-            expected="the rows, weights and prompts that it was begun with",
+            expected="the rows, weights, rubrics and judge's prompts that it was begun with",
             fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
         )
     return plan

@@ -11,6 +11,7 @@ import click
 
 from flows.cli.options import (
     json_option,
+    output_folder,
     print_json,
     print_table,
     split_workspace,
@@ -56,8 +57,9 @@ def report_command(
     from flows.judge_report import make_report, write_report
 
     wanted = _wanted(words, against, sample, repeats)
+    given = output_folder(out) if out else None
     made = make_report(wanted, _told)
-    folder = _folder(wanted, made, out)
+    folder = given or _default_folder(wanted, made)
     if folder is not None:
         write_report(made, folder)
     if as_json:
@@ -140,9 +142,7 @@ def _wanted(
     )
 
 
-def _folder(wanted: Wanted, made: Made, out: str | None) -> Path | None:
-    if out is not None:
-        return Path(out).expanduser().absolute()
+def _default_folder(wanted: Wanted, made: Made) -> Path | None:
     layout = wanted.workspace.layout
     return layout.judge_reports / made.name if layout.format_file.exists() else None
 

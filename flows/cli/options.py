@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +33,35 @@ def until_nobody_reads() -> Iterator[None]:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def output_folder(out: str) -> Path:
+    """The folder of ``--out``, made before anything is done whose results go there.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be made, or nothing can be written there.
+    NoSpaceError
+        There is no room for it.
+    """
+    from infra.disk.room import no_space_guard
+    from refiner_core.contract.errors import ConfigurationError
+
+    folder = Path(out).expanduser().absolute()
+    refused = ConfigurationError(
+        f"The results cannot be written to {folder}",
+        expected="a folder, or a path where one can be made",
+        fix="name another one with --out DIR",
+    )
+    with no_space_guard(folder, "making the folder for the results"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
+            raise refused from error
+    if not os.access(folder, os.W_OK):
+        raise refused
+    return folder
 
 
 def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
+from flows.cli.options import (
+    json_option,
+    output_folder,
+    print_json,
+    split_workspace,
+    until_nobody_reads,
+)
 
 if TYPE_CHECKING:
     from flows.rescoring.planning import Planned, Wanted
@@ -69,7 +74,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     """
     from flows.rescoring import carry_out, plan_rescore
     from flows.rescoring.text import document_lines, next_lines, plan_lines
-    from flows.rescoring.writing import document_of, make_folder, write
+    from flows.rescoring.writing import document_of, write
 
     wanted = _wanted(words, options)
     planned = plan_rescore(wanted)
@@ -81,9 +86,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         click.echo(line, err=True)
     _ask_leave(planned, yes=bool(options["yes"]))
     default = wanted.workspace.layout.rescores / planned.short_id
-    folder = Path(options["out"]).expanduser().absolute() if options["out"] else default
-    if options["out"]:
-        make_folder(folder)
+    folder = output_folder(options["out"]) if options["out"] else default
     try:
         with _Bar() as bar:
             done = carry_out(planned, bar)

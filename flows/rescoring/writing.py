@@ -7,7 +7,6 @@ In: a :class:`~flows.rescoring.work.Done`. Out: the document, and the files, ``r
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,6 @@ from infra import atomic
 from infra.disk.room import no_space_guard
 from infra.stage_io import encode_rollouts
 from infra.workspace import now_text
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import to_json
 from refiner_core.rescoring.document import (
     DOCUMENT_VERSION,
@@ -96,31 +94,6 @@ def _setting(setting: Setting) -> dict[str, Any]:
         "reward": to_json(setting.reward),
         "judge": judge_identity(setting.judge, "-") | {"prompt": setting.judge.prompt},
     }
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of the files, before anything is asked that costs calls.
-
-    Raises
-    ------
-    ConfigurationError
-        It cannot be made, or nothing can be written there.
-    """
-    with no_space_guard(folder, "making the folder of a rescoring"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
-            raise _no_folder(folder) from error
-    if not os.access(folder, os.W_OK):
-        raise _no_folder(folder)
-
-
-def _no_folder(folder: Path) -> ConfigurationError:
-    return ConfigurationError(
-        f"The results cannot be written to {folder}",
-        expected="a folder, or a path where one can be made",
-        fix="name another one with --out DIR",
-    )
 
 
 def write(done: Done, document: dict[str, Any], folder: Path) -> None:

@@ -18,6 +18,7 @@ best_differs      groups whose sets of best samples    the same groups
                   are not the same (ties count)
 no_signal         groups without spread                groups with two or more scored samples
 sign_changed      advantages that change sign          samples with an advantage on both sides
+means             a component of the reward            samples that are scored on both sides
 ================  ===================================  ===========================================
 
 Rewards that differ by rounding alone are equal, as they are in training.
@@ -36,7 +37,7 @@ import numpy.typing as npt
 
 from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, Kind, estimate
 from refiner_core.rescoring.rollouts import StoredRollout, groups_of
-from refiner_core.rescoring.scores import METRICS, Scores
+from refiner_core.rescoring.scores import METRICS, Metric, Scores
 from refiner_core.training.advantages import EQUAL_REWARDS
 
 Floats = npt.NDArray[np.float64]
@@ -176,13 +177,15 @@ def _estimate(
 def _means(
     rollouts: Sequence[StoredRollout], first: Scores, second: Scores, resamples: int, seed: int
 ) -> dict[str, Beside]:
-    return {
-        metric: Beside(
-            mean_of(rollouts, first.values(metric), resamples=resamples, seed=seed),
-            mean_of(rollouts, second.values(metric), resamples=resamples, seed=seed),
-        )
-        for metric in METRICS
-    }
+    pairs = zip(first.totals, second.totals, strict=True)
+    both = [a is not None and b is not None for a, b in pairs]
+
+    def mean(scores: Scores, metric: Metric) -> Estimate | None:
+        known = zip(scores.values(metric), both, strict=True)
+        values = [value if scored else None for value, scored in known]
+        return mean_of(rollouts, values, resamples=resamples, seed=seed)
+
+    return {metric: Beside(mean(first, metric), mean(second, metric)) for metric in METRICS}
 
 
 # ---------------------------------------------------------------- groups

@@ -106,6 +106,8 @@ def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
     means = found.means["total"]
     assert means.first is not None
     assert means.first.value == pytest.approx((6 + 12 + 16 + 3) / 14)
+    assert means.second is not None
+    assert means.second.value == pytest.approx((6 + 11 + 10 + 3) / 14), "7 has nothing beside it"
 
 
 def test_ties_by_rounding_are_ties() -> None:
