@@ -147,7 +147,7 @@ def test_who_asks_just_as_the_last_worker_leaves_is_not_forgotten() -> None:
 
         first, second = batches
         # In the loop's very next turn, when that worker has ended and nobody was told of it yet.
-        first.over.set = lambda: loop.call_soon(ask, second)  # type: ignore[method-assign]
+        setattr(first.over, "set", lambda: loop.call_soon(ask, second))  # noqa: B010
         loop = asyncio.get_running_loop()
         ask(first)
         async with asyncio.timeout(5.0):

@@ -237,8 +237,8 @@ class Engine:
             if not number and batch is item.owner:
                 batch.own += scored
             batch.open.discard(item)
-        waited, item.waiting = {batch for batch, _ in item.waiting}, []
-        for batch in waited:  # afterwards: a batch may have asked it in several requests
+        waited, item.waiting = item.waiting, []
+        for batch, _ in waited:  # afterwards: a batch may have asked it in several requests
             self._look_if_over(batch)
 
     def _leave(self, item: Item, batch: Batch) -> None:
