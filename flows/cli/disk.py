@@ -196,7 +196,8 @@ def _show_judgements(store: dict[str, Any]) -> None:
     tokens = store["saved_prompt_tokens"] + store["saved_completion_tokens"]
     saved = ""
     if store["saved_judgements"]:
-        saved = f"; it has saved {store['saved_judgements']:,} ({tokens:,} tokens)"
+        count = store["saved_judgements"]
+        saved = f"; {count:,} times one was not asked again ({tokens:,} tokens)"
     click.echo(
         f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])} in "
         f"{store['files']:,} files){saved}"

@@ -33,7 +33,7 @@ from refiner_core.rescoring.rollouts import (
 
 Source = Literal["rollouts", "evaluation"]
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_LAST = re.compile(r"last:(\d+)")
+_LAST = re.compile(r"last:0*([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
     if wanted == "all":
         return list(known)
     if last := _LAST.fullmatch(wanted):
-        return list(known[-max(1, int(last[1])) :])
+        return list(known[-int(last[1]) :])
     chosen: set[int] = set()
     for word in wanted.split(","):
         match = _RANGE.fullmatch(word.strip())

@@ -19,6 +19,8 @@ COMPARISON_HEADER = (
     "mean total",
     "unscored",
 )
+#: So many changes of order that may be chance are told; the rest are counted.
+_BY_CHANCE = 3
 JUDGING_HEADER = ("judge", "questions", "reused", "stored", "asked", "failed", "tokens", "cost")
 
 
@@ -92,12 +94,15 @@ def matrix_rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 
 
 def reversal_lines(document: Mapping[str, Any]) -> list[str]:
-    """Whether the settings agree on the order of the policies, in sentences."""
+    """Whether the settings agree on the order of the policies, in sentences: what is clear first;
+    of what may be chance, the first few."""
     matrix = document["matrix"]
     if not matrix["reversals"]:
         return ["All settings put the policies in the same order."]
     lines = []
-    for found in matrix["reversals"]:
+    clear = [found for found in matrix["reversals"] if found["clear"]]
+    chance = [found for found in matrix["reversals"] if not found["clear"]]
+    for found in (*clear, *chance[:_BY_CHANCE]):
         first, second = found["policies"]
         than, under = found["difference_than"]["value"], found["difference_under"]["value"]
         luck = "both differences are clear" if found["clear"] else "not beyond chance"
@@ -105,6 +110,8 @@ def reversal_lines(document: Mapping[str, Any]) -> list[str]:
             f"{first} is ahead of {second} under {found['than']} ({than:+.3f}), behind under "
             f"{found['under']} ({under:+.3f}): {luck}."
         )
+    if (more := len(chance) - _BY_CHANCE) > 0:
+        lines.append(f"Changes that are not beyond chance: {more} more (rescore.json).")
     return lines
 
 

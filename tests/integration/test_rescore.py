@@ -186,6 +186,8 @@ def test_a_file_of_rubrics_of_ones_own_is_tried_before_a_run_depends_on_it(
 def test_only_some_steps_or_some_groups(run: RecordedRun) -> None:
     last = found(run.workspace.root, "--steps", "last:1", "--citation-weight", "0")
     assert last["policies"][0]["steps"] == [STEPS]
+    with pytest.raises(ConfigurationError, match="last:0 is not understood"):
+        rescore(run.workspace.root, "--steps", "last:0")
     two = found(run.workspace.root, "--steps", "1,3-9", "--citation-weight", "0")
     assert two["policies"][0]["steps"] == [1, 3]
     some = found(run.workspace.root, "--sample", "2", "--citation-weight", "0")

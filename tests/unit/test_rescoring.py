@@ -449,6 +449,21 @@ def test_an_order_that_failed_judgements_alone_turn_around_is_not_called_clear()
     assert "behind under x (+0.100): not beyond chance" in line
 
 
+def test_changes_by_chance_do_not_hide_a_clear_one() -> None:
+    """Six policies under two settings have many pairs, nearly all alike."""
+
+    def change(name: str, *, clear: bool) -> dict[str, Any]:
+        values = {"difference_than": {"value": 0.1}, "difference_under": {"value": -0.1}}
+        return {"policies": [name, "b"], "than": "own", "under": "x", "clear": clear, **values}
+
+    found = [change(f"p{i}", clear=False) for i in range(9)] + [change("true", clear=True)]
+    lines = reversal_lines({"matrix": {"reversals": found}})
+    assert "true is ahead" in lines[0]
+    assert len(lines) == 5
+    assert lines[-1] == "Changes that are not beyond chance: 6 more (rescore.json)."
+    assert len(reversal_lines({"matrix": {"reversals": found[:3]}})) == 3
+
+
 def test_equal_policies_share_a_rank() -> None:
     same = [0.1 + 0.2, 0.5]
     values = {"a": {"own": same, "x": same}, "b": {"own": [0.3, 0.5], "x": same}}

@@ -132,7 +132,8 @@ def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
         (
             "an OpenAI-compatible server that takes all fields of the request",
             "judge.base_url, judge.model, judge.max_tokens_field (newer OpenAI models take "
-            "max_completion_tokens), judge.temperature=null (not sent), or judge.extra_body",
+            "max_completion_tokens), judge.temperature=null (not sent), judge.extra_body, or "
+            "judge.structured_output=auto (a schema only where it is taken)",
         ),
     )
     return ConfigurationError(
