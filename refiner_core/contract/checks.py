@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ _LEXICAL = JudgeConfig().model
 _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _AT_LEAST_ONE = (
     "data.max_prompt_token_length",
     "data.synthetic_sft_rows",
@@ -241,6 +243,12 @@ CHECKS: tuple[Check, ...] = (
         lambda c: "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
         "the command that serves the judge",
         "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+    ),
+    Check(
+        lambda c: _VARIABLE.fullmatch(c.judge.api_key_env) is not None,
+        lambda c: "`judge.api_key_env` is no name of an environment variable.",
+        "a name such as REFINER_JUDGE_API_KEY, never the key itself, because fields are recorded",
+        "put the key into the environment: export REFINER_JUDGE_API_KEY=…",
     ),
     Check(
         lambda c: _is_extra_body(c.judge.extra_body),

@@ -162,6 +162,13 @@ def test_impossible_combinations_are_refused_with_the_numbers(override: str, say
         check_config(load_recipe("tiny", [override]))
 
 
+def test_a_key_in_place_of_its_variable_is_refused_and_not_repeated() -> None:
+    """It would stand in every record of the run."""
+    with pytest.raises(ConfigurationError, match="never the key itself") as refused:
+        check_config(load_recipe("tiny", ["judge.api_key_env=sk-canary-77"]))
+    assert "canary" not in str(refused.value)
+
+
 def test_an_unknown_recipe_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigurationError, match=r"Did you mean 'tiny'\?.*refiner-gpt54"):
         load_recipe("tinny")
