@@ -3,7 +3,8 @@
 In: a server, a body, a flight to note things on. Out: what came of it, as a value: nothing here
 raises for what a server does. The key is read from the environment (or taken from the endpoint) at
 each request and kept nowhere; redirects are not followed, because they would carry it elsewhere;
-replies are quoted nowhere, because servers like to quote keys.
+replies are quoted nowhere, because servers like to quote keys. A proxy of the environment is used
+for https alone: what stands in a cluster is asked directly.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import email.utils
 import os
 import time
+import urllib.request
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -63,6 +66,7 @@ class Client:
 
     def __init__(self, api_key_env: str, timeout_s: float) -> None:
         self._api_key_env = api_key_env
+        self._proxies: dict[str, str | None] = {}
         self._probe_s = min(PROBE_S, timeout_s)
         # The deadline of a judgement is the caller's.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
@@ -86,6 +90,7 @@ class Client:
                 data=body,
                 headers=authorization(server.endpoint, self._api_key_env),
                 allow_redirects=False,
+                proxy=self._proxy(server.chat_url),
             ) as response:
                 flight.status = status = response.status
                 if status != 200:
@@ -105,11 +110,25 @@ class Client:
                 server.models_url,
                 headers=authorization(server.endpoint, self._api_key_env),
                 allow_redirects=False,
+                proxy=self._proxy(server.models_url),
                 timeout=aiohttp.ClientTimeout(total=self._probe_s),
             ) as response:
                 return response.status < 500 and response.status not in (408, 429)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
+
+    def _proxy(self, url: str) -> str | None:
+        if url not in self._proxies:
+            self._proxies[url] = proxy_of(url)
+        return self._proxies[url]
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that ``HTTPS_PROXY`` and ``NO_PROXY`` name for an https address; none for http."""
+    parts = urlsplit(url)
+    if parts.scheme != "https" or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    return urllib.request.getproxies().get("https")
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes | None:
