@@ -25,6 +25,7 @@ MOST_PANELS = 12
 MOST_POINTS = 1500
 _INK, _FAINT, _BLUE, _RED = "#222222", "#c8c8c8", "#0072B2", "#D55E00"
 _BAR = "#56B4E9"
+_NO_CORRELATION = "no rank correlation"  # one side is constant
 _CHARACTER = 6.2  # width at 11 px, about
 
 
@@ -102,8 +103,8 @@ def _correlation(document: Mapping[str, Any], cloud: Cloud) -> str:
     for entry in document["comparisons"]:
         if (entry["policy"], entry["setting"]) == (cloud.policy, cloud.setting):
             value = entry["spearman"]["value"]
-            return "" if value is None else f"rank correlation {value:.3f}"
-    return ""
+            return _NO_CORRELATION if value is None else f"rank correlation {value:.3f}"
+    return _NO_CORRELATION
 
 
 def _panel(cloud: Cloud, correlation: str, with_policy: bool) -> Iterator[str]:

@@ -514,10 +514,12 @@ def test_the_figure_is_whole_whatever_the_names(tmp_path: Any) -> None:
         "matrix": matrix_json(matrix),
     }
     cloud = Cloud("p", name, [(0.5, -0.5), (0.0, 0.0)] * 2000)
-    tree = ET.fromstring(draw(plain(document), [cloud]))
+    flat = Cloud("p", "unmeasured", [(0.0, 0.0)])
+    tree = ET.fromstring(draw(plain(document), [cloud, flat]))
     texts = [t.text or "" for t in tree.iter("{http://www.w3.org/2000/svg}text")]
     assert any("2 of 2 (100%)" in t for t in texts)
     assert any("#1" in t for t in texts)
+    assert not any(t.startswith(";") for t in texts), "no half of a sentence under a panel"
     assert "—" in texts, "what was not measured has no number"
     height = float(tree.attrib["height"])
     for place in tree.iter("{http://www.w3.org/2000/svg}text"):
