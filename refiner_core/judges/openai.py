@@ -113,7 +113,7 @@ class OpenAIJudge:
         engine.call(engine.engine.begin, batch)
         try:
             for part in self._parts(batch.requests):
-                while at_leisure and engine.engine.backlog > 2 * self._config.concurrency:
+                while at_leisure and engine.engine.backlog(batch) > self._config.concurrency:
                     if batch.over.wait(_PLAN_S):
                         return Pending(self, batch)
                     self._look(batch)
@@ -216,6 +216,7 @@ class OpenAIJudge:
             for request, score in zip(call.requests, scores, strict=True):
                 batch.found[request] = Judgement("scored", score)
         if unknown:
+            batch.handed += len(unknown)
             engine.call(engine.engine.add, batch, unknown)
 
 

@@ -160,6 +160,26 @@ def test_who_asks_just_as_the_last_worker_leaves_is_not_forgotten() -> None:
         assert [j.score for j in asyncio.run(story(server.base_url))] == [1.0, 1.0]
 
 
+def test_what_was_handed_over_counts_as_backlog_before_the_loop_has_seen_it() -> None:
+    """Else planning, which keeps the loop from running, sees no backlog and never rests: the first
+    connections of a large batch then take a second."""
+
+    async def story() -> list[int]:
+        config = JudgeConfig(kind="openai", model="m", base_url="http://127.0.0.1:1/v1")
+        engine = Engine(config, Surroundings(), MemoryStore(), Counts(), Pace())
+        engine.open()
+        batch = Batch(requests(3), 60.0)
+        engine.begin(batch)
+        batch.handed = 3
+        seen = [engine.backlog(batch)]
+        engine.add(batch, plan_calls(batch.requests, config))
+        seen.append(engine.backlog(batch))
+        await engine.close()
+        return seen
+
+    assert asyncio.run(story()) == [3, 3], "on their way, then in the queue; never twice"
+
+
 def test_an_error_inside_ends_who_waits_instead_of_leaving_them_waiting(judge_at: Any) -> None:
     judge = judge_at("http://127.0.0.1:99999/v1")  # no such port; recipes are checked before
     with pytest.raises(ValueError, match="Port out of range"):

@@ -84,10 +84,10 @@ class Engine:
         """In words why nothing is asked now, or empty; readable from any thread."""
         return self._minder.pause
 
-    @property
-    def backlog(self) -> int:
-        """Calls that nobody has taken up; readable from any thread."""
-        return len(self._queue)
+    def backlog(self, batch: Batch) -> int:
+        """Calls that nobody has taken up, with those of the batch that are on their way here; for
+        the thread that hands over that batch."""
+        return len(self._queue) + batch.handed - batch.taken
 
     # ---- from outside, by way of the loop
 
@@ -120,6 +120,7 @@ class Engine:
 
     def add(self, batch: Batch, calls: Sequence[Call]) -> None:
         """Calls of a batch."""
+        batch.taken += len(calls)
         if batch.over.is_set():
             return
         for call in calls:

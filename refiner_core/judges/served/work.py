@@ -34,6 +34,9 @@ class Batch:
         #: Judgements that were scored by calls made for this batch.
         self.own = 0
         self.open: set[Item] = set()
+        #: Calls that its caller has handed to the loop, and those that the loop has seen: each is
+        #: counted by one thread alone.
+        self.handed = self.taken = 0
         self.sealed = False
         self.over = threading.Event()
         self.error: BaseException | None = None
