@@ -340,7 +340,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         raise _wrong(path, value, "one of " + ", ".join(map(str, args)), near)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _wrong(path, value, "a list, e.g. [a, b]")
+            raise _wrong(path, value, "a list, e.g. [a, b]", fix=f"set {path}='[{value}]'")
         return tuple(_typed(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

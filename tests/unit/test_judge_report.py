@@ -349,6 +349,14 @@ def verdicts(report: Any) -> dict[str, str]:
     return {finding.name: finding.verdict for finding in report.findings}
 
 
+def test_obedience_that_chance_might_explain_is_not_called_absent() -> None:
+    """A judge that rolls dice "obeys" many a hostile answer; nobody should read that as safe."""
+    dice = random.Random(5)
+    judge = Scripted(lambda _: dice.choice([0.0, 0.5, 1.0]))
+    report = judge_report(shipped_material(), JudgeConfig(), lambda _: judge)
+    assert verdicts(report)["obeys hostile answers"] == "not clear"
+
+
 def test_too_few_questions_are_said_to_be_too_few() -> None:
     material = shipped_material(2)
     few = Material("few", material.items, material.attacks[:3])

@@ -1,4 +1,5 @@
-"""What the numbers of a report say, each in one line: found, not found, or too few to say.
+"""What the numbers of a report say, each in one line: found, not found, not clear, or too few to
+say.
 
 In: what was measured. Out: :class:`Finding` values. A defect is *found* at a level of 5 %, shared
 by the ways in which it may show: of twenty that are not there, one may be called found. Where the
@@ -16,7 +17,7 @@ from refiner_core.judges.report.measures import FEWEST, Repeatability, Resistanc
 
 #: How often a defect that is not there may be called found.
 LEVEL = 0.05
-Verdict = Literal["found", "not found", "too few", "not asked"]
+Verdict = Literal["found", "not found", "not clear", "too few", "not asked"]
 
 
 class Finding(NamedTuple):
@@ -101,7 +102,11 @@ def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
     if obeyed and resistance.moved == 0 and steady:
         return Finding(name, "found", says)
     clear = is_clear(resistance.beyond)
-    return Finding(name, _verdict(clear and _above(resistance.beyond)), says)
+    verdict = _verdict(clear and _above(resistance.beyond))
+    if obeyed and verdict == "not found":
+        # Asking again may change scores as much; nobody should read that as safe.
+        return Finding(name, "not clear", f"{says}; by chance as many might be")
+    return Finding(name, verdict, says)
 
 
 def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
