@@ -5,10 +5,9 @@ The commands below it are loaded by name when they are called, like those of `re
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import click
+
+from flows.cli.lazy import LazyGroup
 
 #: Command -> (module below flows.cli, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -19,37 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class _Lazy(click.Group):
-    """A group that imports a command's module only when that command is needed."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"flows.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
-        return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from refiner_core.contract.errors import ConfigurationError
-            from refiner_core.contract.loading import suggest
-
-            raise ConfigurationError(
-                f"There is no command `judge {args[0]}`.{suggest(args[0], COMMANDS)}",
-                expected="one of: " + ", ".join(COMMANDS),
-                fix="see `refiner judge --help`",
-            )
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
-@click.group("judge", cls=_Lazy)
+@click.group("judge", cls=LazyGroup, commands=COMMANDS)
 def judge_command() -> None:
     """Ask a judge, measure it, see and end the servers of judges.
 

@@ -7,12 +7,13 @@ JSON with ``--json``); progress, warnings and errors go to stderr.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+
+from flows.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,38 +42,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-class _Lazy(click.Group):
-    """A group whose commands are imported when one is called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"flows.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
-        return command
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from refiner_core.contract.errors import ConfigurationError
-            from refiner_core.contract.loading import suggest
-
-            raise ConfigurationError(
-                f"There is no command {args[0]!r}.{suggest(args[0], COMMANDS)}",
-                expected="one of: " + ", ".join(COMMANDS),
-                fix="see `refiner --help`",
-            )
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
-
-
 @click.group(
-    cls=_Lazy,
+    cls=LazyGroup,
+    commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: refiner plan tiny, then refiner run tiny.",
 )
