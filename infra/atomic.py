@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 #: Every half-written file or folder of ours starts with this.
 TEMPORARY = ".tmp-"
 LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-_STALE_TRIES = 3
+_TRIES = 4
+_HALF_WRITTEN_S = 0.05
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
@@ -96,16 +98,23 @@ def create_json(path: Path, value: Any) -> bool:
 def read_json(path: Path) -> Any | None:
     """The JSON value in ``path``; None if there is no such file.
 
+    A file that is no JSON is read again for a moment: where there are no hard links, somebody may
+    just be writing it.
+
     Raises
     ------
     ValueError
         The file is not JSON.
     """
-    for left in reversed(range(_STALE_TRIES)):
+    for left in reversed(range(_TRIES)):
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except ValueError:
+            if not left:
+                raise
+            time.sleep(_HALF_WRITTEN_S)
         except OSError as error:
             # On NFS: replaced by another node between opening and reading. The new one is there.
             if error.errno != errno.ESTALE or not left:

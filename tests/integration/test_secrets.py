@@ -144,8 +144,9 @@ def refused(everywhere: Path, hub: LoopbackHub, canaries: Canaries) -> Finished:
 def test_a_refused_run_says_whose_fault_it_is_and_none_of_our_secrets(
     refused: Finished, canaries: Canaries, everywhere: Path
 ) -> None:
-    assert refused.code in (7, 9), refused.stderr
+    assert refused.code in (2, 9), refused.stderr
     assert "hf auth login" in refused.stderr, "it says what mends it"
+    assert "judge.api_key_env names the variable" in refused.stderr, "so it does of the judge's key"
     assert canaries.told(refused) == []
     home = Path(os.environ["HF_HOME"]).parent
     assert canaries.below(everywhere, home) == []
