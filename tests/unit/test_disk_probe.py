@@ -241,7 +241,8 @@ def test_a_tool_that_was_asked_for_and_fails_is_named_once(
     mount = Mount(Path("/scratch"), "lustre", "")
     prober = Prober(tmp_path, DiskConfig(), run=tools, mount=mount)
     with caplog.at_level(logging.WARNING):
-        assert prober.look().free_bytes == prober.look().free_bytes
+        looks = [prober.look(), prober.look()]
+    assert all(room.free_bytes is not None for room in looks), "the next best is asked"
     said = [r.getMessage() for r in caplog.records if "cannot open /scratch" in r.getMessage()]
     assert len(said) == len(set(said)) > 0
 
