@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import apply_overrides, parse_config
+from refiner_core.contract.loading import apply_overrides, parse_config, settled
 from refiner_core.contract.marks import walk
 from refiner_core.rubrics import load_rubric_set
 
@@ -182,13 +182,8 @@ def judge_of(spec: str, base: RecipeConfig) -> tuple[str, JudgeConfig]:
         start = replace(base, judge=JudgeConfig())
     elif given.get("model", base.judge.model) != base.judge.model:
         start = replace(base, judge=replace(base.judge, revision=None))
-    judge = apply_overrides(start, [f"judge.{k}={_quoted(v)}" for k, v in given.items()]).judge
+    judge = apply_overrides(start, [f"judge.{k}={v}" for k, v in given.items()]).judge
     return _judge_name(given), judge
-
-
-def _quoted(value: str) -> str:
-    """A JSON object is text to a judge, and not a section."""
-    return "'" + value.replace("'", "''") + "'" if value.startswith("{") else value
 
 
 def _judge_name(given: Mapping[str, str]) -> str:
@@ -215,5 +210,8 @@ def _from_file(path: Path) -> JudgeConfig:
             expected="a section `judge`, e.g. `judge: {kind: openai, model: NAME, base_url: URL}`",
             fix="write one",
         )
-    section = values.get("judge", values)
-    return parse_config({"judge": section}, origin=path.name).judge
+    from omegaconf import OmegaConf
+
+    node = settled(OmegaConf.create({"judge": values.get("judge", values)}), path.parent)
+    plain = cast(dict[str, Any], OmegaConf.to_container(node))
+    return parse_config(plain, origin=path.name).judge

@@ -144,7 +144,7 @@ def _override(text: str) -> Any:
             fix="write the field, an equals sign and the value, without spaces around it",
         )
     try:
-        return _settled(_without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd())
+        return settled(_without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd())
     except YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(
@@ -165,7 +165,7 @@ def _without_empty_sections(node: Any) -> Any:
     return node
 
 
-def _settled(node: Any, folder: Path) -> Any:
+def settled(node: Any, folder: Path) -> Any:
     """``node`` with the files that it names as whole paths (a job works in another folder), and
     with what is JSON as text, though it was written as YAML."""
     from omegaconf import OmegaConf
@@ -232,7 +232,7 @@ def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
         files += _with_includes(
             nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
         )
-    return [*files, _settled(_without_empty_sections(node), path.parent)]
+    return [*files, settled(_without_empty_sections(node), path.parent)]
 
 
 # ---------------------------------------------------------------- typing

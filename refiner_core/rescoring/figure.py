@@ -137,7 +137,7 @@ def _panel(cloud: Cloud, correlation: str, with_policy: bool) -> Iterator[str]:
             yield f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{_BLUE}" opacity="0.45"/>'
     name = f"{cloud.policy}: {cloud.setting}" if with_policy else cloud.setting
     yield _text(0, _PANEL + 14, _cut(name, _PANEL + _GAP - 8), title=name)
-    yield _text(0, _PANEL + 28, _cut(f"{correlation}; ± {limit:.2g}", _PANEL + _GAP - 8))
+    yield _text(0, _PANEL + 28, _cut(f"{correlation}; axes to ± {limit:.2g}", _PANEL + _GAP - 8))
 
 
 def _some(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:

@@ -16,7 +16,7 @@ from scipy.stats import kendalltau, spearmanr
 
 from flows.rescoring.asking import JudgePlan, _chunks
 from flows.rescoring.reading import with_legacy_values
-from flows.rescoring.settings import Options, make_settings, own_setting, rubrics_of
+from flows.rescoring.settings import Options, judge_of, make_settings, own_setting, rubrics_of
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
@@ -397,6 +397,19 @@ def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> N
     assert (own.judge.model, own.judge.temperature) == ("big", 0.5)
     with pytest.raises(ConfigurationError, match="gpt is not understood"):
         make_settings(base, Options(judges=("gpt",)))
+
+
+def test_a_judges_file_is_read_as_a_recipe_is(tmp_path: Any) -> None:
+    """Its prompts lie beside it, and further fields of requests are written as YAML."""
+    (tmp_path / "prompts").mkdir()
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "judge: {kind: openai, model: m, base_url: 'http://b/v1', prompt: ./prompts, "
+        "extra_body: {chat_template_kwargs: {enable_thinking: false}}}\n"
+    )
+    _, judge = judge_of(str(file), RecipeConfig())
+    assert judge.prompt == str(tmp_path / "prompts")
+    assert json.loads(judge.extra_body) == {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def test_where_a_judge_is_asked_is_no_setting() -> None:
