@@ -86,7 +86,8 @@ def _scatter(document: Mapping[str, Any], clouds: Sequence[Cloud]) -> tuple[list
         return [], 0
     more = len([c for c in clouds if c.pairs]) - len(shown)
     note = f" ({more} more in rewards.parquet)" if more else ""
-    heading = f"Advantages: baseline (across) against setting (up); ✕ where the sign changes{note}"
+    axes = "baseline (across) against setting (up), axes to the ± named"
+    heading = f"Advantages: {axes}; ✕ where the sign changes{note}"
     lines = [_text(_MARGIN, 12, heading, _HEADING)]
     several = len({cloud.policy for cloud in clouds}) > 1
     for number, cloud in enumerate(shown):
@@ -137,7 +138,7 @@ def _panel(cloud: Cloud, correlation: str, with_policy: bool) -> Iterator[str]:
             yield f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{_BLUE}" opacity="0.45"/>'
     name = f"{cloud.policy}: {cloud.setting}" if with_policy else cloud.setting
     yield _text(0, _PANEL + 14, _cut(name, _PANEL + _GAP - 8), title=name)
-    yield _text(0, _PANEL + 28, _cut(f"{correlation}; axes to ± {limit:.2g}", _PANEL + _GAP - 8))
+    yield _text(0, _PANEL + 28, _cut(f"{correlation}; ± {limit:.2g}", _PANEL + _GAP - 8))
 
 
 def _some(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
