@@ -30,13 +30,16 @@
       batches/<comment>/                      submitit's files of an array of jobs
       rescores/<id>/                          what `refiner rescore` has found
       judge-reports/<id>/                     what `refiner judge report` has found
+      sweeps/<name>/                          a sweep: its versions, the runs of its trials
+      reports/<name>/                         what `refiner report` has made of it
+      nightly/<name>/                         a nightly evaluation: its nights, its alerts
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published, judgements, rescores); they may be different file systems, and are the
-same folder unless the workspace was made with another ``data_root``. A data root of its own carries
-``refiner-data.json``: whose it is.
+output, tracking, published, judgements, rescores, reports); they may be different file systems, and
+are the same folder unless the workspace was made with another ``data_root``. A data root of its own
+carries ``refiner-data.json``: whose it is.
 """
 
 from __future__ import annotations
@@ -300,6 +303,21 @@ class Layout:
     def judgements(self) -> Path:
         """The store of judgements."""
         return self.data / "judgements"
+
+    @property
+    def sweeps(self) -> Path:
+        """One folder per sweep, by its name."""
+        return self.control / "sweeps"
+
+    @property
+    def reports(self) -> Path:
+        """One folder per report of a sweep."""
+        return self.data / "reports"
+
+    @property
+    def nightly(self) -> Path:
+        """One folder per nightly evaluation."""
+        return self.control / "nightly"
 
     def service(self, service_id: str) -> Path:
         """Key and leases of a server that is shared."""

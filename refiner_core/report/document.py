@@ -1,0 +1,256 @@
+"""The report of a sweep as values: all that its page, its Markdown, its CSV and its JSON show.
+
+Every number carries what it was computed from: ``n``, an interval, the protocol. A number that
+cannot be given is None, with the reason beside it; it is never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+REPORT_VERSION = 1
+
+TrialState = Literal["waiting", "running", "done", "failed", "interrupted", "held"]
+#: What a comparison says. ``judge moved``: the same answers were scored differently meanwhile, so
+#: a difference is no progress. ``not comparable``: other prompts or another protocol.
+Verdict = Literal["better", "worse", "not clear", "judge moved", "not comparable", "missing"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which number: a metric of a model under a decoding of a protocol.
+
+    ``protocol`` is the fingerprint that all compared numbers share, ``protocol_name`` is for
+    people; ``judge`` names the judge and rubric set of the protocol.
+    """
+
+    model: str
+    protocol: str
+    protocol_name: str
+    decoding: str
+    metric: str
+    judge: str = ""
+
+
+@dataclass(frozen=True)
+class SeedPoint:
+    """One trial's number, and its difference to the baseline's trial with the same seed."""
+
+    seed: int
+    value: float | None
+    difference: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class ArmNumber:
+    """One arm's number, and how it stands against the baseline.
+
+    ``value``, ``low``, ``high``: mean over seeds and prompts with its 95 % interval.
+    ``difference`` is arm minus baseline, paired over seeds and prompts, with its interval; ``p``
+    and ``p_adjusted`` (Holm, over the arms of this number) are two-sided. ``n`` prompts entered,
+    ``excluded`` did not. ``note`` says why something is missing or not to be trusted. Of the
+    baseline itself the difference is None.
+    """
+
+    arm: str
+    value: float | None
+    low: float | None
+    high: float | None
+    difference: float | None
+    difference_low: float | None
+    difference_high: float | None
+    p: float | None
+    p_adjusted: float | None
+    n: int
+    seeds: int
+    excluded: int
+    interval: str
+    verdict: Verdict | None
+    points: tuple[SeedPoint, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All arms on one number. ``higher_is_better`` is None where neither is (a length)."""
+
+    key: Key
+    numbers: tuple[ArmNumber, ...]
+    higher_is_better: bool | None
+    primary: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial: its state, and what it has cost.
+
+    Seconds are of work of its own stages; a stage that trials share is counted with the first of
+    them (``shared`` names these). ``lost_seconds`` and ``lost_steps`` had to be done again;
+    ``queue_seconds`` were waited in the scheduler's queue. None: nobody knows.
+    """
+
+    arm: str
+    seed: int
+    run: str
+    state: TrialState
+    reason: str = ""
+    progress: str = ""
+    seconds: float = 0.0
+    gpu_hours: float | None = None
+    cpu_hours: float | None = None
+    queue_seconds: float | None = None
+    lost_seconds: float = 0.0
+    lost_steps: int = 0
+    attempts: int = 0
+    judge_calls: int | None = None
+    shared: tuple[str, ...] = ()
+    tracked: str = ""
+    card: str = ""
+    published: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of training over steps, per arm: the mean over seeds and the band of all seeds.
+
+    ``steps``, ``mean``, ``low`` and ``high`` have one length; ``by_seed`` maps a seed to values at
+    these steps (None where it has none). The band is the range of the seeds, no interval.
+    """
+
+    stage: str
+    metric: str
+    arm: str
+    steps: tuple[int, ...]
+    mean: tuple[float | None, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    by_seed: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MatrixCell:
+    """One arm under one protocol's judge and rubric set: the mean, and its rank among arms."""
+
+    arm: str
+    value: float | None
+    low: float | None
+    high: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One judge with one rubric set. ``trains``: arms whose reward it is; a judge that trains
+    nobody is held out."""
+
+    protocol: str
+    judge: str
+    rubrics: str
+    metric: str
+    decoding: str
+    trains: tuple[str, ...]
+    cells: tuple[MatrixCell, ...]
+
+
+@dataclass(frozen=True)
+class RubricRow:
+    """One rubric's mean score per arm (arm -> value), with the difference to the baseline and its
+    interval where there is one (arm -> (difference, low, high))."""
+
+    rubric: str
+    kind: str
+    n: int
+    values: Mapping[str, float]
+    differences: Mapping[str, tuple[float, float | None, float | None]]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A prompt on which an arm and the baseline differ most: means over seeds and samples."""
+
+    arm: str
+    sample_id: str
+    question: str
+    baseline: float
+    value: float
+    seeds_agree: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One stored answer, with its scores and judgements."""
+
+    arm: str
+    seed: int
+    sample_index: int
+    text: str
+    metrics: Mapping[str, float | None]
+    judgements: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The answers of all arms to one prompt."""
+
+    sample_id: str
+    question: str
+    prompt: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class IncidentRow:
+    """Something that went wrong in a trial, and what was done about it."""
+
+    arm: str
+    seed: int
+    at: str
+    text: str
+    resolved: bool
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """Everything about a sweep at one moment.
+
+    ``factors`` maps factors to their labels, ``arm_levels`` arms to {factor: label}. ``state`` is
+    ``running`` as long as somebody works on it. ``protocols`` spells out what each protocol's
+    fingerprint stands for; ``provenance`` says from what the report was made. ``detectable`` is the
+    smallest effect that the primary comparison could see (80 % power), with its basis.
+    """
+
+    version: int
+    sweep: str
+    title: str
+    question: str
+    made_at: str
+    state: Literal["running", "finished", "stopped"]
+    recipe: str
+    baseline: str
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    factors: Mapping[str, tuple[str, ...]]
+    arm_levels: Mapping[str, Mapping[str, str]]
+    trials: tuple[TrialRow, ...]
+    comparisons: tuple[Comparison, ...]
+    curves: tuple[Curve, ...] = ()
+    matrix: tuple[MatrixRow, ...] = ()
+    rubrics: tuple[RubricRow, ...] = ()
+    flips: tuple[Flip, ...] = ()
+    side_by_side: tuple[SideBySide, ...] = ()
+    incidents: tuple[IncidentRow, ...] = ()
+    protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    detectable: Mapping[str, Any] = field(default_factory=dict)
+    forecast: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def primary(self) -> Comparison | None:
+        """The comparison that answers the sweep's question."""
+        return next((c for c in self.comparisons if c.primary), None)

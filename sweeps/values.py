@@ -1,0 +1,147 @@
+"""The values that rooms exchange about sweeps. Data only.
+
+:class:`SweepFile` is what a person has written, checked for form; :class:`Arm` and :class:`Trial`
+are what it stands for; :class:`SweepPlan` is all of it with the stages, each known by fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from refiner_core.contract.plan import Plan, PlannedStage
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a sweep may take; None is no limit.
+
+    Attributes
+    ----------
+    concurrency
+        Trials at a time.
+    gpu_hours
+        Of all attempts at stages of this sweep; no trial is begun that would pass it.
+    disk_gb
+        GiB that the sweep's stages may take at a time.
+    judge_calls
+        Calls of a judge, training and evaluations together.
+    """
+
+    concurrency: int | None = None
+    gpu_hours: float | None = None
+    disk_gb: float | None = None
+    judge_calls: int | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the sweep is to answer: which number decides, and how small a change matters.
+
+    Attributes
+    ----------
+    text
+        In words, for the report.
+    metric, decoding
+        The number that arms are compared on first, e.g. ``oracle`` under ``sampled``.
+    protocol
+        Name of the evaluation protocol that it is taken from; empty: the recipe's own.
+    model
+        Which model of the recipe; empty: the last that it trains.
+    smallest_effect
+        The smallest change that would matter, in units of the metric; None: nobody has said.
+    """
+
+    text: str = ""
+    metric: str = ""
+    decoding: str = ""
+    protocol: str = ""
+    model: str = ""
+    smallest_effect: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A sweep as it was written.
+
+    Attributes
+    ----------
+    name
+        The file's stem, or ``name:``; the sweep's name in the workspace.
+    recipe, overrides
+        What every trial starts from.
+    factors
+        Grid: field -> {label: value}. A list in the file has its values as labels.
+    zipped
+        Groups of fields that change together: each group is field -> values, all of one length.
+    arms
+        Named settings: name -> {field: value}; together with factors each is combined with all.
+    exclude
+        Settings that are left out: {field: value or label}, all must match.
+    baseline
+        Name of the arm that the others are held against; empty: the first.
+    seeds
+        Run seeds; each arm is tried with each.
+    text
+        The file, word for word.
+    """
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    factors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    zipped: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
+    arms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    exclude: tuple[Mapping[str, Any], ...] = ()
+    baseline: str = ""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    limits: Limits = Limits()
+    question: Question = Question()
+    text: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting of all factors.
+
+    ``name`` is for people, commands and paths (letters, digits, ``.=+_-``); ``levels`` maps factors
+    to labels; ``changes`` maps dotted fields to values.
+    """
+
+    name: str
+    levels: Mapping[str, str]
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One arm with one seed: a run of the recipe with these ``overrides``."""
+
+    arm: str
+    seed: int
+    overrides: tuple[str, ...]
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Unique in its sweep: ``citation-0.2/seed1``."""
+        return f"{self.arm}/seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep with all its trials, seeds first: all arms of the first seed, then of the next, so
+    that a sweep that ends early can still be compared in pairs."""
+
+    sweep: SweepFile
+    arms: tuple[Arm, ...]
+    baseline: str
+    trials: tuple[Trial, ...]
+    warnings: tuple[str, ...] = ()
+
+    def stages(self) -> dict[str, PlannedStage]:
+        """Every stage by id, each once however many trials share it, in an order in which inputs
+        come first."""
+        return {s.id: s for trial in self.trials for s in trial.plan.stages}
