@@ -1,8 +1,8 @@
 """The workspace: a folder of records and data, and the only code that knows where they lie.
 
 In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
-records of stages (:mod:`infra.stage_records`) and of calls (:mod:`infra.run_records`) are read and
-written. Every file has one writer; what several may want to write is created exclusively. No locks
+records of stages (:mod:`infra.stage_records`), of calls (:mod:`infra.run_records`) and of sweeps
+(:mod:`infra.sweep_records`) are read and written. Every file has one writer; what several may want to write is created exclusively. No locks
 and no database: it works on NFS and Lustre, for several orchestrators and users at once.
 """
 
@@ -20,6 +20,7 @@ from infra.layout import Layout
 from infra.record_files import now_text
 from infra.run_records import RunRecords
 from infra.stage_records import Claim, StageRecords
+from infra.sweep_records import SweepRecords
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 
 __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
@@ -29,7 +30,7 @@ __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
 FORMAT = 2
 
 
-class Workspace(StageRecords, RunRecords):
+class Workspace(StageRecords, RunRecords, SweepRecords):
     """A workspace folder.
 
     Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is
