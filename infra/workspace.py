@@ -2,8 +2,9 @@
 
 In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
 records of stages (:mod:`infra.stage_records`), of calls (:mod:`infra.run_records`) and of sweeps
-(:mod:`infra.sweep_records`) are read and written. Every file has one writer; what several may want to write is created exclusively. No locks
-and no database: it works on NFS and Lustre, for several orchestrators and users at once.
+(:mod:`infra.sweep_records`) are read and written. Every file has one writer; what several may want
+to write is created exclusively. No locks and no database: it works on NFS and Lustre, for several
+orchestrators and users at once.
 """
 
 from __future__ import annotations
