@@ -1,0 +1,390 @@
+"""What a sweep will take, before it runs: seconds, GPU-hours, judge calls, stage by stage.
+
+In: a :class:`~sweeps.values.SweepPlan`, what was measured (:class:`~sweeps.history.History`), which
+stages are done. Out: a :class:`SweepForecast`. Pure. What nothing was measured of is None and says
+so: no number is made up. Every number names its basis:
+
+    measured: 3 stages like it          same kind, model, devices, and shape of a step
+    by canary: 2 steps of grpo-0123     the sweep's own first steps
+    by rule of thumb: …                 measured on another shape, scaled by tokens
+
+A stage that trials share is counted once, with the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from statistics import median
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.services import is_service
+from sweeps.history import (
+    SHAPE_FIELDS,
+    CanaryMeasure,
+    History,
+    Measured,
+    Shape,
+    Work,
+    judge_of,
+    shape_of,
+    steps_key,
+    work_of,
+)
+from sweeps.values import SweepPlan
+from sweeps.wall import Job, wall_seconds
+
+_HOUR_S = 3600.0
+#: Of so many stages that are alike, the newest, the middle one counts.
+_ENOUGH = 9
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """One stage that is still to run.
+
+    ``seconds`` of work on its own job, ``gpu_hours`` and ``judge_calls``: None where nobody can
+    say. ``basis`` and ``calls_basis`` say what the numbers rest on.
+    """
+
+    stage: str
+    name: str
+    kind: str
+    trial: str
+    shape: Shape
+    work: Work
+    seconds: float | None
+    gpu_hours: float | None
+    judge_calls: int | None
+    basis: str
+    calls_basis: str = ""
+
+
+@dataclass(frozen=True)
+class TrialShare:
+    """What a trial adds to those before it: the stages that no earlier one needs. ``unknown``
+    counts those of them without a number."""
+
+    trial: str
+    arm: str
+    seed: int
+    stages: int
+    seconds: float
+    gpu_hours: float
+    judge_calls: int
+    unknown: int
+
+
+@dataclass(frozen=True)
+class SweepForecast:
+    """What a sweep still takes. Sums are over what is known; ``unknown`` names the rest.
+
+    Attributes
+    ----------
+    stages
+        Still to run, each once.
+    trials
+        In the order in which they begin.
+    wall_seconds
+        From begin to end, as many at a time as may run; without time in a queue. None where the
+        seconds of some stage are unknown.
+    parallel
+        How many jobs run at a time by that: words for people.
+    disk_bytes, disk_basis
+        What must be free, put in by who can look at a disk; None: nobody has looked.
+    canary
+        What the first steps have shown, once they have.
+    """
+
+    stages: tuple[StageForecast, ...]
+    trials: tuple[TrialShare, ...]
+    seconds: float
+    gpu_hours: float
+    judge_calls: int
+    wall_seconds: float | None
+    parallel: str
+    unknown: tuple[str, ...] = ()
+    unknown_calls: tuple[str, ...] = ()
+    disk_bytes: int | None = None
+    disk_basis: str = ""
+    canary: tuple[CanaryMeasure, ...] = ()
+
+
+def forecast_sweep(
+    plan: SweepPlan,
+    history: History,
+    done: AbstractSet[str],
+    canary: Sequence[CanaryMeasure] = (),
+) -> SweepForecast:
+    """What is left to do of a sweep, and what it takes.
+
+    Parameters
+    ----------
+    done
+        Ids of finished stages.
+    canary
+        What the sweep's own first steps have shown; goes before history.
+    """
+    judge = _Estimator(history)
+    stages: dict[str, StageForecast] = {}
+    for trial in plan.trials:
+        for stage in trial.plan.stages:
+            if stage.id not in stages and stage.id not in done:
+                stages[stage.id] = judge.forecast(stage, trial.plan, trial.name)
+    found = _with_canary(tuple(stages.values()), canary)
+    return _summed(plan, found, tuple(canary))
+
+
+def updated(
+    plan: SweepPlan, forecast: SweepForecast, canary: Sequence[CanaryMeasure]
+) -> SweepForecast:
+    """The forecast, corrected by what the sweep's first steps have shown."""
+    found = _summed(plan, _with_canary(forecast.stages, canary), tuple(canary))
+    return replace(found, disk_bytes=forecast.disk_bytes, disk_basis=forecast.disk_basis)
+
+
+# ---------------------------------------------------------------- one stage
+
+
+class _Estimator:
+    """Looks up what was measured; stages of one shape are looked up once."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.by_kind: dict[str, list[Measured]] = {}
+        for measured in history.stages:
+            self.by_kind.setdefault(measured.shape.kind, []).append(measured)
+        self._alike: dict[Shape, tuple[list[Measured], str]] = {}
+        self._calls: dict[tuple[str, tuple[object, ...]], float | None] = {}
+
+    def forecast(self, stage: PlannedStage, plan: Plan, trial: str) -> StageForecast:
+        """One stage as one of a trial needs it."""
+        devices = stage.resources.gpus * max(1, stage.resources.nodes)
+        shape = shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
+        work = self._work(stage, plan)
+        calls, calls_basis = self._judge_calls(stage, work)
+        empty = StageForecast(
+            stage.id, stage.name, stage.kind, trial, shape, work, None, None, calls, "", calls_basis
+        )
+        if is_service(stage.id):
+            return replace(empty, basis="a server: as long as somebody asks it")
+        seconds, basis = self._seconds(shape, work)
+        return _timed(empty, seconds, basis)
+
+    def _work(self, stage: PlannedStage, plan: Plan) -> Work:
+        section = getattr(plan.config, stage.kind, None)
+        save_freq = int(getattr(section, "save_freq", 0))
+        prompts = None
+        if stage.kind == "evaluate":
+            prompts = held_out_prompts(plan, stage, self.history)
+        work = work_of(stage.kind, stage.identity, prompts=prompts, save_freq=save_freq)
+        if stage.kind == "sft":
+            key, data = steps_key("sft", stage.identity), stage.input_fingerprints.get("data", "")
+            like = (m for m in self.by_kind.get("sft", ()) if (m.steps_key, m.data) == (key, data))
+            if (found := next(like, None)) is not None and found.work.units is not None:
+                saves = -(-found.work.units // save_freq) if save_freq > 0 else 0
+                work = work._replace(units=found.work.units, saves=saves)
+        return work
+
+    def _seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
+        alike, how = self._like(shape)
+        if not alike:
+            return None, f"unknown: no {shape.kind} stage of this model has been measured"
+        if work.units is None:
+            return None, f"unknown: the number of {work.unit}s is not known before its data are"
+        guesses = [s for m in alike if (s := _by(m, work)) is not None]
+        if not guesses:
+            return None, f"unknown: of {len(alike)} earlier {shape.kind} stages no time was noted"
+        count = f"{len(guesses)} stage{'s' if len(guesses) > 1 else ''}"
+        if how:
+            return median(guesses), f"by rule of thumb: {count} that differ in {how}"
+        return median(guesses), f"measured: {count} like it"
+
+    def _like(self, shape: Shape) -> tuple[list[Measured], str]:
+        """Stages of that shape; else those that differ in as little as possible, and in what. Other
+        weights or another number of devices can say nothing about a step."""
+        if shape not in self._alike:
+            near: dict[tuple[str, ...], list[Measured]] = {}
+            for other in self.by_kind.get(shape.kind, ()):
+                if (other.shape.model, other.shape.devices) == (shape.model, shape.devices):
+                    near.setdefault(_differing(shape, other.shape), []).append(other)
+            nearest = min(near, key=len, default=())
+            self._alike[shape] = (near.get(nearest, [])[:_ENOUGH], ", ".join(nearest))
+        return self._alike[shape]
+
+    def _judge_calls(self, stage: PlannedStage, work: Work) -> tuple[int | None, str]:
+        if not work.asked and work.asked is not None:
+            return 0, ""
+        if stage.identity.get("judge.kind", "lexical") == "lexical":
+            return 0, ""
+        if work.asked is None:
+            return None, "unknown: the number of prompts is not known before the data are"
+        key = (stage.kind, judge_of(stage.identity))
+        if key not in self._calls:
+            rates = [
+                m.judge_calls / m.work.asked
+                for m in self.by_kind.get(stage.kind, ())
+                if m.judge == key[1] and m.judge_calls is not None and m.work.asked
+            ]
+            self._calls[key] = median(rates[:_ENOUGH]) if rates else None
+        rate = self._calls[key]
+        if rate is None:
+            return None, f"unknown: no {stage.kind} stage has asked this judge yet"
+        return round(rate * work.asked), f"measured: {rate:.1f} calls a sample"
+
+
+def held_out_prompts(plan: Plan, stage: PlannedStage, history: History) -> int | None:
+    """Prompts of an evaluation: as counted where its data are made, else as configured for rows
+    that are made on the spot; None where nobody knows."""
+    most = stage.identity.get("evaluate.max_prompts")
+    known = history.held_out.get(stage.input_fingerprints.get("data", ""))
+    if known is None:
+        known = _configured_prompts(plan.config)
+    return known if known is None or most is None else min(known, int(most))
+
+
+def _configured_prompts(config: RecipeConfig) -> int | None:
+    data = config.data
+    if data.rl_path != "builtin:synthetic":
+        return None
+    rows = min(data.synthetic_rl_rows, data.max_rl_rows or data.synthetic_rl_rows)
+    return round(rows * data.held_out_fraction)
+
+
+def _by(measured: Measured, work: Work) -> float | None:
+    """Seconds of ``work`` at the rates of a finished stage, scaled by the size of a unit."""
+    if work.units is None or measured.unit_s is None:
+        return None
+    ratio = work.size / measured.work.size if measured.work.size else 1.0
+    saves = work.saves * (measured.save_s or 0.0)
+    return measured.start_s + work.units * measured.unit_s * ratio + saves
+
+
+def _differing(one: Shape, other: Shape) -> tuple[str, ...]:
+    names = SHAPE_FIELDS.get(one.kind, ())
+    pairs = zip(names, one.values, other.values, strict=False)
+    return tuple(name for name, a, b in pairs if a != b)
+
+
+def _timed(stage: StageForecast, seconds: float | None, basis: str) -> StageForecast:
+    devices = stage.shape.devices
+    hours = None if seconds is None else seconds * devices / _HOUR_S
+    return replace(stage, seconds=seconds, gpu_hours=hours if devices else 0.0, basis=basis)
+
+
+# ---------------------------------------------------------------- canary
+
+
+def _with_canary(
+    stages: tuple[StageForecast, ...], canary: Sequence[CanaryMeasure]
+) -> tuple[StageForecast, ...]:
+    """What is of the same kind, weights and devices as a stage that the canary has tried goes by
+    its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
+    by_id = {s.stage: s for s in stages}
+    tried = [(by_id[m.stage], m) for m in canary if m.stage in by_id and m.seconds_per_step]
+    found = []
+    for stage in stages:
+        for like, measured in tried:
+            if stage.shape[:3] == like.shape[:3]:
+                stage = _by_canary(stage, like, measured)
+                break
+        found.append(stage)
+    return tuple(found)
+
+
+def _by_canary(stage: StageForecast, like: StageForecast, measured: CanaryMeasure) -> StageForecast:
+    work = stage.work
+    if work.units is None or measured.seconds_per_step is None:
+        return stage
+    differs = _differing(stage.shape, like.shape)
+    ratio = work.size / like.work.size if like.work.size else 1.0
+    seconds = work.units * measured.seconds_per_step * ratio
+    seconds += (measured.start_seconds or 0.0) + work.saves * (measured.save_seconds or 0.0)
+    basis = f"by canary: {measured.steps} steps of {like.name}"
+    if differs:
+        basis += f", which differs in {', '.join(differs)}"
+    stage = _timed(stage, seconds, basis)
+    calls = measured.judge_calls_per_step
+    if calls is None or stage.judge_calls is not None or not like.work.units or not work.asked:
+        return stage
+    a_sample = calls * like.work.units / like.work.asked if like.work.asked else 0.0
+    total = round(a_sample * work.asked)
+    return replace(stage, judge_calls=total, calls_basis=f"by canary: {a_sample:.1f} a sample")
+
+
+# ---------------------------------------------------------------- sums
+
+
+def _summed(
+    plan: SweepPlan, stages: tuple[StageForecast, ...], canary: tuple[CanaryMeasure, ...]
+) -> SweepForecast:
+    wall, parallel = _wall(plan, stages)
+    stages = tuple(_served(stage, wall) if is_service(stage.stage) else stage for stage in stages)
+    return SweepForecast(
+        stages=stages,
+        trials=_shares(plan, stages),
+        seconds=sum(s.seconds or 0.0 for s in stages),
+        gpu_hours=sum(s.gpu_hours or 0.0 for s in stages),
+        judge_calls=sum(s.judge_calls or 0 for s in stages),
+        wall_seconds=wall,
+        parallel=parallel,
+        unknown=tuple(s.stage for s in stages if s.seconds is None),
+        unknown_calls=tuple(s.stage for s in stages if s.judge_calls is None),
+        canary=canary,
+    )
+
+
+def _served(stage: StageForecast, wall: float | None) -> StageForecast:
+    """A server takes its devices as long as the sweep lasts, at most."""
+    if wall is None:
+        return stage
+    return _timed(stage, wall, "a server: as long as the sweep lasts, at most")
+
+
+def _shares(plan: SweepPlan, stages: Iterable[StageForecast]) -> tuple[TrialShare, ...]:
+    own: dict[str, list[StageForecast]] = {}
+    for stage in stages:
+        own.setdefault(stage.trial, []).append(stage)
+    shares = []
+    for trial in plan.trials:
+        mine = own.get(trial.name, [])
+        shares.append(
+            TrialShare(
+                trial=trial.name,
+                arm=trial.arm,
+                seed=trial.seed,
+                stages=len(mine),
+                seconds=sum(s.seconds or 0.0 for s in mine),
+                gpu_hours=sum(s.gpu_hours or 0.0 for s in mine),
+                judge_calls=sum(s.judge_calls or 0 for s in mine),
+                unknown=sum(s.seconds is None for s in mine),
+            )
+        )
+    return tuple(shares)
+
+
+def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | None, str]:
+    """Seconds from begin to end, and how many at a time that supposes."""
+    if not plan.trials:
+        return 0.0, ""
+    dispatch = plan.trials[0].plan.config.dispatch
+    jobs = dispatch.max_parallel if dispatch.executor == "local" else None
+    trials = plan.sweep.limits.concurrency
+    words = [f"{trials} trials at a time"] if trials else []
+    words += [f"{jobs} jobs at a time"] if jobs else ["all jobs at a time, no waiting in a queue"]
+    seconds = {s.stage: s.seconds for s in stages if not is_service(s.stage)}
+    if any(value is None for value in seconds.values()):
+        return None, ", ".join(words)
+    todo: list[list[Job]] = []
+    for trial in plan.trials:
+        by_name: Mapping[str, PlannedStage] = trial.plan.by_name
+        todo.append(
+            [
+                Job(s.id, seconds[s.id] or 0.0, tuple(by_name[n].id for n in s.inputs.values()))
+                for s in trial.plan.stages
+                if s.id in seconds
+            ]
+        )
+    return wall_seconds(todo, trials=trials, jobs=jobs), ", ".join(words)
