@@ -73,28 +73,35 @@ class SweepFile:
         What every trial starts from.
     factors
         Grid: field -> {label: value}. A list in the file has its values as labels.
+    labelled
+        The factors whose labels a person has chosen; they stand in names of arms as they are.
     zipped
         Groups of fields that change together: each group is field -> values, all of one length.
+    zip_labels
+        For each group its labels; none: its values as text.
     arms
         Named settings: name -> {field: value}; together with factors each is combined with all.
     exclude
         Settings that are left out: {field: value or label}, all must match.
     baseline
-        Name of the arm that the others are held against; empty: the first.
+        Name of the arm that the others are held against, or {field: value or label} that only
+        that arm has; empty: the first.
     seeds
         Run seeds; each arm is tried with each.
-    text
-        The file, word for word.
+    text, origin
+        The file, word for word, and its path.
     """
 
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
     factors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    labelled: frozenset[str] = frozenset()
     zipped: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
+    zip_labels: tuple[tuple[str, ...], ...] = ()
     arms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     exclude: tuple[Mapping[str, Any], ...] = ()
-    baseline: str = ""
+    baseline: str | Mapping[str, Any] = ""
     seeds: tuple[int, ...] = (1, 2, 3)
     limits: Limits = Limits()
     question: Question = Question()
