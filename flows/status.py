@@ -243,7 +243,7 @@ def _with_attempts(
         phase=str(progress.get("phase") or ""),
         step=step,
         total=total,
-        metric=_metric(progress.get("values") or {}),
+        metric=metric_text(progress.get("values") or {}),
         eta_s=None if over else eta_s(beat, last.resumed_from_step),
         seconds=None if seconds is None else round(float(seconds), 1),
         last_failure=_failure(failed[-1]) if failed else "",
@@ -267,7 +267,8 @@ def _failure(attempt: Any) -> str:
     return f"attempt {attempt.number}: {outcome.failure}{step}{said}"
 
 
-def _metric(values: Mapping[str, Any]) -> str:
+def metric_text(values: Mapping[str, Any]) -> str:
+    """The main value of a heartbeat's progress, such as ``reward 0.41``."""
     name = next((n for n in _MAIN if n in values), next(iter(values), None))
     return "" if name is None or values[name] is None else f"{name} {float(values[name]):.4g}"
 

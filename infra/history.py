@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from infra.timeline import Incident, StageHistory, incidents_of
@@ -50,8 +51,13 @@ def devices_of(config: Mapping[str, Any], kind: str) -> int:
 
 def run_events(workspace: Workspace, run_id: str) -> list[dict[str, Any]]:
     """The event log of a run, oldest first."""
+    return read_events(workspace.layout.run(run_id).events)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log, oldest first; none where there is no log."""
     try:
-        lines = workspace.layout.run(run_id).events.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     found = []

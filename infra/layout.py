@@ -50,6 +50,22 @@ from pathlib import Path
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
+#: No run's id begins so.
+_SWEEP_CALL = "sweep:"
+
+
+def sweep_call(name: str) -> str:
+    """What the work on a sweep is called where runs are called by their id: orchestrator, turns,
+    wishes to end and events are kept in the same way."""
+    return f"{_SWEEP_CALL}{name}"
+
+
+def call_title(call: str) -> str:
+    """``sweep NAME`` or ``run ID``, for people."""
+    if call.startswith(_SWEEP_CALL):
+        return f"sweep {call.removeprefix(_SWEEP_CALL)}"
+    return f"run {call}"
+
 
 @dataclass(frozen=True)
 class AttemptPaths:
@@ -332,5 +348,7 @@ class Layout:
         return self.stage(stage_id).attempt(number)
 
     def run(self, run_id: str) -> RunPaths:
-        """The files of one call."""
+        """The files of one call; of a sweep, that is worked on like one, by :func:`sweep_call`."""
+        if run_id.startswith(_SWEEP_CALL):
+            return RunPaths(self.sweeps / run_id.removeprefix(_SWEEP_CALL))
         return RunPaths(self.runs / run_id)

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infra.layout import call_title
 from infra.processes import ProcessId
 from infra.record_files import now_text
 from infra.workspace import Workspace
@@ -117,14 +118,16 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
 
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
     """Why a run cannot be taken up now, and what to do instead."""
-    look = f"look with `refiner status {run_id}`, or end it with `refiner cancel {run_id}`"
+    title = call_title(run_id)
+    name = title.partition(" ")[2]
+    look = f"look with `refiner status {name}`, or end it with `refiner cancel {name}`"
     if who.standing == "elsewhere":
         look += (
-            f"; if you know that it is gone: `refiner resume {run_id} --take-over`, which goes on "
+            f"; if you know that it is gone: `refiner resume {name} --take-over`, which goes on "
             "without it"
         )
     return ConfigurationError(
-        f"Run {run_id} is worked on already, by {who.where}.",
-        expected="a run that nobody works on",
+        f"{title[0].upper()}{title[1:]} is worked on already, by {who.where}.",
+        expected=f"a {title.partition(' ')[0]} that nobody works on",
         fix=look,
     )

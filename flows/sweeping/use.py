@@ -1,0 +1,134 @@
+"""What stages have taken so far, by their records: time, devices, queue, waste, calls of a judge.
+
+In: a workspace and ids of stages. Out: a :class:`Use` each, and sums of them. Reads only. A stage
+that is done never changes again, so a reader that is kept asks the disk once about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from infra.stage_io import read_metrics
+from infra.timeline import StageHistory, incidents_of, seconds_between
+from infra.workspace import Workspace
+from refiner_core.contract.records import StageRecord
+
+_HOUR_S = 3600.0
+_SECTIONS = {"card": "publish", "export": "publish", "serve": "judge", "fetch": "data"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What has been used; all attempts together.
+
+    Attributes
+    ----------
+    seconds
+        Of work of its jobs.
+    gpu_hours, cpu_hours
+        GPUs, and cores, of all nodes times time.
+    queue_seconds
+        Between submission and start of jobs of a scheduler, as their clocks had it.
+    lost_seconds, lost_steps
+        Work that was done again.
+    judge_calls
+        None where no judge kept count.
+    """
+
+    seconds: float = 0.0
+    gpu_hours: float = 0.0
+    cpu_hours: float = 0.0
+    queue_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    lost_steps: int = 0
+    attempts: int = 0
+    judge_calls: int | None = None
+
+    def plus(self, other: Use) -> Use:
+        """Both together."""
+        return Use(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(Use)))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+NOTHING = Use()
+
+
+class UseReader:
+    """Reads what stages have used; remembers what cannot change any more."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self._done: dict[str, Use] = {}
+
+    def of(self, stage_id: str) -> Use:
+        """One stage; nothing where nobody has begun it."""
+        if found := self._done.get(stage_id):
+            return found
+        record = self.workspace.read_record(stage_id)
+        if record is None or not record.attempts:
+            return NOTHING
+        use = self._of(stage_id, record)
+        if record.result is not None:
+            self._done[stage_id] = use
+        return use
+
+    def total(self, stage_ids: Iterable[str]) -> Use:
+        """Several stages, each once."""
+        total = NOTHING
+        for stage_id in dict.fromkeys(stage_ids):
+            total = total.plus(self.of(stage_id))
+        return total
+
+    def _of(self, stage_id: str, record: StageRecord) -> Use:
+        numbers = [a.number for a in record.attempts]
+        beats = {n: self.workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
+        seconds = sum(
+            float(a.seconds if a.seconds is not None else beats[a.number].get("seconds") or 0.0)
+            for a in record.attempts
+        )
+        gpus, cpus = self._devices(stage_id, record)
+        history = StageHistory(record.spec.name, stage_id, record, beats)
+        incidents = incidents_of([history]) if len(record.attempts) > 1 else []
+        waits = (
+            seconds_between(a.claimed_at, a.started_at)
+            for a in record.attempts
+            if a.executor != "local"
+        )
+        return Use(
+            seconds=seconds,
+            gpu_hours=seconds * gpus / _HOUR_S,
+            cpu_hours=seconds * cpus / _HOUR_S,
+            queue_seconds=sum(wait or 0.0 for wait in waits),
+            lost_seconds=sum(i.lost_seconds or 0.0 for i in incidents),
+            lost_steps=sum(i.lost_steps or 0 for i in incidents),
+            attempts=len(record.attempts),
+            judge_calls=self._judge_calls(stage_id, record),
+        )
+
+    def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
+        """GPUs and cores of all nodes, as the newest attempt asked for them."""
+        path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).config
+        config = self.workspace.read_control(path) or {}
+        kind = record.spec.kind
+        asked = (config.get(_SECTIONS.get(kind, kind)) or {}).get("resources") or {}
+        nodes = int(asked.get("nodes") or 1)
+        return int(asked.get("gpus") or 0) * nodes, int(asked.get("cpus") or 1) * nodes
+
+    def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
+        if record.result is not None:
+            told = record.result.report.get("judge") or record.result.report.get("judge_usage")
+            return int(told["calls"]) if isinstance(told, dict) and "calls" in told else None
+        if record.spec.kind != "grpo":
+            return None
+        path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).metrics
+        lines = read_metrics(path) if path.exists() else []
+        calls = [line.metrics.get("judge/calls") for line in lines]
+        known = [int(n) for n in calls if n is not None]
+        return sum(known) if known else None
