@@ -197,9 +197,11 @@ class _Estimator:
         guesses = [s for m in alike if (s := _by(m, work)) is not None]
         if not guesses:
             return None, f"unknown: of {len(alike)} earlier {shape.kind} stages no time was noted"
-        count = f"{len(guesses)} stage{'s' if len(guesses) > 1 else ''}"
+        many = len(guesses) > 1
+        count = f"{len(guesses)} stage{'s' if many else ''}"
         if how:
-            return median(guesses), f"by rule of thumb: {count} that differ in {how}"
+            verb = "differ" if many else "differs"
+            return median(guesses), f"by rule of thumb: {count} that {verb} in {how}"
         return median(guesses), f"measured: {count} like it"
 
     def _like(self, shape: Shape) -> tuple[list[Measured], str]:
