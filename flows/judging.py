@@ -60,12 +60,21 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
         endpoints = stack.enter_context(judge_endpoints(work))
         writer = f"{work.stage_id}-{work.attempt}"
         around = Surroundings(
-            store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
+            store=stack.enter_context(_store_of(work, writer)),
             endpoints=endpoints,
             should_stop=work.io.should_stop,
             on_pause=io.pause,
         )
         yield StageJudge(stack.enter_context(_built(work.config.judge, around)), io)
+
+
+def _store_of(
+    work: StageWork, writer: str
+) -> contextlib.AbstractContextManager[WorkspaceStore | None]:
+    """The store, but for an evaluation of an occasion of its own: that is judged afresh."""
+    if work.spec.kind == "evaluate" and work.config.evaluate.occasion:
+        return contextlib.nullcontext()
+    return stored(work.config.judge, work.workspace, writer)
 
 
 @contextlib.contextmanager

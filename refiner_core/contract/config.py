@@ -278,6 +278,12 @@ class EvaluateConfig:
     batch_size: int = identity(
         256, doc="samples decoded together; sums are taken in another order with another number"
     )
+    occasion: str = identity(
+        "",
+        doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
+        "evaluation, nor from the store of judgements",
+        legacy_value="",
+    )
     resources: Resources = section(Resources, doc="resources of the evaluation job")
 
 

@@ -92,7 +92,8 @@ class JudgeUsage:
     same question as another one in flight, ``failed`` have no score; the rest was scored by calls.
     ``answers`` counts HTTP answers by status, ``lost`` tries that got none by reason (``refused``:
     never sent; ``connection``, ``timeout``, ``given_up``), ``unusable`` answers of status 200
-    without a usable judgement by reason; ``retries`` the tries after a first one. Tokens are those
+    without a usable judgement by reason; ``retries`` the tries after a first one; ``served`` what
+    servers said that they are, by usable replies. Tokens are those
     that servers reported. Of what was asked when an error ended it, ``asked`` alone tells.
     """
 
@@ -109,6 +110,7 @@ class JudgeUsage:
     completion_tokens: int = 0
     latency_s: float = 0.0  # sum over answered calls
     paused_s: float = 0.0  # all servers were gone
+    served: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _ALLOWED: dict[str, tuple[float, ...]] = {
 }
 #: A server that says more of one reply has miscounted.
 _MOST_TOKENS = 2**31
+_LONGEST_NAME = 200
 _Schema = Mapping[str, Any]
 
 
@@ -69,11 +70,15 @@ class Unusable(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A reply that could be read: one judgement per request of the call, all scored."""
+    """A reply that could be read: one judgement per request of the call, all scored.
+
+    ``served`` is what the server says that it is: model, and system fingerprint if it has one.
+    """
 
     judgements: tuple[Judgement, ...]
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    served: str = ""
 
 
 def plan_calls(
@@ -132,7 +137,7 @@ def read_reply(raw: bytes, call: Call) -> Reply | Unusable:
     read = _read(text, finish, call)
     if isinstance(read, Unusable):
         return read._replace(prompt_tokens=prompt, completion_tokens=completed)
-    return Reply(read, prompt, completed)
+    return Reply(read, prompt, completed, _served(completion))
 
 
 def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusable:
@@ -230,6 +235,11 @@ def _keys(base: bytes, messages: Sequence[Message], count: int) -> tuple[bytes, 
         one.update(f"\x1e{place}".encode())
         keys.append(one.digest()[:KEY_BYTES])
     return tuple(keys)
+
+
+def _served(completion: Mapping[str, Any]) -> str:
+    words = [completion.get("model"), completion.get("system_fingerprint")]
+    return " ".join(w[:_LONGEST_NAME] for w in words if isinstance(w, str) and w)
 
 
 def _tokens(usage: Any) -> tuple[int, int]:

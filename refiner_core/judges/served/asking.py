@@ -141,6 +141,7 @@ class Asking:
             return
         self._counts.answer(flight.status, time.monotonic() - flight.begun)
         self._counts.tokens(*outcome.tokens)
+        self._counts.served(outcome.served)
         if flight.status == 200 and outcome.unusable:
             self._counts.unusable(outcome.unusable)
 

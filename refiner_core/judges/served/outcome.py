@@ -37,7 +37,8 @@ class Outcome(NamedTuple):
     """``judgements`` where scored; else why not, and whether that is the last word.
 
     ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read,
-    ``tokens`` what it took to read and to write, also where nothing came of it.
+    ``tokens`` what it took to read and to write, also where nothing came of it; ``served`` is what
+    the server says that it is.
     """
 
     trouble: Trouble
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
     unusable: str = ""
     partial: tuple[Judgement | None, ...] = ()
     tokens: tuple[int, int] = (0, 0)
+    served: str = ""
 
 
 def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
@@ -70,7 +72,7 @@ def _read(raw: bytes, call: Call) -> Outcome:
     reply = read_reply(raw, call)
     tokens = (reply.prompt_tokens, reply.completion_tokens)
     if isinstance(reply, Reply):
-        return Outcome(Trouble.NONE, reply.judgements, tokens=tokens)
+        return Outcome(Trouble.NONE, reply.judgements, tokens=tokens, served=reply.served)
     return Outcome(
         Trouble.NONE,
         reason=reply.detail,

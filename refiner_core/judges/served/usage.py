@@ -12,6 +12,8 @@ from collections import Counter
 
 from refiner_core.contract.types import JudgeUsage
 
+_MOST_NAMES = 8
+
 
 class Counts:
     """The counters behind :meth:`snapshot`; every method is safe from any thread."""
@@ -22,6 +24,7 @@ class Counts:
         self._answers: Counter[int] = Counter()
         self._lost: Counter[str] = Counter()
         self._unusable: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
         self._latency_s = self._paused_s = 0.0
 
     def wanted(self, asked: int) -> None:
@@ -62,6 +65,12 @@ class Counts:
             self._numbers["prompt_tokens"] += prompt
             self._numbers["completion_tokens"] += completion
 
+    def served(self, name: str) -> None:
+        """A reply says who wrote it; of many names the first few are kept."""
+        with self._lock:
+            if name and (name in self._served or len(self._served) < _MOST_NAMES):
+                self._served[name] += 1
+
     def paused(self, seconds: float) -> None:
         """Nobody could be asked for so long."""
         with self._lock:
@@ -75,6 +84,7 @@ class Counts:
                 answers=dict(self._answers),
                 lost=dict(self._lost),
                 unusable=dict(self._unusable),
+                served=dict(self._served),
                 latency_s=self._latency_s,
                 paused_s=self._paused_s,
             )
