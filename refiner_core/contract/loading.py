@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.marks import is_section, walk
+from refiner_core.contract.marks import FieldInfo, is_section, walk
 
 #: Package folders that hold shipped recipes.
 RECIPE_PACKAGE = "flows.recipes"
@@ -31,7 +31,7 @@ RECIPE_PACKAGE = "flows.recipes"
 #: whole path.
 _FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
 #: Fields of JSON text, which may be written as a mapping.
-_JSON_FIELDS = ("judge.extra_body",)
+JSON_FIELDS = ("judge.extra_body",)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -101,24 +101,25 @@ def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeCon
     from omegaconf import OmegaConf
 
     for text in overrides:
-        values = OmegaConf.to_container(_override(text), resolve=True)
-        config = replace_fields(config, dict(_leaves("", values)))
+        values = OmegaConf.to_container(parse_override(text), resolve=True)
+        config = replace_fields(config, dict(leaves("", values)))
     return config
 
 
-def _leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
+def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
+    """What is no mapping, below a mapping, by dotted path."""
     if not isinstance(values, Mapping):
         yield prefix, values
         return
     for key, value in values.items():
-        yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
+        yield from leaves(f"{prefix}.{key}" if prefix else str(key), value)
 
 
 def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    nodes = [*_with_includes(path, ()), *map(_override, overrides)]
+    nodes = [*_with_includes(path, ()), *map(parse_override, overrides)]
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*nodes), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -131,8 +132,9 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return typing.cast(dict[str, Any], values)
 
 
-def _override(text: str) -> Any:
-    """One ``key=value`` as an OmegaConf node."""
+def parse_override(text: str, folder: Path | None = None) -> Any:
+    """One ``key=value`` as an OmegaConf node; files are looked for in ``folder`` (default: the
+    current one)."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
@@ -144,7 +146,9 @@ def _override(text: str) -> Any:
             fix="write the field, an equals sign and the value, without spaces around it",
         )
     try:
-        return settled(_without_empty_sections(OmegaConf.from_dotlist([text])), Path.cwd())
+        return settled(
+            _without_empty_sections(OmegaConf.from_dotlist([text])), folder or Path.cwd()
+        )
     except YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(
@@ -166,11 +170,11 @@ def _without_empty_sections(node: Any) -> Any:
 
 
 def settled(node: Any, folder: Path) -> Any:
-    """``node`` with the files that it names as whole paths (a job works in another folder), and
-    with what is JSON as text, though it was written as YAML."""
+    """``node`` with the files that it names as whole paths (a job works in another folder), with
+    what is JSON as text, though it was written as YAML, and with what protocol files say."""
     from omegaconf import OmegaConf
 
-    for field in (*_FILE_FIELDS, *_JSON_FIELDS):
+    for field in (*_FILE_FIELDS, *JSON_FIELDS):
         section, _, key = field.rpartition(".")
         values = node.get(section)
         if not OmegaConf.is_dict(values) or key not in values:
@@ -180,9 +184,24 @@ def settled(node: Any, folder: Path) -> Any:
         value = values[key]
         if field in _FILE_FIELDS and isinstance(value, str):
             values[key] = _whole_path(value, folder)
-        elif field in _JSON_FIELDS and OmegaConf.is_dict(value):
+        elif field in JSON_FIELDS and OmegaConf.is_dict(value):
             values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
+    _embed_protocols(node.get("evaluate"), folder)
     return node
+
+
+def _embed_protocols(evaluate: Any, folder: Path) -> None:
+    """What protocol files say, in the place of their names."""
+    from omegaconf import OmegaConf
+
+    from refiner_core.contract.protocol_files import embedded
+
+    if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
+        return
+    named = evaluate.get("protocols")
+    if OmegaConf.is_list(named):
+        values = OmegaConf.to_container(named, resolve=False)
+        evaluate["protocols"] = [embedded(value, folder) for value in values]
 
 
 def _whole_path(value: str, folder: Path) -> str:
@@ -252,13 +271,43 @@ def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "")
 
 
 def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeConfig:
-    """A copy with fields at dotted paths replaced and checked; cheap, for thousands of trials."""
-    known = dict(walk(RecipeConfig))
+    """A copy with fields at dotted paths replaced and checked; cheap, for thousands of trials.
+
+    Sections without a change stay the same objects.
+    """
     for path, value in changes.items():
-        if path not in known:
-            raise _unknown_key(path, known, "")
-        config = _replace(config, path.split("."), _typed(known[path].type, value, path))
+        config = _replace(config, path.split("."), field_value(path, value))
     return config
+
+
+def field_info(path: str, origin: str = "") -> FieldInfo:
+    """What is known of the field at a dotted path.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; says which was meant, and that it stands in ``origin``.
+    """
+    known = _fields()
+    if path not in known:
+        raise _unknown_key(path, known, origin)
+    return known[path]
+
+
+def field_value(path: str, value: Any, origin: str = "") -> Any:
+    """``value`` as the field at ``path`` holds it (an int as a float, a list as a tuple).
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown field, or a value of another type.
+    """
+    return _typed(field_info(path, origin).type, value, path)
+
+
+@functools.cache
+def _fields() -> dict[str, FieldInfo]:
+    return dict(walk(RecipeConfig))
 
 
 def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:

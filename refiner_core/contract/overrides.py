@@ -1,0 +1,112 @@
+"""Between values and ``key=value`` texts: what a file holds as typed fields, and back.
+
+In: a mapping of fields as YAML has it, or a typed value. Out: dotted path -> typed value, or the
+override that one would type on the command line for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import (
+    JSON_FIELDS,
+    field_info,
+    field_value,
+    leaves,
+    parse_override,
+    settled,
+)
+
+
+def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> dict[str, Any]:
+    """Fields of a mapping, nested or with dotted keys, as overrides are read: dotted path -> value.
+
+    Files that it names beside ``folder`` become whole paths. What is checked is each value's type.
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown field, wrong type, or an interpolation, which nothing here could resolve.
+    """
+    from omegaconf import OmegaConf
+
+    written = dict(leaves("", _json_fields_as_text(values)))
+    nested: dict[str, Any] = {}
+    for path, value in written.items():
+        field_info(path, origin)
+        *sections, leaf = path.split(".")
+        place = nested
+        for name in sections:
+            place = place.setdefault(name, {})
+        place[leaf] = value
+    node = settled(OmegaConf.create(nested), folder)
+    found = dict(leaves("", OmegaConf.to_container(node, resolve=False)))
+    return {path: field_value(path, _plain(path, found[path]), origin) for path in written}
+
+
+def read_overrides(texts: Sequence[str], folder: Path, origin: str = "") -> dict[str, Any]:
+    """Fields of ``key=value`` texts: dotted path -> value; see :func:`read_values`."""
+    from omegaconf import OmegaConf
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        values = OmegaConf.to_container(parse_override(text, folder), resolve=False)
+        found |= read_values(dict(leaves("", values)), folder, origin)
+    return found
+
+
+def _json_fields_as_text(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``values`` with what is JSON, though it was written as a mapping, as text."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            is_json = path in JSON_FIELDS
+            value = json.dumps(value) if is_json else _json_fields_as_text(value, f"{path}.")
+        found[str(key)] = value
+    return found
+
+
+def _plain(path: str, value: Any) -> Any:
+    """``value`` without OmegaConf's escapes."""
+    if isinstance(value, list):
+        return [_plain(path, v) for v in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if "${" in value.replace("\\${", ""):
+        raise ConfigurationError(
+            f"`{path}` is {value!r}, which takes its value from another field.",
+            expected="a value",
+            fix="write the value (`\\${` for a literal `${`), or put it into the recipe or "
+            "`overrides`",
+        )
+    return value.replace("\\${", "${")
+
+
+def override_text(path: str, value: Any) -> str:
+    """The ``key=value`` that sets a field to ``value``: what one types behind `refiner run`."""
+    return f"{path}={_yaml_text(value)}"
+
+
+def _yaml_text(value: Any) -> str:
+    """``value`` so that OmegaConf reads it back as it is."""
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_yaml_text(v) for v in value) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _NOT_TEXT:
+        return value
+    escaped = _INTERPOLATION.sub(r"\1\1\\${", value)
+    return json.dumps(escaped, ensure_ascii=not value.isprintable())
+
+
+#: Text that OmegaConf takes for an interpolation, with the escapes before it.
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+#: Text that YAML takes for nothing else, wherever it stands; and what it does take for another.
+_PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "inf", "nan")

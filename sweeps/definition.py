@@ -1,0 +1,464 @@
+"""From the text of a sweep file to :class:`~sweeps.values.SweepFile`, checked for form.
+
+In: a shipped sweep's name, a path, or the file's text. Out: a :class:`SweepFile` with every value
+typed as its field holds it. What is wrong with the form (an unknown key, a value of another type,
+a group of unequal lengths, a field that is varied twice) is refused here by name; what only the
+recipe can tell is checked when the sweep is planned.
+
+.. code-block:: yaml
+
+    recipe: tiny                        # a shipped name, or a file (beside this one)
+    overrides: [sft.max_train_steps=60] # for every trial; or a mapping of fields
+    factors:                            # a grid: all levels of each with all of the others
+      reward.paper_citation_weight: [0, 0.2, 0.5]
+      judge.model: {lenient: lexical-1, strict: lexical-strict-1}     # label: value
+    zip:                                # fields that change together, by position
+      {grpo.learning_rate: [1e-4, 3e-4], grpo.beta: [0.01, 0.001], labels: [slow, fast]}
+    arms:                               # named settings; [] is the recipe as it is
+      recipe: []
+      masked: [grpo.mask_truncated_completions=true]
+    exclude: [{judge.model: strict, reward.paper_citation_weight: 0.5}]
+    baseline: {judge.model: lenient, …} # or an arm's name; the first where it is left out
+    seeds: [1, 2, 3]                    # or how many: 3
+    limits: {concurrency: 2, gpu_hours: 100, disk_gb: 200, judge_calls: 100000}
+    question: {text: …, metric: oracle, decoding: sampled, smallest_effect: 0.05}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import leaves, shipped_recipes, suggest
+from refiner_core.contract.overrides import override_text, read_overrides, read_values
+from sweeps.labels import LABEL, NAME, bad_name, value_text
+from sweeps.values import Limits, Question, SweepFile
+
+KEYS = (
+    "name",
+    "recipe",
+    "overrides",
+    "factors",
+    "zip",
+    "arms",
+    "exclude",
+    "baseline",
+    "seeds",
+    "limits",
+    "question",
+)
+#: Run seeds of a file that names none.
+SEEDS = SweepFile("", "").seeds
+
+
+def shipped_sweeps() -> dict[str, Path]:
+    """Names and files of the sweeps that come with refiner."""
+    folder = Path(str(resources.files("sweeps")))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def load_sweep(name_or_path: str) -> SweepFile:
+    """A shipped sweep (by name) or a YAML file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name, or its form is wrong; says what would fit.
+    """
+    path = find_sweep(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigurationError(
+            f"Sweep {path} cannot be read: {why}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the file",
+        ) from error
+    return parse_sweep(text, path.stem, str(path))
+
+
+def find_sweep(name_or_path: str) -> Path:
+    """The file of a sweep given by shipped name or path."""
+    shipped = shipped_sweeps()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path.absolute()
+    known = ", ".join(shipped)
+    if "/" in name_or_path or path.suffix in (".yaml", ".yml"):
+        raise ConfigurationError(
+            f"There is no sweep file {name_or_path}.",
+            expected=f"the path of a YAML file, or a shipped name: {known}",
+            fix="check the path (it is taken from the current folder)",
+        )
+    hint = ""
+    if name_or_path in shipped_recipes():
+        hint = " That is a recipe; `refiner run` carries it out."
+    raise ConfigurationError(
+        f"There is no sweep {name_or_path!r}.{hint or suggest(name_or_path, shipped)}",
+        expected=f"a shipped name ({known}) or the path of a YAML file",
+        fix="name one of these",
+    )
+
+
+def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "") -> SweepFile:
+    """A sweep from its text, or from what YAML made of it.
+
+    Parameters
+    ----------
+    name
+        What it is called where it does not say so itself.
+    origin
+        The file's path: files that it names are looked for beside it.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the key, what it is, what was expected.
+    """
+    text = source if isinstance(source, str) else ""
+    where = f"sweep {Path(origin).name if origin else name or 'file'}"
+    return _Reader(_read_yaml(source, where), where, origin, text).read(name)
+
+
+def _read_yaml(source: str | Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keys and values, with dots in keys left alone."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not isinstance(source, str):
+        return dict(source)
+    try:
+        node = OmegaConf.create(source)
+        if not OmegaConf.is_dict(node):
+            raise ConfigurationError(
+                f"The text of {where} is no mapping of keys.",
+                expected=f"`key: value` lines with keys among {', '.join(KEYS)}",
+                fix="see a shipped sweep for the form",
+            )
+        found = OmegaConf.to_container(node, resolve=False)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(
+            f"The text of {where} cannot be read: {' '.join(str(error).split())}.",
+            expected="YAML",
+            fix="correct the place named above",
+        ) from error
+    return {str(k): v for k, v in dict(found).items()}  # type: ignore[call-overload]
+
+
+class _Reader:
+    """Reads one file; each method one key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, origin: str, text: str) -> None:
+        self.values, self.where, self.origin, self.text = values, where, origin, text
+        self.folder = Path(origin).parent if origin else Path.cwd()
+
+    def read(self, name: str) -> SweepFile:
+        _known_keys(self.values, KEYS, "", self.where)
+        if not self.values.get("recipe"):
+            raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")
+        factors, labelled = self._factors()
+        zipped, zip_labels = self._zips()
+        sweep = SweepFile(
+            name=self._name(name),
+            recipe=self._recipe(),
+            overrides=self._overrides(),
+            factors=factors,
+            labelled=labelled,
+            zipped=zipped,
+            zip_labels=zip_labels,
+            arms=self._arms(),
+            exclude=self._exclude(),
+            baseline=self._baseline(),
+            seeds=self._seeds(),
+            limits=self._limits(),
+            question=self._question(),
+            text=self.text,
+            origin=self.origin,
+        )
+        self._each_field_once(sweep)
+        return sweep
+
+    # -------------------------------------------------------------- what it starts from
+
+    def _name(self, name: str) -> str:
+        found = self.values.get("name", name) or "unnamed"
+        if not isinstance(found, str) or not NAME.fullmatch(found):
+            raise bad_name(f"The name of {self.where}", found)
+        return found
+
+    def _recipe(self) -> str:
+        recipe = self.values["recipe"]
+        if not isinstance(recipe, str):
+            raise self._wrong("recipe", recipe, "a recipe's name or file")
+        beside = self.folder / Path(recipe).expanduser()
+        if recipe not in shipped_recipes() and beside.is_file():
+            return str(beside.resolve())
+        return recipe
+
+    def _overrides(self) -> tuple[str, ...]:
+        """As texts, so that they can be typed behind `refiner run`; interpolations are kept."""
+        found = self.values.get("overrides") or []
+        if isinstance(found, Mapping):
+            values = read_values(found, self.folder, self._at("overrides"))
+            return tuple(override_text(path, value) for path, value in values.items())
+        texts = self._texts("overrides", found)
+        return tuple(
+            text if "${" in text else override_text(path, value)
+            for text in texts
+            for path, value in read_overrides([text], self.folder, self._at("overrides")).items()
+        )
+
+    # -------------------------------------------------------------- what is varied
+
+    def _factors(self) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+        found: dict[str, dict[str, Any]] = {}
+        labelled = set()
+        for field, levels in self._mapping("factors").items():
+            values = self._levels(f"factors: {field}", field, levels)
+            if isinstance(levels, Mapping):
+                labelled.add(field)
+                for label in levels:
+                    self._label(f"factors: {field}", label)
+                found[field] = {value_text(k): v for k, v in zip(levels, values, strict=True)}
+            else:
+                found[field] = {value_text(v): v for v in values}
+            if len(found[field]) < len(values):
+                raise self._twice(field, [value_text(v) for v in values])
+        return found, frozenset(labelled)
+
+    def _levels(self, key: str, field: str, levels: Any) -> list[Any]:
+        if not isinstance(levels, list | tuple | Mapping) or not levels:
+            raise self._wrong(
+                key, levels, "a list of values, or a mapping of labels to values, not an empty one"
+            )
+        values = list(levels.values()) if isinstance(levels, Mapping) else list(levels)
+        typed = [read_values({field: v}, self.folder, self._at(key))[field] for v in values]
+        texts = [repr(value) for value in typed]
+        if len(set(texts)) < len(texts):
+            raise self._twice(field, texts)
+        return typed
+
+    def _zips(self) -> tuple[tuple[dict[str, tuple[Any, ...]], ...], tuple[tuple[str, ...], ...]]:
+        groups = self.values.get("zip") or []
+        if isinstance(groups, Mapping):
+            groups = [groups]
+        if not isinstance(groups, list | tuple) or not all(isinstance(g, Mapping) for g in groups):
+            raise self._wrong("zip", groups, "a mapping of fields to lists, or a list of such")
+        read = [self._zip(group) for group in groups]
+        return tuple(g for g, _ in read), tuple(labels for _, labels in read)
+
+    def _zip(self, group: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
+        columns = {str(k): v for k, v in group.items()}
+        for field, column in columns.items():
+            if not isinstance(column, list | tuple) or not column:
+                raise self._wrong(f"zip: {field}", column, "a list of values, not an empty one")
+        sizes = {field: len(column) for field, column in columns.items()}
+        if len(set(sizes.values())) > 1:
+            said = ", ".join(f"{field} has {n}" for field, n in sizes.items())
+            raise ConfigurationError(
+                f"The lists of a `zip` group of {self.where} differ in length: {said}.",
+                expected="as many values in each: they are taken by position",
+                fix="add what is missing, or move a field to `factors`, which makes a grid",
+            )
+        labels = tuple(columns.pop("labels", ()))
+        for label in labels:
+            self._label("zip: labels", label)
+        if len(set(map(value_text, labels))) < len(labels):
+            raise self._twice("zip: labels", labels)
+        values = {
+            field: tuple(
+                read_values({field: v}, self.folder, self._at(f"zip: {field}"))[field]
+                for v in column
+            )
+            for field, column in columns.items()
+        }
+        rows = list(zip(*values.values(), strict=True))
+        if not rows:
+            raise self._wrong("zip", dict(group), "at least one field beside `labels`")
+        if len({repr(row) for row in rows}) < len(rows):
+            raise self._twice(f"zip: {', '.join(values)}", [repr(row) for row in rows])
+        return values, tuple(value_text(label) for label in labels)
+
+    def _arms(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for key, settings in self._mapping("arms").items():
+            if not NAME.fullmatch(key):
+                raise bad_name(f"The arm {key!r} of {self.where}", key)
+            at = f"arms: {key}"
+            if isinstance(settings, Mapping):
+                found[key] = read_values(settings, self.folder, self._at(at))
+            else:
+                texts = self._texts(at, settings or [])
+                found[key] = read_overrides(texts, self.folder, self._at(at))
+        return found
+
+    def _exclude(self) -> tuple[Mapping[str, Any], ...]:
+        found = self.values.get("exclude") or []
+        if isinstance(found, Mapping):
+            found = [found]
+        if not isinstance(found, list | tuple) or not all(
+            isinstance(rule, Mapping) and rule for rule in found
+        ):
+            raise self._wrong("exclude", found, "a list of {field: value or label}")
+        return tuple(_flat(rule) for rule in found)
+
+    def _baseline(self) -> str | Mapping[str, Any]:
+        found = self.values.get("baseline") or ""
+        if isinstance(found, Mapping):
+            return _flat(found)
+        if not isinstance(found, str):
+            raise self._wrong("baseline", found, "an arm's name, or {field: value or label}")
+        return found
+
+    def _each_field_once(self, sweep: SweepFile) -> None:
+        """Whatever varies a field is the only one that does."""
+        seen: dict[str, str] = {}
+        places = [("factors", set(sweep.factors)), *(("zip", set(g)) for g in sweep.zipped)]
+        places.append(("arms", {field for values in sweep.arms.values() for field in values}))
+        fixed = {text.partition("=")[0] for text in sweep.overrides}
+        for place, fields in places:
+            for field in sorted(fields):
+                if field in fixed and place != "arms":
+                    seen.setdefault(field, "overrides")
+                if field in seen:
+                    raise ConfigurationError(
+                        f"`{field}` stands in `{seen[field]}` and in `{place}` of {self.where}.",
+                        expected="each field in one place: else one value would hide the other",
+                        fix=f"remove it from one of the two, or move its values to `{place}`",
+                    )
+                seen[field] = place
+                if field == "seed":
+                    raise ConfigurationError(
+                        f"`{place}` of {self.where} varies `seed`.",
+                        expected="run seeds in `seeds`: every arm is tried with each",
+                        fix="write `seeds: [1, 2, 3]`",
+                    )
+        if "seed" in fixed:
+            raise ConfigurationError(
+                f"`overrides` of {self.where} sets `seed`.",
+                expected="run seeds in `seeds`: every arm is tried with each",
+                fix="write `seeds: [1, 2, 3]`",
+            )
+
+    # -------------------------------------------------------------- how much of it, and what for
+
+    def _seeds(self) -> tuple[int, ...]:
+        found = self.values.get("seeds", SEEDS)
+        if _is_int(found) and found > 0:
+            return tuple(range(1, found + 1))
+        expected = "a list of whole numbers from 0 up, or how many there are to be"
+        if not isinstance(found, list | tuple) or not found:
+            raise self._wrong("seeds", found, expected)
+        if not all(_is_int(seed) and seed >= 0 for seed in found):
+            raise self._wrong("seeds", found, expected)
+        if twice := sorted({seed for seed in found if list(found).count(seed) > 1}):
+            raise ConfigurationError(
+                f"`seeds` of {self.where} lists {', '.join(map(str, twice))} twice.",
+                expected="each seed once: the same seed again is the same run, not another one",
+                fix="remove the second, or write another seed",
+            )
+        return tuple(found)
+
+    def _limits(self) -> Limits:
+        found = self._mapping("limits")
+        _known_keys(
+            found, ("concurrency", "gpu_hours", "disk_gb", "judge_calls"), "limits: ", self.where
+        )
+        for key, value in found.items():
+            whole = key in ("concurrency", "judge_calls")
+            right = _is_int(value) or (isinstance(value, float) and not whole)
+            if value is not None and not (right and value >= (1 if key == "concurrency" else 0)):
+                expected = "a whole number" if whole else "a number"
+                raise self._wrong(f"limits: {key}", value, f"{expected} above zero, or null")
+        return Limits(**found)
+
+    def _question(self) -> Question:
+        found = self.values.get("question") or {}
+        if isinstance(found, str):
+            return Question(text=found)
+        found = self._mapping("question")
+        texts = ("text", "metric", "decoding", "protocol", "model")
+        _known_keys(found, (*texts, "smallest_effect"), "question: ", self.where)
+        for key, value in found.items():
+            if key in texts and not isinstance(value, str):
+                raise self._wrong(f"question: {key}", value, "text")
+        effect = found.get("smallest_effect")
+        if effect is not None and not (
+            isinstance(effect, int | float) and not isinstance(effect, bool) and 0 < effect < 1e308
+        ):
+            raise self._wrong("question: smallest_effect", effect, "a number above zero")
+        return Question(**found)
+
+    # -------------------------------------------------------------- refusals
+
+    def _mapping(self, key: str) -> dict[str, Any]:
+        found = self.values.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise self._wrong(key, found, "a mapping")
+        return {str(k): v for k, v in found.items()}
+
+    def _texts(self, key: str, found: Any) -> Sequence[str]:
+        if not isinstance(found, list | tuple) or not all(isinstance(t, str) for t in found):
+            raise self._wrong(key, found, "a list of `key=value`, or a mapping of fields")
+        return found
+
+    def _label(self, key: str, label: Any) -> None:
+        if not LABEL.fullmatch(value_text(label)):
+            raise bad_name(f"The label {label!r} of `{key}` in {self.where}", label, label=True)
+
+    def _at(self, key: str) -> str:
+        return f"`{key}` of {self.where}"
+
+    def _wrong(self, key: str, found: Any, expected: str) -> ConfigurationError:
+        is_ = "missing" if found is None else repr(found)
+        return ConfigurationError(
+            f"`{key}` of {self.where} is {is_}.", expected=expected, fix=f"correct `{key}`"
+        )
+
+    def _twice(self, field: str, levels: Iterable[Any]) -> ConfigurationError:
+        names = [str(level) for level in levels]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        return ConfigurationError(
+            f"Two levels of `{field}` of {self.where} are both called {', '.join(twice)}.",
+            expected="levels that differ, and whose names differ",
+            fix="remove one, or give them labels: {first: VALUE, second: VALUE}",
+        )
+
+
+def _flat(rule: Mapping[Any, Any]) -> dict[str, Any]:
+    """Dotted field -> value, nested mappings opened."""
+    return dict(leaves("", {str(k): v for k, v in rule.items()}))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: str) -> None:
+    for key in found:
+        if key not in known:
+            hint = "" if at else _belongs_elsewhere(str(key))
+            raise ConfigurationError(
+                f"There is no key `{at}{key}` in {where}.{hint or suggest(str(key), known)}",
+                expected=f"some of: {', '.join(known)}",
+                fix="correct the key",
+            )
+
+
+def _belongs_elsewhere(key: str) -> str:
+    """Where a key of a recipe belongs in a sweep file."""
+    from refiner_core.contract.config import RecipeConfig
+    from refiner_core.contract.marks import walk
+
+    known = {part for path, _ in walk(RecipeConfig) for part in (path, path.split(".")[0])}
+    return " It is a field of the recipe: write it below `overrides:`." if key in known else ""
+
+
+__all__ = ["KEYS", "find_sweep", "load_sweep", "parse_sweep", "shipped_sweeps"]
