@@ -130,33 +130,86 @@ def _say(text: str) -> None:
     print(f"refiner: {text}", file=sys.stderr, flush=True)
 
 
-def record_run(
-    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
-) -> RunRecord:
-    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
-    provenance. It is not written yet."""
-    from infra import atomic
+@dataclass(frozen=True)
+class Pinned:
+    """The code as it was when somebody began to work, for all runs that are begun then.
+
+    Attributes
+    ----------
+    code
+        Id of the snapshot.
+    command
+        The command line, masked.
+    provenance
+        What each run's record says of code, versions and machine.
+    diff
+        What is not committed, as long as a record may be; empty where all is.
+    """
+
+    code: str
+    command: tuple[str, ...]
+    provenance: Mapping[str, object]
+    diff: str = ""
+
+
+def pin_code(workspace: Workspace) -> Pinned:
+    """A snapshot of the code as it is now, and where it comes from.
+
+    Raises
+    ------
+    NoSpaceError
+        The snapshot did not fit.
+    """
     from infra.provenance import checkout_of, limited_diff, run_provenance, this_command
     from infra.snapshot import snapshot_code
+
+    code = snapshot_code(workspace)
+    checkout, command = checkout_of(), this_command()
+    return Pinned(
+        code=code.id,
+        command=tuple(command),
+        provenance=run_provenance(command, code.id, checkout),
+        diff=limited_diff(checkout.diff) if checkout.diff else "",
+    )
+
+
+def record_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned | None = None,
+    **more: object,
+) -> RunRecord:
+    """The record of a call on ``plan``; it is not written yet.
+
+    Parameters
+    ----------
+    pinned
+        The code that it uses; as it is now, without. Its ``diff`` is then the caller's to keep.
+    more
+        Goes into its provenance.
+    """
+    from infra import atomic
     from infra.workspace import now_text
 
     run_id = workspace.new_run_id(plan.recipe)
-    code = snapshot_code(workspace)
-    checkout, command = checkout_of(), this_command()
-    if checkout.diff:
-        atomic.write_text(workspace.layout.run(run_id).diff, limited_diff(checkout.diff))
+    if pinned is None:
+        pinned = pin_code(workspace)
+        if pinned.diff:
+            atomic.write_text(workspace.layout.run(run_id).diff, pinned.diff)
     return RunRecord(
         version=RECORD_VERSION,
         run=run_id,
         recipe=plan.recipe,
         overrides=tuple(overrides),
-        command=tuple(command),
+        command=pinned.command,
         config=to_json(plan.config),
         stages={s.name: s.id for s in plan.stages},
-        code=code.id,
+        code=pinned.code,
         started_at=now_text(),
         provenance={
-            **run_provenance(command, code.id, checkout),
+            **pinned.provenance,
             "folder": str(Path.cwd()),
             "recipe": recipe,
             **more,

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from infra.acting import Actor, StopWish
 from infra.actions import Action, CloseAttempt, Launch, Release, Serve
@@ -25,9 +25,10 @@ from infra.jobs import AttemptRef
 from infra.observe import Observer, Patience
 from infra.orchestrators import wanted_by_others
 from infra.processes import ProcessId, host_name
-from infra.reconcile import Observed, Policy, reconcile
+from infra.reconcile import Observed, Policy, Taken, reconcile
 from infra.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
 from infra.services.leases import CallLeases, held_by_others
+from infra.together import Together
 from infra.views import view_of
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan, PlannedStage
@@ -56,6 +57,8 @@ class Campaign:
         Seconds, monotonic.
     on_event
         Called from the campaign's thread whenever a stage's view has changed.
+    together
+        What it shares with others that this process works on, one step at a time.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Campaign:
         keeper: Keeper | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_event: Callable[[StageView], None] | None = None,
+        together: Together | None = None,
     ) -> None:
         self.plan, self.workspace, self.router, self.run = plan, workspace, router, run
         self.owner = str(ProcessId.of())
@@ -88,6 +92,8 @@ class Campaign:
         )
         self._holds = Holds(plan, workspace.layout)
         self._leases = CallLeases(workspace, run.run, clock)
+        self._together = together
+        self._own = tuple(dict.fromkeys(s.id for s in (*plan.given, *plan.stages)))
         self._ended_before: dict[str, int] | None = None
         self._done_before: frozenset[str] = frozenset()
         self._stop: StopWish | None = None
@@ -119,7 +125,7 @@ class Campaign:
     def begin(self) -> None:
         """Record the call and look, for who calls :meth:`step` themselves; errors as for
         :meth:`start`."""
-        recorded = self.run.run in self.workspace.run_ids()
+        recorded = self.workspace.layout.run(self.run.run).record.exists()
         if not recorded or self.workspace.read_run(self.run.run) != self.run:
             self.workspace.write_run(self.run)  # not again: a full disk must not end a retaken call
         self._write_orchestrator("running", None)
@@ -128,6 +134,11 @@ class Campaign:
     def step(self) -> bool:
         """One round: look, decide, act. True when every stage is in a terminal state."""
         return self._round()
+
+    @property
+    def look_s(self) -> float:
+        """What looking and showing have cost in the last round, seconds of a core."""
+        return self._look_s
 
     def wake_after(self) -> float:
         """Seconds until the next round is due."""
@@ -154,13 +165,15 @@ class Campaign:
         with self._changed:
             return dict(self._views)
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(
+        self, reason: str, failure: Literal["interrupted", "cancelled"] = "interrupted"
+    ) -> None:
         """Begin nothing more and ask the running jobs to save and end. Returns at once.
 
         Jobs that belong to another call that still runs are left alone.
         """
         if self._stop is None:
-            self._stop = StopWish(reason, grace_s=self._settings.grace_s)
+            self._stop = StopWish(reason, failure, grace_s=self._settings.grace_s)
             self._note({"event": "stop", "reason": reason})
         self._wake.set()
 
@@ -209,8 +222,7 @@ class Campaign:
         began = time.thread_time()
         self._any_room = None
         self._hear_cancel()
-        everything = (*self.plan.given, *self.plan.stages)
-        records, observed = self._observer.look(stage.id for stage in everything)
+        records, observed = self._observer.look(self._own)
         self._record_ends()
         self._note_beginning(records, observed)
         done = {i for i, r in records.items() if r.result is not None}
@@ -223,11 +235,14 @@ class Campaign:
         if act:
             self._leases.keep([a.stage.id for a in actions if isinstance(a, Serve) and a.wanted])
             self._act(actions, records)
+        self._tell_others(observed, actions if act else ())
         self._stop_jobs(observed)
         began = time.thread_time()
         over = self._show(actions, records)
         self._look_s = look_s + time.thread_time() - began
         if over:
+            if self._together is not None:
+                self._together.note_busy(self.run.run, ())
             code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
             self._write_orchestrator("ended", code)
         return over
@@ -244,8 +259,20 @@ class Campaign:
             now=self._clock(),
             not_before=self._pauses(records),
             gave_up=self._rooms.gave_up(),
-            runs_local=lambda stage: self.router.executor_for(stage) == "local",
+            runs_local=self._runs_local,
+            taken=self._together.taken(self._own) if self._together else Taken(),
         )
+
+    def _runs_local(self, stage: PlannedStage) -> bool:
+        return self.router.executor_for(stage) == "local"
+
+    def _tell_others(self, observed: Observed, actions: tuple[Action, ...]) -> None:
+        """Which slots of this machine this plan takes now."""
+        if self._together is None:
+            return
+        live = {i for i, s in observed.attempts.items() if s.local and s.sight in ("live", "hung")}
+        begun = {a.stage.id for a in actions if isinstance(a, Launch) and self._runs_local(a.stage)}
+        self._together.note_busy(self.run.run, [i for i in live | begun if not is_service(i)])
 
     def _pauses(self, records: Mapping[str, StageRecord]) -> dict[str, float]:
         """Until when stages pause whose last attempt ended in a way that time may mend."""
@@ -276,13 +303,15 @@ class Campaign:
         if self._ended_before is not None:
             return
         self._done_before = frozenset(i for i, r in records.items() if r.result is not None)
-        self._ended_before = {}
-        for stage_id, record in records.items():
-            if not record.attempts:
+        self._ended_before = self._together.ended_before if self._together else {}
+        for stage_id in self._own:
+            record = records.get(stage_id)
+            if record is None or not record.attempts:
+                self._ended_before.setdefault(stage_id, 0)
                 continue
             last, seen = record.attempts[-1], observed.attempts.get(stage_id)
             lives = last.outcome is None and seen is not None and seen.sight != "dead"
-            self._ended_before[stage_id] = last.number - 1 if lives else last.number
+            self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
 
     def _record_ends(self) -> None:
         """Keep what the scheduler says of jobs that have ended: it forgets."""

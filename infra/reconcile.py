@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from infra.actions import (
     Action,
@@ -66,6 +67,14 @@ class Observed:
     ready: frozenset[tuple[str, int]] = frozenset()
 
 
+class Taken(NamedTuple):
+    """Local slots that jobs of other plans take: stages that work, and those that only move
+    bytes."""
+
+    work: int = 0
+    light: int = 0
+
+
 @dataclass(frozen=True)
 class Policy:
     """The rules of one call.
@@ -87,6 +96,8 @@ class Policy:
         Stages that have waited for room as long as they may.
     runs_local
         Whether a stage's next attempt takes a local slot.
+    taken
+        Slots that stages take which are not in the plan.
     """
 
     owner: str
@@ -100,6 +111,7 @@ class Policy:
     not_before: Mapping[str, float] = field(default_factory=dict)
     gave_up: frozenset[str] = frozenset()
     runs_local: Callable[[PlannedStage], bool] = lambda _: True
+    taken: Taken = field(default_factory=Taken)
 
 
 _OVER = (Done, Fail, Block, Rest)
@@ -157,8 +169,8 @@ class _Step:
         ]
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
-            False: policy.max_parallel - busy.count(False),
-            True: max(2, policy.max_parallel) - busy.count(True),
+            False: policy.max_parallel - busy.count(False) - policy.taken.work,
+            True: max(2, policy.max_parallel) - busy.count(True) - policy.taken.light,
         }
 
     def _given(self, stage: PlannedStage) -> Done | Fail:
