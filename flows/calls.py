@@ -26,6 +26,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
 from refiner_core.contract.views import StageView
 
@@ -351,4 +352,7 @@ def check_supported(config: RecipeConfig) -> None:
 
     for which in ("sft", "rl"):
         resolve_source(config.data, which)  # refuses a revision that may move
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            resolve_source(measured.data, "rl")
     refuse_unsupported(config)

@@ -18,6 +18,7 @@ from infra import atomic
 from infra.disk.room import is_no_space, no_space_error
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
+from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
 from refiner_core.contract.services import JUDGE_WEIGHTS
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import resolve_ref
@@ -43,6 +44,7 @@ class Wanted:
     repo_id: str
     revision: str
     kind: Literal["model", "dataset"]
+    split: str = ""
 
 
 def fetch(
@@ -66,7 +68,7 @@ def fetch(
             raise Interrupted("fetching stopped on request", fix="run the same command again")
         io.progress(Progress(number, len(wanted), f"fetching {repository.repo_id}"))
         log.info("fetching %s %s@%s", repository.kind, repository.repo_id, repository.revision)
-        folder = _snapshot(repository, config)
+        folder = _snapshot(repository)
         fetched.append(_described(repository, folder))
         log.info("%s: %d bytes in %s", repository.repo_id, fetched[-1]["bytes"], folder)
     io.progress(Progress(len(wanted), len(wanted), "fetched"))
@@ -105,20 +107,24 @@ def local_model(config: ModelConfig) -> str:
         ) from error
 
 
-def _wanted(config: RecipeConfig, role: str) -> Wanted:
+def _wanted(config: RecipeConfig, source: str) -> Wanted:
+    """What a source (``model``, ``data.rl@held-out-v1``) stands for."""
+    role, protocol = without_protocol(source), protocol_name(source)
+    if protocol:
+        config = configs_under(config)[protocol]
     model, data = config.model, config.data
     if role == "model":
-        return Wanted(role, model.name_or_path, model.revision, "model")
+        return Wanted(source, model.name_or_path, model.revision, "model")
     if role == "tokenizer":
-        return Wanted(role, str(model.tokenizer_name_or_path), "main", "model")
+        return Wanted(source, str(model.tokenizer_name_or_path), "main", "model")
     if role == JUDGE_WEIGHTS:
-        return Wanted(role, config.judge.model, config.judge.revision or "main", "model")
+        return Wanted(source, config.judge.model, config.judge.revision or "main", "model")
     which = role.removeprefix("data.")
     path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
-    return Wanted(role, path, revision, "dataset")
+    return Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
 
 
-def _snapshot(wanted: Wanted, config: RecipeConfig) -> Path:
+def _snapshot(wanted: Wanted) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -136,7 +142,7 @@ def _snapshot(wanted: Wanted, config: RecipeConfig) -> Path:
             )
         )
         if wanted.kind == "dataset":
-            _prepare_rows(config, wanted)
+            _prepare_rows(wanted)
     except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
         raise ConfigurationError(
             f"The Hub refuses {wanted.kind} {wanted.repo_id}@{wanted.revision}: "
@@ -158,12 +164,11 @@ def _snapshot(wanted: Wanted, config: RecipeConfig) -> Path:
     return folder
 
 
-def _prepare_rows(config: RecipeConfig, wanted: Wanted) -> None:
+def _prepare_rows(wanted: Wanted) -> None:
     """Rows are read through `datasets`, which keeps a cache of its own: fill that, too."""
     from datasets import load_dataset
 
-    split = getattr(config.data, f"{wanted.role.removeprefix('data.')}_split")
-    load_dataset(wanted.repo_id, split=split, revision=wanted.revision)
+    load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
 
 
 def _described(wanted: Wanted, folder: Path) -> dict[str, Any]:

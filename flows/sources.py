@@ -12,6 +12,7 @@ from pathlib import Path
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import HUB_DIGEST
+from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.services import JUDGE_WEIGHTS, engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.generation.load import resolve_ref
@@ -24,13 +25,32 @@ _EDGE_BYTES = 2**20
 
 
 def resolve_sources(config: RecipeConfig) -> dict[str, str]:
-    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`).
+    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`), those of protocol
+    files with their names behind.
 
     Raises
     ------
     DataError, ConfigurationError
         A source is missing; the message names field and path.
     """
+    sources = _of_training(config) | _of_measuring(config)
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            own = protocol_sources(measured)
+        sources |= {under(source, name): digest for source, digest in own.items()}
+    return sources
+
+
+def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
+    """Digests of what a configuration under a protocol file has of its own; errors as of
+    :func:`resolve_sources`."""
+    sources = _of_measuring(measured)
+    if measured.data.all_held_out:
+        sources["data.rl"] = source_digest(measured.data, "rl")
+    return sources
+
+
+def _of_training(config: RecipeConfig) -> dict[str, str]:
     sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
     tokenizer = config.model.tokenizer_name_or_path
     if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
@@ -39,7 +59,14 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         sources["data.sft"] = source_digest(config.data, "sft")
     if config.data.rl_path is not None:
         sources["data.rl"] = source_digest(config.data, "rl")
-    reward = config.reward
+    if config.publish.card_template is not None:
+        sources["card_template"] = _template_digest(Path(config.publish.card_template))
+    return sources
+
+
+def _of_measuring(config: RecipeConfig) -> dict[str, str]:
+    """Rubrics and judge."""
+    sources, reward = dict[str, str](), config.reward
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
         sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
     if config.judge.kind == "openai":
@@ -48,8 +75,6 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
         judge = config.judge
         if not Path(resolve_ref(judge.model)).is_dir():
             sources[JUDGE_WEIGHTS] = f"{HUB_DIGEST}{judge.model}@{judge.revision or 'main'}"
-    if config.publish.card_template is not None:
-        sources["card_template"] = _template_digest(Path(config.publish.card_template))
     return sources
 
 

@@ -83,7 +83,7 @@ class Actor:
         inputs = {role: self.plan.by_name[name].id for role, name in stage.inputs.items()}
         claim = Claim(self.owner, executor, action.after)
         try:
-            attempt = self.workspace.claim_attempt(stage, self.plan.config, inputs, claim)
+            attempt = self.workspace.claim_attempt(stage, self.plan.config_of(stage), inputs, claim)
         except NoSpaceError as error:
             self.rooms.blocked[stage.id] = str(error)
             return None

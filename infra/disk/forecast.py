@@ -161,7 +161,7 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
 
 
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
-    config, model = plan.config, known.size(plan.config)
+    config, model = plan.config_of(stage), known.size(plan.config)
     history = known.history(stage.kind, stage.sources.get("model"))
     if stage.kind in _TRAINED:
         return _training_need(stage, plan, model, history)

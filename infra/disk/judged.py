@@ -22,7 +22,7 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
     total = limit = 0
-    of = {stage.id: plan.config for plan in plans for stage in plan.stages}
+    of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}
     for stage in stages:
         config = of[stage.id]
         if config.judge.kind == "lexical" or stage.kind not in ("grpo", "evaluate"):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
+from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import serves as serves
 
 
@@ -71,6 +72,8 @@ _AT_LEAST_ONE = (
     "data.max_sft_rows",
     "data.max_rl_rows",
     "sft.max_train_steps",
+    "sft.first_save",
+    "grpo.first_save",
     "evaluate.max_prompts",
     *(
         f"{stage}.resources.{name}"
@@ -279,6 +282,12 @@ CHECKS: tuple[Check, ...] = (
         "set data.rl_path=FILE",
     ),
     Check(
+        lambda c: not (c.data.all_held_out and {"sft", "grpo"} & set(c.stages)),
+        lambda c: "`data.all_held_out` is true, but the recipe trains.",
+        "prompts to train on",
+        "drop data.all_held_out; another set to evaluate on is named in a protocol file's `data`",
+    ),
+    Check(
         lambda c: _repository(c) is not None,
         lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
         "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
@@ -379,6 +388,9 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         if not check.holds(config):
             raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
     check_command(config)
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            check_config(replace(measured, stages=("data", "evaluate")))
     return config
 
 

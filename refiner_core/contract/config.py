@@ -96,6 +96,12 @@ class DataConfig:
         0, doc="seed of the split; not the run seed, so that all seeds of an arm share prompts"
     )
     synthetic_seed: int = identity(0, doc="seed of the generated facts (not of the split)")
+    all_held_out: bool = identity(
+        False,
+        doc="keep every prompt from training: rows that are there to evaluate on (see "
+        "`evaluate.protocols`)",
+        legacy_value=False,
+    )
     resources: Resources = section(Resources, doc="resources of the data job")
 
 
@@ -123,6 +129,9 @@ class SftConfig:
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
     eval_freq: int = execution(50, doc="steps between validation losses")
     save_freq: int = execution(200, doc="steps between checkpoints")
+    first_save: int | None = execution(
+        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+    )
     keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
     deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
         None, doc="ZeRO stage; none trains with plain torch in one process"
@@ -184,6 +193,9 @@ class GrpoConfig:
         256, doc="samples decoded together; sums are taken in another order with another number"
     )
     save_freq: int = execution(50, doc="steps between checkpoints")
+    first_save: int | None = execution(
+        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+    )
     keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
     deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
         None, doc="ZeRO stage; none trains with plain torch in one process"
@@ -283,6 +295,17 @@ class EvaluateConfig:
         doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
         "evaluation, nor from the store of judgements",
         legacy_value="",
+    )
+    protocols: tuple[str, ...] = identity(
+        (),
+        doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
+        "them too; a configuration holds what they say, as JSON",
+        legacy_value=(),
+    )
+    fresh_reference: bool = execution(
+        True,
+        doc="ask a served judge about the random copier's answers anew in every evaluation, "
+        "whatever the store knows: the control against a judge that drifts; one answer a prompt",
     )
     resources: Resources = section(Resources, doc="resources of the evaluation job")
 

@@ -194,13 +194,13 @@ def _embed_protocols(evaluate: Any, folder: Path) -> None:
     """What protocol files say, in the place of their names."""
     from omegaconf import OmegaConf
 
-    from refiner_core.contract.protocol_files import embedded
-
     if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
         return
     named = evaluate.get("protocols")
     if OmegaConf.is_list(named):
-        values = OmegaConf.to_container(named, resolve=False)
+        from refiner_core.contract.protocol_files import embedded
+
+        values: Any = OmegaConf.to_container(named, resolve=False)
         evaluate["protocols"] = [embedded(value, folder) for value in values]
 
 

@@ -2,11 +2,17 @@
 
 ``make_plan(config, sources)`` is pure: ``sources`` maps names of outside things (``data.sft``,
 ``data.rl``, ``model``, ``tokenizer``, ``rubrics``, ``judge_prompt``) to digests that the edge has
-computed. The graph follows from the recipe's stage list:
+computed; those of a protocol file have its name behind theirs (``rubrics@held-out-v1``). The graph
+follows from the recipe's stage list:
 
     data ─┬─> sft ──> grpo ──> command ──> publish ─┐
           │    │        │         │                 ├─> card
           └────┴────────┴─────────┴──> evaluate (one per model: base, sft, grpo, command)
+
+Each model is evaluated under the recipe's own protocol and under each of ``evaluate.protocols``
+(``evaluate-sft@held-out-v1``), on the recipe's held-out prompts or on a set of the protocol's own
+(``data@held-out-v1``). Where a protocol measures as another does already, there is one stage, under
+the first name.
 
 What is published before training ends is in :mod:`refiner_core.contract.publications`.
 
@@ -26,17 +32,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
+from refiner_core.contract.protocols import AT, configs_under, under
 from refiner_core.contract.publications import add_publications
 from refiner_core.contract.services import (
     CONSUMERS,
     JUDGE_SERVICE,
     JUDGE_WEIGHTS,
     has_service,
+    serves,
     service_identity,
 )
 
@@ -91,7 +100,10 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     "serve": (),
 }
 #: These say which evaluations and publications exist, not what one of them is.
-_NOT_IN_A_STAGE = ("evaluate.models", "publish.which", "publish.steps", "publish.evaluate")
+_NOT_IN_A_STAGE = (
+    *("evaluate.models", "evaluate.protocols"),
+    *("publish.which", "publish.steps", "publish.evaluate"),
+)
 #: Of these only `publish-best` makes use.
 _ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
 #: What the lexical judge takes no notice of.
@@ -142,7 +154,9 @@ class PlannedStage:
     evaluation measures: ``base``, ``sft``, ``grpo``, ``command``, ``grpo-step50``. ``after`` names
     stages that must be done first though nothing of theirs is read by path (a cache that they
     fill): no part of what the stage is. ``at_step`` maps roles to steps: of that input its
-    checkpoint of the step is read, which is there before the stage ends.
+    checkpoint of the step is read, which is there before the stage ends. ``protocol`` names the
+    protocol file that the stage belongs to, empty for the recipe's own; see
+    :meth:`Plan.config_of`.
     """
 
     name: str
@@ -157,6 +171,7 @@ class PlannedStage:
     needs_network: bool = False
     after: tuple[str, ...] = ()
     at_step: Mapping[str, int] = field(default_factory=dict)
+    protocol: str = ""
 
     @property
     def id(self) -> str:
@@ -187,6 +202,14 @@ class Plan:
         by_name = {s.name: s for s in (*self.given, *self.stages)}
         object.__setattr__(self, "by_name", by_name)
 
+    def config_of(self, stage: PlannedStage) -> RecipeConfig:
+        """The configuration that a stage works with: under its protocol, where it has one."""
+        return self._under[stage.protocol] if stage.protocol else self.config
+
+    @cached_property
+    def _under(self) -> dict[str, RecipeConfig]:
+        return configs_under(self.config)
+
     def find(self, name_or_kind: str) -> list[PlannedStage]:
         """Stages of that name, else of that kind.
 
@@ -211,8 +234,13 @@ class _Builder:
     """Adds stages one by one; each sees the fingerprints of those before it."""
 
     def __init__(self, config: RecipeConfig, sources: Mapping[str, str]) -> None:
-        self.config, self.sources = config, sources
+        self.config, self.sources = config, own_sources(sources)
+        self.under = {
+            name: (measured, sources_under(sources, name, measured))
+            for name, measured in configs_under(config).items()
+        }
         self.stages: dict[str, PlannedStage] = {}
+        self._evaluations: dict[str, str] = {}
 
     def add(
         self,
@@ -223,27 +251,40 @@ class _Builder:
         model: str = "",
         at_step: Mapping[str, int] | None = None,
         after: tuple[str, ...] = (),
+        protocol: str = "",
     ) -> str:
+        stage = self._stage(name, kind, inputs, at_step or {}, protocol)
+        self.stages[name] = replace(stage, model=model, after=after)
+        return name
+
+    def _stage(
+        self,
+        name: str,
+        kind: StageKind,
+        inputs: Mapping[str, str],
+        at_step: Mapping[str, int],
+        protocol: str,
+    ) -> PlannedStage:
+        config, sources = self.under.get(protocol, (self.config, self.sources))
         fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
-        if kind == "command" and self.config.command.adopted:
+        if kind == "command" and config.command.adopted:
             fields = ("command.adopted",)  # the weights are what they are, whatever made them
         elif kind == "command" and self._starts_at_base(inputs):
             fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
-        values = identity_values(self.config, fields)
         values = {
             path: value
-            for path, value in values.items()
+            for path, value in identity_values(config, fields).items()
             if path not in _NOT_IN_A_STAGE
-            and _NAMED_BY_SOURCE.get(path) not in self.sources
-            and not ("/" in str(value) and _SHIPPED_OR_FILE.get(path) in self.sources)
+            and _NAMED_BY_SOURCE.get(path) not in sources
+            and not ("/" in str(value) and _SHIPPED_OR_FILE.get(path) in sources)
             and (name == "publish-best" or path not in _ONLY_OF_THE_BEST)
-            and (self.config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
+            and (config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
         }
-        values |= {f"{role}.step": step for role, step in (at_step or {}).items()}
-        wanted = {k: self.sources[k] for k in needed if k in self.sources}
+        values |= {f"{role}.step": step for role, step in at_step.items()}
+        wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        section = getattr(self.config, "publish" if kind in ("card", "export") else kind)
-        self.stages[name] = PlannedStage(
+        section = getattr(config, "publish" if kind in ("card", "export") else kind)
+        return PlannedStage(
             name=name,
             kind=kind,
             fingerprint=stage_fingerprint(kind, STAGE_VERSIONS[kind], values, wanted, fingerprints),
@@ -252,12 +293,10 @@ class _Builder:
             inputs=dict(inputs),
             input_fingerprints=fingerprints,
             resources=section.resources,
-            model=model,
             needs_network=self._needs_network(kind),
-            at_step=dict(at_step or {}),
-            after=after,
+            at_step=dict(at_step),
+            protocol=protocol,
         )
-        return name
 
     def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
         """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
@@ -271,16 +310,63 @@ class _Builder:
     def add_export(self, name: str, policy: str, model: str, step: int) -> str:
         return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})
 
-    def add_evaluation(self, name: str, inputs: dict[str, str], model: str) -> str:
-        return self.add(name, "evaluate", inputs, model=model)
+    def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
+        found = {}
+        for protocol in ("", *self.under):
+            name = self._add_evaluation(model, weights, protocol)
+            if name is not None:
+                found[under(f"evaluation-{model}", protocol)] = name
+        return found
+
+    def _add_evaluation(self, model: str, weights: str, protocol: str) -> str | None:
+        """None where another protocol measures the same."""
+        inputs = {"data": self._add_data(protocol)}
+        if weights:
+            inputs["weights"] = weights
+        name = under(f"evaluate-{model}", protocol)
+        stage = replace(self._stage(name, "evaluate", inputs, {}, protocol), model=model)
+        if self._evaluations.setdefault(stage.id, name) != name:
+            return None
+        self.stages[name] = stage
+        return name
+
+    def _add_data(self, protocol: str) -> str:
+        """The stage whose held-out prompts a protocol measures on."""
+        if not protocol or not self.under[protocol][0].data.all_held_out:
+            return "data"
+        name = under("data", protocol)
+        if name not in self.stages:
+            stage = self._stage(name, "data", {}, {}, protocol)
+            same = (s.name for s in self.stages.values() if s.id == stage.id)
+            if (found := next(same, None)) is not None:
+                return found
+            self.stages[name] = stage
+        return name
 
     def reads_data(self, name: str) -> bool:
         return "data" in self.stages[name].inputs
 
+    def with_judges(self) -> dict[str, PlannedStage]:
+        """The stages, with each judge's server before the first of those that ask it."""
+        found: dict[str, PlannedStage] = {}
+        servers: dict[str, PlannedStage] = {}
+        for name, stage in self.stages.items():
+            found[name] = stage
+            if stage.kind not in CONSUMERS:
+                continue
+            config, _ = self.under.get(stage.protocol, (self.config, self.sources))
+            service = judge_service(config, stage.protocol)
+            if service is not None:
+                service = servers.setdefault(service.id, service)
+                del found[name]
+                found.setdefault(service.name, service)
+                found[name] = replace(stage, after=(*stage.after, service.name))
+        return found
+
     def with_fetch(self) -> tuple[PlannedStage, ...]:
         """The stages, with ``fetch`` before those that read what lies on a Hub."""
         reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
-        wanted = {k: self.sources[k] for found in reads.values() for k in found}
+        wanted = {k: digest for found in reads.values() for k, digest in found.items()}
         if not wanted:
             return tuple(self.stages.values())
         wanted = dict(sorted(wanted.items()))
@@ -301,13 +387,17 @@ class _Builder:
         )
         return (fetch, *others)
 
-    def _hub_sources(self, stage: PlannedStage) -> tuple[str, ...]:
+    def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
+        """What it reads of a Hub: digests by source."""
+        config, sources = self.under.get(stage.protocol, (self.config, self.sources))
         names: tuple[str, ...] = _READS.get(stage.kind, ())
-        if stage.kind in CONSUMERS and not has_service(self.config):
+        if stage.kind in CONSUMERS and not has_service(config):
             names = (*names, JUDGE_WEIGHTS)  # of a server beside it
         if stage.kind == "command" and "model" in stage.sources:
             names = ("model",)
-        return tuple(k for k in names if self.sources.get(k, "").startswith(HUB_DIGEST))
+        hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
+        own = {k for k, digest in hub.items() if self.sources.get(k) != digest}
+        return {under(k, stage.protocol) if k in own else k: v for k, v in hub.items()}
 
     def _starts_at_base(self, inputs: Mapping[str, str]) -> bool:
         return "policy" not in inputs and uses(self.config.command, "model")
@@ -326,23 +416,50 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
         builder.add("data", "data", {})
     models = _add_training(builder)
     final = next(reversed(models))
-    evaluations: dict[str, str] = {}
+    roles: dict[str, str] = {}
     if "evaluate" in config.stages:
         for model in (m for m in config.evaluate.models if m in models):
-            inputs = {"data": "data"}
-            if models[model]:
-                inputs["weights"] = models[model]
-            name = builder.add(f"evaluate-{model}", "evaluate", inputs, model=model)
-            evaluations[model] = name
+            roles |= builder.add_evaluations(model, models[model])
     if "publish" in config.stages:
-        add_publications(builder, models[final], evaluations)
-    builder.stages = _with_judge(config, builder.stages)
+        add_publications(builder, models[final], roles)
+    builder.stages = builder.with_judges()
     return _only(config, builder.with_fetch())
 
 
-def judge_service(config: RecipeConfig) -> PlannedStage | None:
-    """The stage that serves the recipe's judge; None where refiner starts no server for it, or
-    starts it within the jobs that ask it.
+#: Sources that a protocol file may have of its own.
+_OF_A_PROTOCOL = ("data.rl", "rubrics", "judge_prompt", JUDGE_WEIGHTS)
+
+
+def own_sources(sources: Mapping[str, str]) -> dict[str, str]:
+    """The recipe's own among the sources of a plan."""
+    return {k: v for k, v in sources.items() if AT not in k}
+
+
+def sources_under(
+    sources: Mapping[str, str], protocol: str, measured: RecipeConfig
+) -> dict[str, str]:
+    """The sources of a configuration under a protocol, by their plain names.
+
+    What is not there under the protocol's name is the recipe's: a protocol that measures as the
+    recipe does has left no record of its own.
+    """
+    reward = measured.reward
+    needed = {
+        "data.rl": True,
+        "rubrics": "static" in reward.rubric_source and not reward.instance_rubrics_only,
+        "judge_prompt": measured.judge.kind == "openai",
+        JUDGE_WEIGHTS: serves(measured.judge),
+    }
+    found = {k: v for k, v in own_sources(sources).items() if needed.get(k, True)}
+    if measured.data.sft_path is None:
+        found.pop("data.sft", None)
+    of_its_own = {k: sources[under(k, protocol)] for k in needed if under(k, protocol) in sources}
+    return found | of_its_own
+
+
+def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | None:
+    """The stage that serves a configuration's judge; None where refiner starts no server for it, or
+    starts it within the jobs that ask it. ``protocol`` names whose judge it is.
 
     Raises
     ------
@@ -353,7 +470,7 @@ def judge_service(config: RecipeConfig) -> PlannedStage | None:
         return None
     values = service_identity(config)
     return PlannedStage(
-        name=JUDGE_SERVICE,
+        name=under(JUDGE_SERVICE, protocol),
         kind="serve",
         fingerprint=stage_fingerprint("serve", STAGE_VERSIONS["serve"], values, {}, {}),
         identity=values,
@@ -361,21 +478,8 @@ def judge_service(config: RecipeConfig) -> PlannedStage | None:
         inputs={},
         input_fingerprints={},
         resources=config.judge.resources,
+        protocol=protocol,
     )
-
-
-def _with_judge(
-    config: RecipeConfig, stages: Mapping[str, PlannedStage]
-) -> dict[str, PlannedStage]:
-    """The stages, with the judge's server before the first of those that ask it."""
-    service, found = judge_service(config), dict[str, PlannedStage]()
-    for name, stage in stages.items():
-        if service is not None and stage.kind in CONSUMERS:
-            found.setdefault(service.name, service)
-            found[name] = replace(stage, after=(*stage.after, service.name))
-        else:
-            found[name] = stage
-    return found
 
 
 def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
@@ -388,7 +492,8 @@ def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
         )
     if not config.only:
         return Plan(config.recipe, config, stages)
-    needed = {n for s in stages if s.name in config.only for n in s.after if n == JUDGE_SERVICE}
+    servers = {s.name for s in stages if s.kind == "serve"}
+    needed = {n for s in stages if s.name in config.only for n in s.after if n in servers}
     names = needed.union(config.only)
     wanted = tuple(s for s in stages if s.name in names)
     given = tuple(s for s in stages if s.name not in names)

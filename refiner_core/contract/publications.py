@@ -11,6 +11,8 @@ and for each step before it (:func:`published_steps`), while training goes on:
                                        └─> evaluate-grpo-step50 ┘
 
 ``export`` waits for the *checkpoint* of that step, not for the end of training.
+``evaluate`` stands for the evaluation under the recipe's own protocol and those under each of
+``evaluate.protocols``: whatever is published is measured under all of them, for its card.
 ``card-progression`` writes the steps' numbers into the last card, once all are there. With
 ``publish.which=best`` every saved step is exported and evaluated, and one ``publish-best`` has them
 all as inputs (``weights-step50``, ``evaluation-step50``, …, ``weights``, ``evaluation``).
@@ -22,6 +24,7 @@ from typing import Protocol
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.protocols import without_protocol
 
 #: Models whose checkpoints are ours to export, and so can be published before training ends.
 STEPWISE = ("sft", "grpo")
@@ -50,8 +53,8 @@ class Adder(Protocol):
         """An `export` stage of the checkpoint of ``step`` of stage ``policy``."""
         ...
 
-    def add_evaluation(self, name: str, inputs: dict[str, str], model: str) -> str:
-        """An `evaluate` stage."""
+    def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
+        """An `evaluate` stage under each protocol: role (``evaluation-grpo-step50``) -> name."""
         ...
 
 
@@ -118,32 +121,30 @@ def publishes_final(config: RecipeConfig) -> bool:
     return publish.which != "listed" or listed
 
 
-def add_publications(adder: Adder, stage: str, evaluations: dict[str, str]) -> None:
+def add_publications(adder: Adder, stage: str, roles: dict[str, str]) -> None:
     """Add what publishes the model of training stage ``stage``.
 
-    ``evaluations`` maps models to the names of their `evaluate` stages, as far as there are any.
+    ``roles`` maps ``evaluation-sft`` (``evaluation-sft@PROTOCOL``) to the names of `evaluate`
+    stages, as far as there are any.
     """
     config, model = adder.config, final_model(adder.config)
-    roles = {f"evaluation-{m}": name for m, name in evaluations.items()}
     measured = config.publish.evaluate and "evaluate" in config.stages
     exports = {
         s: adder.add_export(f"export-step{s}", stage, model, s) for s in published_steps(config)
     }
     numbers = {
-        s: adder.add_evaluation(
-            f"evaluate-{model}-step{s}", {"data": "data", "weights": exported}, f"{model}-step{s}"
-        )
+        s: adder.add_evaluations(f"{model}-step{s}", exported)
         for s, exported in exports.items()
         if measured
     }
     if config.publish.which == "best":
         _add_best(adder, stage, exports, numbers, roles)
         return
-    others = {r: n for r, n in roles.items() if r != f"evaluation-{model}"}
+    others = {r: n for r, n in roles.items() if without_protocol(r) != f"evaluation-{model}"}
     for step, exported in exports.items():
         name = adder.add_publish(f"publish-step{step}", {"weights": exported}, model)
         if step in numbers:
-            inputs = {"publish": name, f"evaluation-{model}-step{step}": numbers[step], **others}
+            inputs = {"publish": name, **numbers[step], **others}
             adder.add_card(f"card-step{step}", inputs, model)
     if publishes_final(config):
         data = {"data": "data"} if adder.reads_data(stage) else {}
@@ -151,7 +152,7 @@ def add_publications(adder: Adder, stage: str, evaluations: dict[str, str]) -> N
         if roles:
             adder.add_card("card", {"publish": "publish", **roles}, model)
         if numbers:  # a stage of its own: a step that fails must not keep the numbers off the card
-            steps = {f"evaluation-{model}-step{s}": name for s, name in numbers.items()}
+            steps = {role: name for of_step in numbers.values() for role, name in of_step.items()}
             after = ("card",) if roles else ()
             inputs = {"publish": "publish", **roles, **steps}
             adder.add_card("card-progression", inputs, model, after)
@@ -161,7 +162,7 @@ def _add_best(
     adder: Adder,
     stage: str,
     exports: dict[int, str],
-    numbers: dict[int, str],
+    numbers: dict[int, dict[str, str]],
     roles: dict[str, str],
 ) -> None:
     model = final_model(adder.config)
@@ -173,5 +174,6 @@ def _add_best(
         )
     inputs = {"weights": stage, "data": "data", **roles}
     inputs |= {f"weights-step{s}": name for s, name in exports.items()}
-    inputs |= {f"evaluation-{model}-step{s}": name for s, name in numbers.items()}
+    for of_step in numbers.values():
+        inputs |= of_step
     adder.add_publish("publish-best", inputs, model)

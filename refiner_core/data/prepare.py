@@ -310,6 +310,10 @@ def _choose(kept: Sequence[Kept[T]], share: float, seed: int, purpose: str) -> C
 
 def _held_out(config: RecipeConfig, prompts: Sequence[Kept[PromptRow]]) -> Chosen:
     data = config.data
+    if data.all_held_out:
+        question_of = same_questions([item.row.question_names for item in prompts])
+        questions = len(set(question_of.values()))
+        return Chosen(set(question_of), questions, questions)
     held_out = _choose(prompts, data.held_out_fraction, data.split_seed, "held_out")
     if held_out.of == 1:
         raise DataError(

@@ -22,7 +22,7 @@ IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]
 EXECUTION = [p for p, info in FIELDS.items() if info.mark == "execution"]
 #: Identity fields that decide *which* stages there are, not what one of them is.
 GRAPH_FIELDS = {
-    *("evaluate.models", "stages", "only"),
+    *("evaluate.models", "evaluate.protocols", "stages", "only"),
     *("publish.which", "publish.steps", "publish.evaluate"),
 }
 

@@ -1,0 +1,1 @@
+"""Shipped protocols (YAML). `evaluate.protocols` takes the name of a file here."""
