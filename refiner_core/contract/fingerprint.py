@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.marks import FieldInfo, walk
+from refiner_core.contract.marks import walk
 
 
 def canonical_json(value: Any) -> str:
@@ -30,9 +31,7 @@ def digest(value: Any) -> str:
 
 def get_field(config: Any, path: str) -> Any:
     """The value at a dotted path."""
-    for part in path.split("."):
-        config = getattr(config, part)
-    return config
+    return attrgetter(path)(config)
 
 
 def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, Any]:
@@ -41,19 +40,21 @@ def identity_values(config: RecipeConfig, prefixes: Iterable[str]) -> dict[str, 
     Fields at their legacy value are left out (see the module docstring).
     """
     values: dict[str, Any] = {}
-    for path, info in _identity_fields(tuple(prefixes)):
-        value = get_field(config, path)
-        if value == info.legacy_value:
+    for path, read, legacy_value in _identity_fields(tuple(prefixes)):
+        value = read(config)
+        if value == legacy_value:
             continue
         values[path] = list(value) if isinstance(value, tuple) else value
     return values
 
 
 @functools.cache
-def _identity_fields(prefixes: tuple[str, ...]) -> tuple[tuple[str, FieldInfo], ...]:
-    """Cached: a sweep asks for the same few sets thousands of times."""
+def _identity_fields(
+    prefixes: tuple[str, ...],
+) -> tuple[tuple[str, Callable[[Any], Any], Any], ...]:
+    """Path, getter and legacy value. Cached: a sweep asks for the same sets thousands of times."""
     return tuple(
-        (path, info)
+        (path, attrgetter(path), info.legacy_value)
         for path, info in walk(RecipeConfig)
         if info.mark == "identity" and any(path == p or path.startswith(p + ".") for p in prefixes)
     )

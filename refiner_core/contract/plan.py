@@ -37,7 +37,8 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fingerprint import identity_values, stage_fingerprint
+from refiner_core.contract.fingerprint import get_field, identity_values, stage_fingerprint
+from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.protocols import AT, configs_under, under
 from refiner_core.contract.publications import add_publications
 from refiner_core.contract.services import (
@@ -233,8 +234,8 @@ class Plan:
 class _Builder:
     """Adds stages one by one; each sees the fingerprints of those before it."""
 
-    def __init__(self, config: RecipeConfig, sources: Mapping[str, str]) -> None:
-        self.config, self.sources = config, own_sources(sources)
+    def __init__(self, config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo) -> None:
+        self.config, self.sources, self.memo = config, own_sources(sources), memo
         self.under = {
             name: (measured, sources_under(sources, name, measured))
             for name, measured in configs_under(config).items()
@@ -254,7 +255,7 @@ class _Builder:
         protocol: str = "",
     ) -> str:
         stage = self._stage(name, kind, inputs, at_step or {}, protocol)
-        self.stages[name] = replace(stage, model=model, after=after)
+        self.stages[name] = self.memo.changed(stage, model=model, after=after)
         return name
 
     def _stage(
@@ -271,32 +272,35 @@ class _Builder:
             fields = ("command.adopted",)  # the weights are what they are, whatever made them
         elif kind == "command" and self._starts_at_base(inputs):
             fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
-        values = {
-            path: value
-            for path, value in identity_values(config, fields).items()
-            if path not in _NOT_IN_A_STAGE
-            and _NAMED_BY_SOURCE.get(path) not in sources
-            and not ("/" in str(value) and _SHIPPED_OR_FILE.get(path) in sources)
-            and (name == "publish-best" or path not in _ONLY_OF_THE_BEST)
-            and (config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
-        }
-        values |= {f"{role}.step": step for role, step in at_step.items()}
+        section = getattr(config, "publish" if kind in ("card", "export") else kind)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        section = getattr(config, "publish" if kind in ("card", "export") else kind)
-        return PlannedStage(
-            name=name,
-            kind=kind,
-            fingerprint=stage_fingerprint(kind, STAGE_VERSIONS[kind], values, wanted, fingerprints),
-            identity=values,
-            sources=wanted,
-            inputs=dict(inputs),
-            input_fingerprints=fingerprints,
-            resources=section.resources,
-            needs_network=self._needs_network(kind),
-            at_step=dict(at_step),
-            protocol=protocol,
-        )
+        parts = (config.judge.kind, *sources, *(get_field(config, field) for field in fields))
+
+        def values() -> dict[str, Any]:
+            return _identity(config, sources, fields, name == "publish-best")
+
+        def make() -> PlannedStage:
+            identity = self.memo.once((name == "publish-best", *fields, *parts), values)
+            if at_step:
+                identity = identity | {f"{role}.step": n for role, n in at_step.items()}
+            version = STAGE_VERSIONS[kind]
+            return PlannedStage(
+                name=name,
+                kind=kind,
+                fingerprint=stage_fingerprint(kind, version, identity, wanted, fingerprints),
+                identity=identity,
+                sources=wanted,
+                inputs=dict(inputs),
+                input_fingerprints=fingerprints,
+                resources=section.resources,
+                needs_network=self._needs_network(kind),
+                at_step=dict(at_step),
+                protocol=protocol,
+            )
+
+        named = (name, protocol, *inputs.items(), *at_step.items(), *wanted.items())
+        return self.memo.once((named, *fingerprints.values(), section, parts), make)
 
     def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
         """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
@@ -324,7 +328,8 @@ class _Builder:
         if weights:
             inputs["weights"] = weights
         name = under(f"evaluate-{model}", protocol)
-        stage = replace(self._stage(name, "evaluate", inputs, {}, protocol), model=model)
+        stage = self._stage(name, "evaluate", inputs, {}, protocol)
+        stage = self.memo.changed(stage, model=model)
         if self._evaluations.setdefault(stage.id, name) != name:
             return None
         self.stages[name] = stage
@@ -360,7 +365,7 @@ class _Builder:
                 service = servers.setdefault(service.id, service)
                 del found[name]
                 found.setdefault(service.name, service)
-                found[name] = replace(stage, after=(*stage.after, service.name))
+                found[name] = self.memo.changed(stage, after=(*stage.after, service.name))
         return found
 
     def with_fetch(self) -> tuple[PlannedStage, ...]:
@@ -382,7 +387,7 @@ class _Builder:
             needs_network=True,
         )
         others = (
-            replace(stage, after=("fetch", *stage.after)) if reads[name] else stage
+            self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
             for name, stage in self.stages.items()
         )
         return (fetch, *others)
@@ -408,10 +413,15 @@ class _Builder:
         return kind in ("publish", "card") and self.config.publish.target == "hub"
 
 
-def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
-    """The plan of a recipe. Pure: reads nothing but its arguments."""
+def make_plan(
+    config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo | None = None
+) -> Plan:
+    """The plan of a recipe. Pure: reads nothing but its arguments.
+
+    ``memo``: shared by the plans of one sweep, so that they share their stages.
+    """
     _check_stage_list(config)
-    builder = _Builder(config, sources)
+    builder = _Builder(config, sources, memo or PlanMemo())
     if "data" in config.stages:
         builder.add("data", "data", {})
     models = _add_training(builder)
@@ -424,6 +434,21 @@ def make_plan(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
         add_publications(builder, models[final], roles)
     builder.stages = builder.with_judges()
     return _only(config, builder.with_fetch())
+
+
+def _identity(
+    config: RecipeConfig, sources: Mapping[str, str], fields: tuple[str, ...], best: bool
+) -> dict[str, Any]:
+    """The identity fields of a stage; ``best``: of the one that publishes the best."""
+    return {
+        path: value
+        for path, value in identity_values(config, fields).items()
+        if path not in _NOT_IN_A_STAGE
+        and _NAMED_BY_SOURCE.get(path) not in sources
+        and not ("/" in str(value) and _SHIPPED_OR_FILE.get(path) in sources)
+        and (best or path not in _ONLY_OF_THE_BEST)
+        and (config.judge.kind == "openai" or path not in _ONLY_OF_A_SERVED_JUDGE)
+    }
 
 
 #: Sources that a protocol file may have of its own.
