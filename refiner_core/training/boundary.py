@@ -28,7 +28,8 @@ SAVE_TRIES = 5
 
 @dataclass
 class Boundary:
-    """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start."""
+    """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start. It saves every
+    ``save_freq`` steps, after the last, and after ``first_save`` where that is given."""
 
     io: StageIO
     model: Any
@@ -36,6 +37,7 @@ class Boundary:
     stage: str
     total_steps: int
     save_freq: int
+    first_save: int | None = None
     saved_step: int = field(default=0, init=False)
 
     def restore(self, data_hash: str) -> dict[str, Any] | None:
@@ -94,7 +96,8 @@ class Boundary:
         """
         self.io.progress(Progress(step, self.total_steps, "train", values))
         self.stop_if_asked(step, progress)
-        if step >= self.total_steps or step % max(1, self.save_freq) == 0:
+        due = step % max(1, self.save_freq) == 0 or step == self.first_save
+        if step >= self.total_steps or due:
             self.save(step, progress)
 
     def stop_if_asked(self, step: int, progress: Mapping[str, Any]) -> None:

@@ -10,7 +10,9 @@ otherwise (linear attention, soft-capped logits) is refused instead of trained w
 
 from __future__ import annotations
 
+import resource
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from refiner_core.training.packing import Sample, build_pack, collate, to_device
 
 _LEAK_TOLERANCE = 1e-3
 _HEAD_TOLERANCE = 1e-2
+_GIB = 2**30
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of `ru_maxrss`
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,16 @@ def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
     model = load_bare_model(model_ref, config)
     disable_dropout(model)
     return model.to(device)
+
+
+def memory_metrics(model: Any) -> dict[str, float]:
+    """The most memory that this process has taken so far, GiB: of the host, and of the model's GPU
+    where it lies on one. Measurements: a step logs them."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / _GIB
+    found = {"memory/host_peak_gib": most}
+    if model.device.type == "cuda":
+        found["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated(model.device) / _GIB
+    return found
 
 
 def disable_dropout(model: Any) -> None:

@@ -12,8 +12,8 @@ for it after the last one.
 Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone.
 A stop that is asked for before a step's update gives the step up and saves the state before it:
 what was sampled comes out the same again, and the time to save may be short.
-Measurements go under ``time/``, ``tokens_per_second`` and ``judge/`` (what the judge did: its store
-knows more the second time); nothing else depends on a clock or on what ran before.
+Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/`` (what the judge
+did: its store knows more the second time); nothing else depends on a clock or on what ran before.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class _GrpoRun:
         reference = engine.load_model(model_ref, config.model, device) if grpo.beta else None
         self.update = GrpoUpdate(self.loaded, reference, self.updater, grpo, config.seed)
         self.boundary = Boundary(
-            io, self.loaded.model, self.updater, "grpo", grpo.num_training_steps, grpo.save_freq
+            *(io, self.loaded.model, self.updater, "grpo"),
+            *(grpo.num_training_steps, grpo.save_freq, grpo.first_save),
         )
         data_hash = order_hash([row.sample_id for row in self.prompts])
         self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
@@ -189,6 +190,7 @@ class _GrpoRun:
             metrics.update(self._train_on(batch, step, clock))
             self._count(step, batch, metrics)
             metrics.update(clock.metrics(_tokens(batch)))
+            metrics.update(engine.memory_metrics(self.loaded.model))
             self.io.save_rollouts(step, rollout_rows(step, batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}

@@ -102,7 +102,8 @@ class _SftRun:
             muon_learning_rate=sft.muon_learning_rate if sft.optimizer == "muon" else None,
         )
         self.boundary = Boundary(
-            io, self.loaded.model, self.updater, "sft", len(self.steps), sft.save_freq
+            *(io, self.loaded.model, self.updater, "sft"),
+            *(len(self.steps), sft.save_freq, sft.first_save),
         )
         data_hash = order_hash([row.sample_id for row in rows])
         self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
@@ -120,7 +121,10 @@ class _SftRun:
         for index in range(self.progress["step"], len(self.steps)):
             started = time.perf_counter()
             metrics = self._step(index)
-            metrics["tokens_per_second"] = metrics.pop("tokens") / (time.perf_counter() - started)
+            step_s = time.perf_counter() - started
+            metrics["time/step_s"] = step_s
+            metrics["tokens_per_second"] = metrics.pop("tokens") / step_s
+            metrics.update(engine.memory_metrics(self.loaded.model))
             step = index + 1
             if self.validation and (step % max(1, self.sft.eval_freq) == 0 or self._is_last(step)):
                 loss = self._validation_loss()

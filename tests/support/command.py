@@ -35,7 +35,7 @@ SMALL = (
     "dispatch.nice=0",
 )
 #: What a clock or a judge's store has to do with; never part of a comparison of two runs.
-TIMED = ("time/", "tokens_per_second", "judge/")
+TIMED = ("time/", "tokens_per_second", "judge/", "memory/")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 #: How the names of metrics begin that may differ between runs that are otherwise the same.
-MEASURED = ("time/", "tokens_per_second", "judge/")
+MEASURED = ("time/", "tokens_per_second", "judge/", "memory/")
 
 
 class FolderStageIO:

@@ -179,6 +179,27 @@ def test_how_often_it_saves_changes_nothing(reference, stage):
     assert stage.outcome() == outcome
 
 
+def test_a_save_early_on_is_one_more_and_changes_nothing(reference, stage, monkeypatch):
+    kind, report, outcome = reference
+    stage, saved = stage(**{kind: {"save_freq": 100, "first_save": 2}}), []
+    new_checkpoint = stage.io.new_checkpoint
+    monkeypatch.setattr(
+        stage.io, "new_checkpoint", lambda step: saved.append(step) or new_checkpoint(step)
+    )
+    assert stage.run() == report
+    assert stage.outcome() == outcome
+    assert saved == [2, report["steps"]]
+
+
+def test_every_step_tells_what_it_takes(stage):
+    """What a sweep's forecast is corrected by, and what tells a leak from a large batch."""
+    stage = stage()
+    stage.run()
+    for metrics in stage.io.metrics():
+        assert metrics["time/step_s"] > 0
+        assert metrics["memory/host_peak_gib"] > 0
+
+
 def test_recomputing_activations_changes_nothing(reference, stage):
     stage = stage(model={"gradient_checkpointing": True})
     assert stage.run() == reference[1]
