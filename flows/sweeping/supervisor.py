@@ -1,0 +1,450 @@
+"""Works on all trials of a sweep in one process: one campaign each, stepped in one thread.
+
+In: a planned sweep, trials that can be begun, a budget. Out: how each trial ended, told as it
+happens: to the sweep's event log, and to whoever shows it. Trials begin in the plan's order, as
+many at a time as may; what is all done is not begun at all. One trial goes ahead alone until it has
+shown what training takes (:mod:`flows.sweeping.canary`). A trial that fails stops no other; a
+shared stage that fails stops those that need it. The process may die at any point: the next one
+goes on from what is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
+from flows.sweeping.limits import Budget
+from flows.sweeping.picture import Graph
+from flows.sweeping.trials import Live, Trials
+from infra.layout import sweep_call
+from infra.processes import ProcessId, host_name
+from infra.together import SharedRouter
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.errors import NoSpaceError, RefinerError
+from refiner_core.contract.services import is_service
+from refiner_core.contract.views import StageView
+from refiner_core.report.document import TrialState
+from sweeps.forecast import SweepForecast
+from sweeps.history import CanaryMeasure
+from sweeps.values import SweepPlan, Trial
+
+log = logging.getLogger(__name__)
+#: Looking and showing may cost this share of a core, all trials together.
+_LOOK_SHARE = 0.04
+_LONGEST_S = 30.0
+#: Trials that are begun in one round, so that those at work are not left alone for long.
+_AT_ONCE = 8
+#: How a trial that could not be begun for want of room, or of anything else, is tried again.
+_AGAIN_S = 5.0
+_OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
+
+
+@dataclass(frozen=True)
+class TrialWord:
+    """How a trial stands: its state, why, and the exit code that this would mean for a run."""
+
+    state: TrialState = "waiting"
+    reason: str = ""
+    run: str = ""
+    exit_code: int = 0
+
+
+@dataclass
+class Outlook:
+    """What is expected of the sweep, and who hears when that changes.
+
+    Parameters
+    ----------
+    canary
+        The trial that goes ahead; None where nobody needs to.
+    forecast
+        As it was shown before the sweep began.
+    corrected
+        Makes another forecast by what the canary has shown.
+    passed
+        The limits that a forecast passes, in words.
+    past_canary
+        Release the others whatever the canary shows.
+    """
+
+    canary: Canary | None
+    forecast: SweepForecast | None
+    corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
+    passed: Callable[[SweepForecast], Sequence[str]]
+    past_canary: bool = False
+
+
+@dataclass
+class Supervisor:
+    """Steps the campaigns of a sweep; a :class:`flows.pipeline.Runnable`.
+
+    Parameters
+    ----------
+    plan, workspace, router
+        What should be, where it is recorded, where jobs run.
+    trials
+        Begins trials.
+    budget
+        Says whether another one may begin.
+    outlook
+        The canary and the forecast.
+    concurrency
+        Trials at a time.
+    poll_s
+        Seconds between rounds, at least.
+    graph
+        Hears how stages and trials are, for a picture.
+    tell
+        Hears what people should know.
+    """
+
+    plan: SweepPlan
+    workspace: Workspace
+    router: SharedRouter
+    trials: Trials
+    budget: Budget
+    outlook: Outlook
+    concurrency: int
+    poll_s: float
+    graph: Graph
+    tell: Callable[[str], None] = lambda text: None
+    clock: Callable[[], float] = time.monotonic
+    live: dict[str, Live] = field(default_factory=dict)
+    words: dict[str, TrialWord] = field(default_factory=dict)
+    held: str = ""
+    _waiting: list[Trial] = field(default_factory=list)
+    _begun: set[str] = field(default_factory=set)
+    _done: set[str] = field(default_factory=set)
+    _stop: tuple[str, Literal["interrupted", "cancelled"]] | None = None
+    _ahead: Canary | None = None
+    _not_before: float = 0.0
+    _look_s: float = 0.0
+    _more: bool = False
+    _error: BaseException | None = None
+    _log_works: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    # ------------------------------------------------------------ for the caller
+
+    def start(self) -> None:
+        """Begin, in a thread."""
+        self.begin()
+        threading.Thread(target=self._run, name="sweep", daemon=True).start()
+
+    def begin(self) -> None:
+        """Say who works on the sweep, and sort out what is done; for who calls :meth:`step`."""
+        self._write_orchestrator("running", None)
+        self._ahead = self.outlook.canary
+        if self.outlook.forecast is not None:
+            self.budget.expect(self.outlook.forecast)
+        for trial in self.plan.trials:
+            if all(self._is_done(s.id) for s in trial.plan.stages if not is_service(s.id)):
+                self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
+            else:
+                self._waiting.append(trial)
+                self.words[trial.name] = TrialWord()
+            self._begun |= {s.id for s in trial.plan.stages if self._is_begun(s.id)}
+
+    def step(self) -> bool:
+        """One round over all trials. True when nothing is left to do."""
+        began = time.thread_time()
+        self._hear_cancel()
+        self.router.refresh()
+        look_s = time.thread_time() - began
+        for name in list(self.live):
+            look_s += self._step(self.live[name])
+        self._watch_canary()
+        self._more = self._begin_more()
+        self._look_s = look_s
+        over = not self.live and (not self._waiting or self._stop is not None or bool(self.held))
+        if over:
+            self._hold_the_rest()
+            self.graph.end(self.held or "not begun: asked to stop")
+            self._write_orchestrator("ended", self.exit_code)
+        return over
+
+    def wake_after(self) -> float:
+        """Seconds until the next round is due."""
+        if self._more:
+            return 0.0
+        return max(self.poll_s, min(self._look_s / _LOOK_SHARE, _LONGEST_S))
+
+    def views(self) -> dict[str, StageView]:
+        """Every node of the graph."""
+        return self.graph.views()
+
+    def standing(self) -> dict[str, TrialWord]:
+        """How every trial stands."""
+        with self._lock:
+            return dict(self.words)
+
+    def working(self) -> dict[str, dict[str, StageView]]:
+        """The stages of the trials at work."""
+        return {name: live.campaign.views() for name, live in list(self.live.items())}
+
+    def request_stop(
+        self, reason: str, failure: Literal["interrupted", "cancelled"] = "interrupted"
+    ) -> None:
+        """Begin nothing more and ask what runs to save and end. Returns at once."""
+        if self._stop is None:
+            self._stop = (reason, failure)
+        self._wake.set()
+
+    def join(self) -> dict[str, StageView]:
+        """Wait for the end; the last views.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the thread.
+        """
+        while not self._ended.wait(1.0):  # not Thread.join: see Campaign.join
+            pass
+        if self._error is not None:
+            raise self._error
+        return self.views()
+
+    @property
+    def exit_code(self) -> int:
+        """0: all is done. 1: a trial has failed. Else that of the first trial that can go on."""
+        words = list(self.words.values())
+        if any(w.state == "failed" for w in words):
+            return 1
+        codes = [
+            w.exit_code for w in words if w.state == "interrupted" and w.exit_code not in (0, 6)
+        ]
+        if codes:
+            return codes[0]
+        return 0 if all(w.state == "done" for w in words) else 6
+
+    def next_save_bytes(self) -> int:
+        """What the largest save that runs now will need."""
+        return max(
+            (live.campaign.next_save_bytes() for live in list(self.live.values())), default=0
+        )
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """One line in the sweep's event log. One writer: this process."""
+        path = self.workspace.layout.run(sweep_call(self.plan.sweep.name)).events
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"at": now_text(), **event}) + "\n")
+        except OSError as error:
+            if self._log_works:
+                log.warning("the event log of the sweep cannot be written: %s", error)
+            self._log_works = False
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            while not self.step():
+                self._wake.wait(self.wake_after())
+                self._wake.clear()
+        except BaseException as error:  # it surfaces in join()
+            log.debug("the sweep ends with an error", exc_info=error)
+            self._error = error
+            self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+        self._ended.set()
+
+    def _hear_cancel(self) -> None:
+        call = sweep_call(self.plan.sweep.name)
+        if self._stop is None and (asked := self.workspace.cancel_asked(call)) is not None:
+            reason = f"cancelled by {asked.get('by', 'somebody')}"
+            self.note({"event": "cancel", "reason": reason})
+            self.request_stop(reason, "cancelled")
+
+    def _step(self, live: Live) -> float:
+        """One round of a trial; what looking at it has cost."""
+        campaign = live.campaign
+        try:
+            if self._stop is not None:
+                campaign.request_stop(*self._stop)
+            over = campaign.step()
+        except Exception as error:  # one trial's trouble is told with it, and stops no other
+            self._end_of(live, _word_of_error(error, live.run.run))
+            return 0.0
+        views = campaign.views()
+        self.graph.show_stages(live.trial, views)
+        if over:
+            self._end_of(live, _word_of_views(views, live.run.run))
+        return campaign.look_s
+
+    def _end_of(self, live: Live, word: TrialWord) -> None:
+        self.trials.together.note_busy(live.run.run, ())
+        del self.live[live.trial.name]
+        self._say(live.trial, word)
+
+    # ------------------------------------------------------------ beginning
+
+    def _begin_more(self) -> bool:
+        """Begin what may begin. True if more may begin at once."""
+        if self._stop is not None or self.held or self.clock() < self._not_before:
+            return False
+        for _ in range(_AT_ONCE):
+            trial = self._next()
+            if trial is None:
+                return False
+            self._begin(trial)
+        return True
+
+    def _next(self) -> Trial | None:
+        """The next trial that may begin now."""
+        if not self._waiting or len(self.live) >= self.concurrency:
+            return None
+        trial = self._waiting[0]
+        if self._ahead is not None:
+            ahead = self._ahead.trial
+            return ahead if any(t is ahead for t in self._waiting) else None
+        live = {s.id for x in self.live.values() for s in x.trial.plan.stages}
+        why = self.budget.why_held(trial, self._begun, live)
+        if why and not self.live:
+            self._hold(why)
+        return None if why else trial
+
+    def _begin(self, trial: Trial) -> None:
+        self._waiting.remove(trial)
+        ahead = self._ahead is not None and self._ahead.trial is trial
+        try:
+            live = self.trials.begin(trial, canary=ahead)
+        except NoSpaceError as error:
+            self._waiting.insert(0, trial)
+            self._not_before = self.clock() + _AGAIN_S
+            if trial.name not in self.words or self.words[trial.name].reason != error.what:
+                self._say(trial, TrialWord("waiting", error.what))
+            return
+        except Exception as error:  # as in `_step`
+            self._say(trial, _word_of_error(error, ""))
+            return
+        self.live[trial.name] = live
+        self._begun |= {s.id for s in trial.plan.stages}
+        self._say(trial, TrialWord("running", run=live.run.run))
+
+    def _hold(self, why: str) -> None:
+        """Begin nothing more. What runs goes on."""
+        self.held = why
+        self.note({"event": "hold", "reason": why})
+
+    def _hold_the_rest(self) -> None:
+        if self.held:
+            for trial in self._waiting:
+                self._say(trial, TrialWord("held", self.held))
+
+    # ------------------------------------------------------------ the canary
+
+    def _watch_canary(self) -> None:
+        """Release the others once it has shown what there is to see, or hold them."""
+        if self._ahead is None or self._stop is not None:
+            return
+        ahead, word = self._ahead, self.words.get(self._ahead.trial.name, TrialWord())
+        measured = measured_canary(self.workspace, ahead.stage)
+        if measured is not None:
+            self._release(measured)
+        elif word.state in _OVER and word.state != "done":
+            if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
+                self._ahead = None
+                self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
+            else:
+                self._ahead = None
+                self._hold(
+                    f"{ahead.trial.name}, which went ahead, has {_how(word)}: {word.reason}. "
+                    "Nothing else was begun"
+                )
+
+    def _release(self, measured: CanaryMeasure) -> None:
+        assert self._ahead is not None
+        name, self._ahead = self._ahead.trial.name, None
+        forecast = self.outlook.corrected([measured])
+        before = self.outlook.forecast
+        self.budget.expect(forecast)
+        self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
+        self.tell(canary_line(name, measured, forecast))
+        known = set(self.outlook.passed(before)) if before is not None else set()
+        fields = {text.partition(" ")[0] for text in known}
+        new = [t for t in self.outlook.passed(forecast) if t.partition(" ")[0] not in fields]
+        if new and not self.outlook.past_canary and self._waiting:
+            self._hold(f"by what {name} has shown, the sweep {'; it '.join(new)}")
+            self.request_stop("the sweep is held: its forecast passes a limit")
+
+    # ------------------------------------------------------------ telling
+
+    def _say(self, trial: Trial, word: TrialWord) -> None:
+        """Note how a trial stands, and tell it if that is news."""
+        told = self.trials.told.get(trial.name) or {}
+        before = self.words.get(trial.name)
+        with self._lock:
+            self.words[trial.name] = word
+        self.graph.show_trial(trial, word.state, word.reason)
+        if before is None and told.get("state") == word.state == "done":
+            return  # it was said in an earlier call
+        self.note(
+            {
+                "event": "trial",
+                "trial": trial.name,
+                "state": word.state,
+                "reason": word.reason,
+                "run": word.run,
+            }
+        )
+
+    def _write_orchestrator(self, state: str, exit_code: int | None) -> None:
+        value = {"process": str(ProcessId.of()), "host": host_name(), "state": state}
+        try:
+            self.workspace.write_orchestrator(
+                sweep_call(self.plan.sweep.name),
+                {**value, "exit_code": exit_code, "at": now_text()},
+            )
+        except OSError as error:
+            log.warning("who works on the sweep could not be noted: %s", error)
+
+    def _is_done(self, stage_id: str) -> bool:
+        if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():
+            self._done.add(stage_id)
+        return stage_id in self._done
+
+    def _is_begun(self, stage_id: str) -> bool:
+        return stage_id in self._done or self.workspace.layout.stage(stage_id).spec.exists()
+
+
+def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> str:
+    """What the canary has shown, and what follows for the sweep."""
+    from flows.sweeping.forecasting import canary_text, forecast_lines
+
+    total = next(iter(forecast_lines(forecast)), "")
+    return f"{name} has shown what training takes: {canary_text(measured)}\n{total}"
+
+
+def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
+    """How a trial ended, by its stages."""
+    for state in ("failed", "interrupted"):
+        for view in _in_order_of_cause(views.values(), state):
+            said = f"{view.name}: {view.message}" if view.message else view.name
+            return TrialWord(state, said, run, view.exit_code or 1)
+    return TrialWord("done", run=run)
+
+
+def _in_order_of_cause(views: Any, state: str) -> Iterator[StageView]:
+    """Stages that ended so, those that did so by themselves before those that they stopped."""
+    found = [v for v in views if v.state == state]
+    yield from sorted(found, key=lambda v: v.message.startswith("needs "))
+
+
+def _word_of_error(error: Exception, run: str) -> TrialWord:
+    if isinstance(error, RefinerError):
+        state: TrialState = "interrupted" if error.resumable else "failed"
+        return TrialWord(state, str(error), run, error.exit_code)
+    log.exception("a trial ends with an error", exc_info=error)
+    return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
+
+
+def _how(word: TrialWord) -> str:
+    return {"failed": "failed", "interrupted": "been stopped"}.get(word.state, word.state)

@@ -1,0 +1,165 @@
+"""Trials as runs: recorded, taken up, and put to work as campaigns.
+
+In: trials of a plan. Out: a :class:`Live` each: its run's record and a campaign that has begun. A
+trial that was begun before goes on as its run, with the code that it was begun with; one that has
+failed, or whose stages are others by now, becomes a new run with the code as it is now. The code is
+pinned once, when the first new run needs it, however many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flows.calls import Pinned, pin_code, record_run
+from infra import atomic
+from infra.campaign import Campaign
+from infra.dispatch import Router
+from infra.orchestrators import take_up
+from infra.room_keeping import Keeper
+from infra.together import Together
+from infra.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import RunRecord
+from sweeps.values import Trial
+
+#: A step that the canary's training saves after, so that a save is measured early.
+CANARY_STEPS = 2
+
+
+class TrialElsewhere(ConfigurationError):
+    """Somebody else works on a trial's run; the sweep goes on without it for now."""
+
+    exit_code = 6
+    resumable = True
+
+
+@dataclass
+class Live:
+    """A trial at work."""
+
+    trial: Trial
+    run: RunRecord
+    campaign: Campaign
+
+
+@dataclass
+class Trials:
+    """Begins trials of one sweep.
+
+    Parameters
+    ----------
+    sweep, recipe
+        The sweep's name, and the recipe that its trials are made of, as `refiner run` takes it.
+    workspace, router, keeper, clock
+        As for a campaign; all trials share them.
+    told
+        What was last said of trials (:func:`flows.sweeping.reading.last_words`).
+    take_over
+        Also take up runs that a process on another host says it works on.
+    pin
+        Makes the snapshot of the code.
+    """
+
+    sweep: str
+    recipe: str
+    workspace: Workspace
+    router: Router
+    keeper: Keeper
+    told: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    take_over: bool = False
+    pin: Callable[[Workspace], Pinned] = pin_code
+    clock: Callable[[], float] = time.monotonic
+    together: Together = field(default_factory=Together)
+    _pinned: Pinned | None = None
+
+    def begin(self, trial: Trial, *, canary: bool = False) -> Live:
+        """Record the trial as a run, or take its run up, and let its campaign look.
+
+        Raises
+        ------
+        TrialElsewhere
+            Another process works on its run.
+        NoSpaceError
+            Its record did not fit.
+        """
+        plan = self._plan(trial, canary)
+        run = self._recorded(trial) or self._new_run(trial, plan)
+        try:
+            take_up(self.workspace, run.run, regardless=self.take_over)
+        except ConfigurationError as error:
+            raise TrialElsewhere(error.what, expected=error.expected, fix=error.fix) from error
+        self.workspace.withdraw_cancel(run.run)
+        campaign = Campaign(
+            plan,
+            self.workspace,
+            self.router,
+            run=run,
+            keeper=self.keeper,
+            clock=self.clock,
+            together=self.together,
+        )
+        campaign.begin()
+        return Live(trial, run, campaign)
+
+    def ensure_run(self, trial: Trial) -> str:
+        """The run of a trial of which everything is done; one is recorded where there is none."""
+        known = self.workspace.trial_run(self.sweep, trial.name)
+        if known is not None:
+            return known
+        run = self._new_run(trial, self._plan(trial, False))
+        self.workspace.write_run(run)
+        return run.run
+
+    def _plan(self, trial: Trial, canary: bool) -> Plan:
+        changes: dict[str, Any] = {"tracking.group": self.sweep}
+        if canary:
+            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in ("sft", "grpo")}
+        return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
+
+    def _recorded(self, trial: Trial) -> RunRecord | None:
+        """The run that goes on with the trial; None where it is to be a new one."""
+        run_id = self.workspace.trial_run(self.sweep, trial.name)
+        if run_id is None or (self.told.get(trial.name) or {}).get("state") == "failed":
+            return None
+        try:
+            run = self.workspace.read_run(run_id)
+        except ConfigurationError:  # it was deleted
+            return None
+        same = dict(run.stages) == {s.name: s.id for s in trial.plan.stages}
+        code = self.workspace.layout.code / run.code
+        return run if same and (not run.code or code.is_dir()) else None
+
+    def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
+        pinned = self.pinned()
+        which = {"name": self.sweep, "arm": trial.arm, "seed": trial.seed}
+        run = record_run(plan, self.workspace, self.recipe, trial.overrides, pinned, sweep=which)
+        if pinned.diff:
+            self._keep_diff(run, pinned.diff)
+        self.workspace.write_run(run)
+        self.workspace.note_trial(self.sweep, trial.name, run.run)
+        return run
+
+    def pinned(self) -> Pinned:
+        """The code that new runs use."""
+        if self._pinned is None:
+            self._pinned = self.pin(self.workspace)
+        return self._pinned
+
+    def _keep_diff(self, run: RunRecord, diff: str) -> None:
+        """What is not committed, once for all trials: each run has a link to it."""
+        folder = self.workspace.sweep_folder(self.sweep) / "diffs"
+        path = folder / f"{run.provenance['diff_sha256']}.diff"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, diff)
+        target = self.workspace.layout.run(run.run).diff
+        try:
+            os.link(path, target)
+        except OSError:  # a file system without hard links
+            atomic.write_text(target, diff)
