@@ -12,13 +12,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.command_checks import check_command
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import serves as serves
@@ -355,6 +355,33 @@ def _repository(config: RecipeConfig) -> str | None:
         return None
 
 
+class _Range(NamedTuple):
+    """What each of some fields must be where it is a number; read at once, for many trials."""
+
+    paths: tuple[str, ...]
+    read: Callable[[RecipeConfig], tuple[Any, ...]]
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _range(paths: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> _Range:
+    return _Range(paths, attrgetter(*paths), holds, expected)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+_RANGES = (
+    _range(tuple(path for path, _ in walk(RecipeConfig)), _is_finite, "a finite number"),
+    _range(_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+    _range(_NOT_NEGATIVE, lambda v: v >= 0, "zero or more"),
+    _range(_RETRIES, lambda v: v >= -1, "zero or more, or -1 for no limit"),
+    _range(_ABOVE_ZERO, lambda v: v > 0, "a number above zero"),
+    _range(_SHARES, lambda v: 0.0 <= v <= 1.0, "a share between 0 and 1"),
+)
+
+
 def check_config(config: RecipeConfig) -> RecipeConfig:
     """``config`` itself, or the first refusal.
 
@@ -363,27 +390,10 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     ConfigurationError
         A value or a combination of values is impossible.
     """
-    for path, _ in walk(RecipeConfig):
-        value = get_field(config, path)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _number(path, value, "a finite number")
-    for path in _AT_LEAST_ONE:
-        value = get_field(config, path)
-        if value is not None and value < 1:
-            raise _number(path, value, "at least 1")
-    for path in _NOT_NEGATIVE:
-        value = get_field(config, path)
-        if value is not None and value < 0:
-            raise _number(path, value, "zero or more")
-    for path in _RETRIES:
-        if get_field(config, path) < -1:
-            raise _number(path, get_field(config, path), "zero or more, or -1 for no limit")
-    for path in _ABOVE_ZERO:
-        if get_field(config, path) <= 0:
-            raise _number(path, get_field(config, path), "a number above zero")
-    for path in _SHARES:
-        if not 0.0 <= get_field(config, path) <= 1.0:
-            raise _number(path, get_field(config, path), "a share between 0 and 1")
+    for paths, read, holds, expected in _RANGES:
+        for path, value in zip(paths, read(config), strict=True):
+            if value is not None and not holds(value):
+                raise _number(path, value, expected)
     for check in CHECKS:
         if not check.holds(config):
             raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
