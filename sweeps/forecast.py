@@ -18,7 +18,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from statistics import median
 
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.services import is_service
 from sweeps.history import (
@@ -242,17 +241,20 @@ def held_out_prompts(plan: Plan, stage: PlannedStage, history: History) -> int |
     that are made on the spot; None where nobody knows."""
     most = stage.identity.get("evaluate.max_prompts")
     known = history.held_out.get(stage.input_fingerprints.get("data", ""))
-    if known is None:
-        known = _configured_prompts(plan.config)
+    if known is None and (data := plan.by_name.get(stage.inputs.get("data", ""))) is not None:
+        known = _configured_prompts(data)
     return known if known is None or most is None else min(known, int(most))
 
 
-def _configured_prompts(config: RecipeConfig) -> int | None:
-    data = config.data
-    if data.rl_path != "builtin:synthetic":
+def _configured_prompts(data: PlannedStage) -> int | None:
+    values = data.identity
+    if not data.sources.get("data.rl", "").startswith("synthetic:"):
         return None
-    rows = min(data.synthetic_rl_rows, data.max_rl_rows or data.synthetic_rl_rows)
-    return round(rows * data.held_out_fraction)
+    rows = int(values["data.synthetic_rl_rows"])
+    rows = min(rows, int(values.get("data.max_rl_rows") or rows))
+    if values.get("data.all_held_out"):
+        return rows
+    return round(rows * float(values["data.held_out_fraction"]))
 
 
 def _by(measured: Measured, work: Work) -> float | None:

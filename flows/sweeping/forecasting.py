@@ -18,7 +18,7 @@ from infra.timeline import rough, size_text
 from infra.workspace import Workspace
 from sweeps.fitting import Passed, passed_limits
 from sweeps.forecast import StageForecast, SweepForecast, forecast_sweep
-from sweeps.history import CanaryMeasure
+from sweeps.history import CanaryMeasure, History
 from sweeps.values import SweepPlan
 
 FORECAST_VERSION = 1
@@ -27,13 +27,18 @@ _FEW = 3
 
 
 def forecast_of(
-    plan: SweepPlan, workspace: Workspace, canary: Sequence[CanaryMeasure] = ()
+    plan: SweepPlan,
+    workspace: Workspace,
+    canary: Sequence[CanaryMeasure] = (),
+    history: History | None = None,
 ) -> SweepForecast:
-    """What is left to do of a sweep in this workspace, and what it takes."""
+    """What is left to do of a sweep in this workspace, and what it takes (by ``history``, where it
+    has been read already)."""
     done = done_stages(workspace, plan)
-    forecast = forecast_sweep(plan, read_history(workspace, plan), done, canary)
-    if not forecast.stages:
-        return replace(forecast, disk_bytes=0)
+    if len(done) == len(plan.stages()):
+        return forecast_sweep(plan, History(), done)
+    known = read_history(workspace, plan) if history is None else history
+    forecast = forecast_sweep(plan, known, done, canary)
     return _with_disk(forecast, plan, workspace, done)
 
 

@@ -1,0 +1,321 @@
+"""Whether a planned sweep can answer its question: the smallest effect that it would see.
+
+In: a planned sweep, how many prompts it is evaluated on, and what earlier evaluations say about
+spreads (:class:`Evidence`). Out: a :class:`Detectable` with warnings and with what would do. The
+formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.protocols import protocol_name
+from refiner_core.evaluation.power import Components, detectable_effect, power_of
+from refiner_core.evaluation.samples import NUMBERS
+from sweeps.values import Question, SweepPlan
+
+POWER, ALPHA = 0.8, 0.05
+#: Spreads of seeds (standard deviations) that are tried where nobody knows it, for shares.
+TRIED_SEED_SPREADS = (0.02, 0.05)
+#: Beyond so many seeds, or so many times the prompts, nobody is sent.
+_MOST_SEEDS, _MOST_TIMES = 20, 64
+#: Shares this near to 0 or 1 have no room to move in.
+_EDGE = 0.03
+
+Basis = Literal["pairs", "one seed", "seeds of one arm", "assumed", "nothing"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of spreads before the sweep.
+
+    Attributes
+    ----------
+    components
+        Of the paired difference of two arms; None where not even an assumption makes sense.
+    basis, text
+        What they rest on: a word for scripts, a sentence for people.
+    mean
+        Where the metric stood in these evaluations; None where there were none.
+    """
+
+    components: Components | None
+    basis: Basis
+    text: str
+    mean: float | None = None
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The number that decides, with the blanks of the question filled in."""
+
+    model: str
+    metric: str
+    decoding: str
+    protocol: str
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What would do: so many seeds with the prompts as they are, or so many prompts with the seeds
+    as they are. None: no reasonable number would."""
+
+    seeds: int | None
+    prompts: int | None
+
+
+@dataclass(frozen=True)
+class Detectable:
+    """What the sweep can see.
+
+    Attributes
+    ----------
+    aim
+        Which number.
+    effect, effect_alone
+        The smallest difference to the baseline that is found in 80 % of such sweeps: by the
+        strictest of all arms' comparisons (Holm), and by one comparison alone. None: unknown.
+    if_seeds_spread
+        (standard deviation of seeds, effect) pairs, where that spread is not known.
+    seeds, prompts, arms
+        As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
+    wanted, power_for_wanted
+        The smallest effect that would matter, and how often it would be found.
+    remedy
+        What would do, where this does not.
+    warnings
+        Why the sweep may not answer its question.
+    """
+
+    aim: Aim
+    effect: float | None
+    effect_alone: float | None
+    if_seeds_spread: tuple[tuple[float, float], ...]
+    seeds: int
+    prompts: int | None
+    arms: int
+    evidence: Evidence
+    wanted: float | None = None
+    power_for_wanted: float | None = None
+    remedy: Remedy | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def aim_of(plan: SweepPlan) -> Aim:
+    """The number that decides; what the question leaves open is the last model, ``oracle`` where
+    answers have a known truth and else ``rubric_score``, and the sampled decoding."""
+    question: Question = plan.sweep.question
+    if not plan.trials:
+        return Aim(question.model, question.metric, question.decoding, question.protocol)
+    stages = plan.trials[0].plan.stages
+    found = [s for s in stages if s.kind == "evaluate"]
+    model = question.model or (found[-1].model if found else "")
+    synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
+    metric = question.metric or ("oracle" if synthetic else "rubric_score")
+    chosen = evaluation_of(plan, model, question.protocol)
+    decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
+    default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
+    return Aim(model, metric, question.decoding or default, question.protocol)
+
+
+def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | None:
+    """The evaluation of a model in the first trial, under a protocol's name or the recipe's own."""
+    stages = plan.trials[0].plan.stages if plan.trials else ()
+    for stage in stages:
+        named = protocol_name(stage.name) == protocol
+        if stage.kind == "evaluate" and stage.model == model and named:
+            return stage
+    return None
+
+
+def assumed(metric: str) -> Evidence:
+    """Where nothing was measured: the most that shares can spread; nothing for other numbers."""
+    if metric in NUMBERS:
+        text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
+        return Evidence(None, "nothing", text)
+    # Two independent coins: no paired difference of shares whose noise is their own spreads more.
+    text = (
+        "an assumption: every answer is a coin of its own, the most that a share can spread; no "
+        "earlier evaluation was found"
+    )
+    return Evidence(Components(None, 0.0, 0.5), "assumed", text)
+
+
+def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Detectable:
+    """What the sweep can see, and what it cannot.
+
+    Parameters
+    ----------
+    prompts
+        Held-out prompts that the deciding number is taken over; None where nobody knows.
+    """
+    aim, wanted = aim_of(plan), plan.sweep.question.smallest_effect
+    seeds = len({t.seed for t in plan.trials})
+    arms = max(0, len({t.arm for t in plan.trials}) - 1)
+    strict = ALPHA / max(1, arms)
+    known = evidence.components
+    effect = alone = found = None
+    spreads: tuple[tuple[float, float], ...] = ()
+    remedy = None
+    if known is not None and prompts is not None and prompts >= 2 and seeds:
+        effect = detectable_effect(known, seeds, prompts, POWER, strict)
+        alone = effect if arms <= 1 else detectable_effect(known, seeds, prompts, POWER, ALPHA)
+        if known.seed is None and aim.metric not in NUMBERS:
+            tried = TRIED_SEED_SPREADS
+            spreads = tuple(_with_spread(known, sd, seeds, prompts, strict) for sd in tried)
+        if wanted is not None:
+            found = power_of(known, seeds, prompts, wanted, strict)
+            if found < POWER:
+                remedy = _remedy(known, seeds, prompts, wanted, strict)
+    result = Detectable(
+        aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy
+    )
+    return _with_warnings(plan, result)
+
+
+def _with_spread(
+    known: Components, deviation: float, seeds: int, prompts: int, alpha: float
+) -> tuple[float, float]:
+    """The effect where seeds differ by so much, for the difference of two of them."""
+    supposed = known._replace(seed=2 * deviation**2)
+    # One seed cannot tell its own effect from an arm's: what it may hide comes on top.
+    if seeds == 1:
+        hidden = 1.96 * math.sqrt(2) * deviation
+        return deviation, detectable_effect(known, 1, prompts, POWER, alpha) + hidden
+    return deviation, detectable_effect(supposed, seeds, prompts, POWER, alpha)
+
+
+def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: float) -> Remedy:
+    def enough(s: int, p: int) -> bool:
+        return power_of(known, s, p, wanted, alpha) >= POWER
+
+    more = _least(lambda s: enough(s, prompts), max(2, seeds), _MOST_SEEDS)
+    wider = _least(lambda p: enough(seeds, p), prompts, prompts * _MOST_TIMES)
+    return Remedy(more, wider)
+
+
+def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The smallest number from ``low`` to ``high`` that is enough; more is never less."""
+    if not enough(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return high
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def _with_warnings(plan: SweepPlan, result: Detectable) -> Detectable:
+    return replace(result, warnings=tuple(_warnings(plan, result)))
+
+
+def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
+    aim, texts = found.aim, []
+    if evaluation_of(plan, aim.model, aim.protocol) is None:
+        return [_nothing_measured(aim)]
+    texts += _own_yardsticks(plan, aim)
+    if found.prompts is not None and found.prompts < 2:
+        texts.append(
+            f"{found.prompts} held-out prompts: nothing can be compared; raise "
+            "data.held_out_fraction, or evaluate on a protocol with prompts of its own"
+        )
+    if found.arms == 0:
+        texts.append("One arm: there is nothing to compare it with")
+    if found.seeds == 1:
+        texts.append(
+            "One seed: a difference is one of these checkpoints, and says nothing about the "
+            "recipes; at least 3 seeds"
+        )
+    elif found.seeds == 2:
+        texts.append("Two seeds: 95 % intervals cover as little as 91 %; at least 3 seeds")
+    if found.arms > 5 and found.effect is not None and found.effect_alone is not None:
+        texts.append(
+            f"{found.arms} arms are compared with the baseline at once: the smallest effect grows "
+            f"from {_digits(found.effect_alone)} to {_digits(found.effect)}"
+        )
+    texts += _at_the_edge(found)
+    texts += _too_small(found)
+    return texts
+
+
+def _nothing_measured(aim: Aim) -> str:
+    where = f" under protocol {aim.protocol}" if aim.protocol else ""
+    return (
+        f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays open; "
+        "add `evaluate` to stages, or correct `question:`"
+    )
+
+
+def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
+    """Arms that are measured in different ways cannot be compared on that number."""
+    if aim.protocol:
+        return []
+    measured: dict[str, dict[str, object]] = {}
+    for trial in plan.trials:
+        if trial.arm in measured:
+            continue
+        for stage in trial.plan.stages:
+            if stage.kind == "evaluate" and stage.model == aim.model and "@" not in stage.name:
+                measured[trial.arm] = dict(stage.identity)
+    if len(measured) < 2:
+        return []
+    first = next(iter(measured.values()))
+    fields = sorted(
+        {k for other in measured.values() for k in {*first, *other} if first.get(k) != other.get(k)}
+    )
+    shared = ("reward.rubric", "reward.static", "reward.instance", "judge.", "evaluate.", "grpo.")
+    decides = [f for f in fields if f.startswith(shared) or aim.metric == "reward"]
+    if not decides:
+        return []
+    return [
+        f"Arms are measured in different ways ({', '.join(decides)}), so {aim.metric} cannot be "
+        "compared between them; name a protocol in evaluate.protocols, and in "
+        "`question: {protocol: …}`"
+    ]
+
+
+def _at_the_edge(found: Detectable) -> list[str]:
+    mean = found.evidence.mean
+    if mean is None or found.aim.metric in NUMBERS:
+        return []
+    if mean >= 1 - _EDGE:
+        return [
+            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
+            "to be better; choose another metric or harder prompts"
+        ]
+    if mean <= _EDGE:
+        return [
+            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
+            "to be worse, and little that it learns from; look at the samples first"
+        ]
+    return []
+
+
+def _too_small(found: Detectable) -> list[str]:
+    if found.wanted is None or found.power_for_wanted is None or found.effect is None:
+        return []
+    if found.power_for_wanted >= POWER:
+        return []
+    text = (
+        f"The smallest effect that matters ({_digits(found.wanted)}) is less than what this sweep "
+        f"can see ({_digits(found.effect)}): it would be found in "
+        f"{100 * found.power_for_wanted:.0f} of 100 such sweeps"
+    )
+    ways = []
+    if found.remedy and found.remedy.seeds:
+        ways.append(f"{found.remedy.seeds} seeds")
+    if found.remedy and found.remedy.prompts:
+        ways.append(f"{found.remedy.prompts} prompts")
+    if ways:
+        return [f"{text}; {' or '.join(ways)} would do"]
+    return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.3g}"
