@@ -1,0 +1,282 @@
+"""The page of a report: one HTML file that needs nothing but a browser, from any disk.
+
+In: a :class:`~refiner_core.report.document.SweepReport`. Out: the page's text. All that is shown is
+in the HTML; its script only hides, sorts and remembers (in the address, so that a page that loads
+itself again stays where it was). No request ever leaves it: a content security policy forbids them
+and lets no script run but the page's own, which is known by its hash. Everything is escaped.
+
+What would make a page too large to open is bounded (answers, prompts, curves' points, rows) and
+what is left out is said; the JSON beside the page has it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from refiner_core.report import drawing, printing, words
+from refiner_core.report.document import ArmNumber, Comparison, Curve, SweepReport
+from refiner_core.report.rows import Column, arm_row, comparison_notes
+from refiner_core.report.transcripts import fitting, marked
+
+#: Rows of arms on the page, over all comparisons.
+MOST_ROWS = 4_000
+#: Points of curves on the page, over all metrics and arms.
+MOST_POINTS = 60_000
+MOST_CURVES = 3_000
+#: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
+FEW_ARMS = 7
+MOST_FLIPS = 600
+VIEWS = (
+    ("summary", "Summary"),
+    ("arms", "Arms"),
+    ("curves", "Learning curves"),
+    ("judges", "Judges × arms"),
+    ("rubrics", "Rubrics"),
+    ("flips", "Prompts that flip"),
+    ("answers", "Answers side by side"),
+    ("cost", "Cost and waste"),
+    ("incidents", "Incidents"),
+    ("protocols", "Protocols and provenance"),
+)
+
+
+def page(report: SweepReport, *, reload_s: int = 0) -> str:
+    """The page's text, free of what UTF-8 cannot hold.
+
+    Parameters
+    ----------
+    report
+        What is shown.
+    reload_s
+        Seconds after which the page of a running sweep loads itself again; 0: never. A sweep that
+        is over has a page that stays.
+    """
+    script = _read("page.js")
+    live = reload_s if report.state == "running" else 0
+    return _template().render(
+        report=report,
+        style=Markup(_read("page.css")),
+        script=Markup(script),
+        script_hash=_hash_of(script),
+        reload_s=live,
+        views=VIEWS,
+        p=printing,
+        w=words,
+        d=drawing,
+        marked=marked,
+        tree=tree,
+        **_contents(report),
+    )
+
+
+def _contents(report: SweepReport) -> dict[str, Any]:
+    """What the template shows, by name."""
+    compared = shown_comparisons(report)
+    columns = [Column.of(c, report) for c in compared]
+    index = {arm: i for i, arm in enumerate(arms_in_order(report))}
+    few = leading_arms(report)
+    return {
+        "index": index,
+        "few": few,
+        "compared": [
+            (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
+            for c, column in zip(compared, columns, strict=True)
+        ],
+        "primary_at": next((i for i, c in enumerate(compared) if c.primary), 0),
+        "not_shown": len(report.comparisons) - len(compared),
+        "plots": plots(report, index, frozenset(index[a] for a in few)),
+        "matrices": matrices(report),
+        "rubric_scale": drawing.scale_for(
+            [v for r in report.rubrics for v in r.values.values()], ticks=3
+        ),
+        "prompts": fitting(report.side_by_side, few),
+        "flips": report.flips[:MOST_FLIPS],
+        "costs": words.costs(report),
+        "whole": words.cost_of("all arms", report.trials),
+    }
+
+
+# ---------------------------------------------------------------- what is chosen for the page
+
+
+def arms_in_order(report: SweepReport) -> list[str]:
+    """All arms, the baseline first: an arm's place decides its colour in every view."""
+    return sorted(report.arms, key=lambda arm: arm != report.baseline)
+
+
+def shown_comparisons(report: SweepReport) -> list[Comparison]:
+    """The primary comparison and as many others, in their order, as a page can hold."""
+    ordered = sorted(report.comparisons, key=lambda c: not c.primary)
+    kept: list[Comparison] = []
+    rows = 0
+    for comparison in ordered:
+        rows += len(comparison.numbers)
+        if kept and rows > MOST_ROWS:
+            break
+        kept.append(comparison)
+    return kept
+
+
+def leading_arms(report: SweepReport) -> list[str]:
+    """The baseline and the arms that differ most from it; all where there are few."""
+    arms = arms_in_order(report)
+    if len(arms) <= FEW_ARMS or report.primary is None:
+        return arms[:FEW_ARMS]
+    found: dict[str, ArmNumber] = {n.arm: n for n in report.primary.numbers}
+
+    def size(arm: str) -> float:
+        number = found.get(arm)
+        return -abs(number.difference or 0.0) if number is not None else 0.0
+
+    leading = {report.baseline, *sorted(arms, key=size)[: FEW_ARMS - 1]}
+    return [arm for arm in arms if arm in leading][:FEW_ARMS]
+
+
+def plots(
+    report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
+) -> list[dict[str, Any]]:
+    """Learning curves, one drawing for each metric of a stage."""
+    by_metric: dict[str, list[Curve]] = {}
+    for curve in report.curves[:MOST_CURVES]:
+        if curve.arm in index:
+            by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(curve)
+    each = max(8, MOST_POINTS // max(1, len(report.curves[:MOST_CURVES])))
+    made = []
+    for name, found in by_metric.items():
+        found = sorted(found, key=lambda c: index[c.arm])
+        drawn = [drawing.Drawn(index[c.arm], c, drawing.thinned(c, each)) for c in found]
+        visible = shown if any(d.index in shown for d in drawn) else frozenset({drawn[0].index})
+        made.append(
+            {
+                "name": name,
+                "svg": drawing.curves(name, drawn, visible),
+                "drawn": drawn,
+                "shown": visible,
+                "rows": [_last_row(d) for d in drawn],
+            }
+        )
+    return made
+
+
+def _last_row(drawn: drawing.Drawn) -> dict[str, Any]:
+    """First and last point of a curve, for the table below its drawing."""
+    curve = drawn.curve
+    known = [i for i, v in enumerate(curve.mean) if printing.finite(v) is not None]
+    if not known:
+        return {"index": drawn.index, "arm": curve.arm, "first": None, "last": None}
+    first, last = known[0], known[-1]
+    return {
+        "index": drawn.index,
+        "arm": curve.arm,
+        "first": (curve.steps[first], curve.mean[first]),
+        "last": (curve.steps[last], curve.mean[last], curve.low[last], curve.high[last]),
+        "seeds": len(curve.by_seed),
+    }
+
+
+def matrices(report: SweepReport) -> list[dict[str, Any]]:
+    """Judges against arms, one table for each metric and decoding: judges are its columns."""
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for row in report.matrix:
+        groups.setdefault((row.metric, row.decoding), []).append(row)
+    made = []
+    for (metric, decoding), rows in groups.items():
+        cells = [{c.arm: c for c in row.cells} for row in rows]
+        made.append(
+            {
+                "name": f"{metric}, {decoding}" if decoding else metric,
+                "rows": rows,
+                "cells": cells,
+                "ranges": [_range(found.values()) for found in cells],
+                "said": list(rank_sentences(rows)),
+            }
+        )
+    return made
+
+
+def _range(cells: Any) -> tuple[float, float]:
+    known = [c.value for c in cells if printing.finite(c.value) is not None]
+    return (min(known), max(known)) if known else (0.0, 0.0)
+
+
+def rank_sentences(rows: Sequence[Any]) -> Iterator[str]:
+    """Which arm each judge puts first, and whether a judge that trains nobody agrees."""
+    first = {
+        f"{row.judge} + {row.rubrics}" if row.rubrics else row.judge: next(
+            (c.arm for c in row.cells if c.rank == 1), None
+        )
+        for row in rows
+    }
+    named = {judge: arm for judge, arm in first.items() if arm is not None}
+    if len(named) < 2:
+        return
+    if len(set(named.values())) == 1:
+        yield f"All of them put {next(iter(named.values()))} first."
+    else:
+        yield "; ".join(f"{judge} puts {arm} first" for judge, arm in named.items()) + "."
+    for row in rows:
+        best = next((c.arm for c in row.cells if c.rank == 1), None)
+        if best is not None and best in row.trains:
+            yield (
+                f"{row.judge} is what {best}, which it puts first, was trained on: look at a "
+                "judge that trains nobody before believing it."
+            )
+
+
+# ---------------------------------------------------------------- small things
+
+
+def tree(value: Any, depth: int = 0) -> Markup:
+    """Any JSON value as nested lists of terms."""
+    if isinstance(value, Mapping) and value and depth < 6:
+        rows = Markup("").join(
+            Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
+            for k, v in value.items()
+        )
+        return Markup("<dl>{}</dl>").format(rows)
+    if isinstance(value, list | tuple) and value and depth < 6:
+        if all(isinstance(v, str | int | float) for v in value):
+            return Markup("<bdi>{}</bdi>").format(", ".join(_leaf(v) for v in value))
+        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
+        return Markup("<ul>{}</ul>").format(items)
+    return Markup("<bdi>{}</bdi>").format(_leaf(value))
+
+
+def _leaf(value: Any) -> str:
+    if value is None or value == "" or value == {} or value == []:
+        return printing.MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return printing.MISSING if printing.finite(value) is None else f"{value:.6g}"
+    return printing.plain(str(value))
+
+
+def _hash_of(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+@lru_cache
+def _read(name: str) -> str:
+    return files("refiner_core.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@lru_cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printing.plain(value) if type(value) is str else value,
+    )
+    return environment.from_string(_read("page.html.jinja"))

@@ -1,0 +1,253 @@
+"use strict";
+// Hides, sorts and remembers; all that it shows is in the page. What is chosen stands in the
+// address after #, so that a page that loads itself again, or a link to it, shows the same.
+(() => {
+const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
+const body = document.body, views = $$(".view").map(v => v.id), cmps = $$(".cmp"), plots = $$(".plot-of"), prompts = $$(".prompt");
+const form = id => $("#" + id), tip = $("#tip"), live = Number(body.dataset.reload || 0);
+const start = {v: "summary", c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s: "", q: "", f: "", x: "", t: "", y: "0", h: ""};
+const firstSeed = form("choose-answer") ? form("choose-answer").seed.value : "";
+start.s = firstSeed;
+let state = {...start}, paused = false;
+document.documentElement.classList.add("js");
+if (cmps.reduce((n, c) => n + $$("tbody tr", c).length, 0) > 400) document.documentElement.classList.add("many");
+
+// ---------------------------------------------------------------- the address
+function read() {
+  const text = decodeURI(location.hash.slice(1));
+  state = {...start};
+  if (views.includes(text)) { state.v = text; return; }
+  for (const [k, v] of new URLSearchParams(location.hash.slice(1))) if (k in start) state[k] = v;
+  if (!views.includes(state.v)) state.v = "summary";
+}
+function write(push) {
+  const parts = new URLSearchParams();
+  for (const k in start) if (state[k] !== start[k]) parts.set(k, state[k]);
+  if (!parts.has("v")) parts.set("v", state.v);
+  history[push ? "pushState" : "replaceState"](null, "", "#" + parts);
+}
+function set(change, push) { Object.assign(state, change); write(push); show(); }
+
+// ---------------------------------------------------------------- which arms
+const arms = $$("#arm-index li").map(li => ({i: li.dataset.i, name: li.textContent, levels: li.dataset.levels.split(",")}));
+function visibleArms() {
+  const unwanted = state.f.split(";").filter(Boolean).map(x => x.split("."));
+  const wanted = state.q.toLowerCase();
+  return new Set(arms.filter(a => a.i === "0" || ((!wanted || a.name.toLowerCase().includes(wanted)) &&
+    !unwanted.some(([factor, level]) => a.levels[factor] === level))).map(a => a.i));
+}
+let armsKey = null;
+function showArms() {
+  const key = state.q + "|" + state.f;
+  if (key === armsKey || !arms.length) return;
+  armsKey = key;
+  const seen = visibleArms();
+  for (const e of $$("main [data-arm]")) e.classList.toggle("off", !seen.has(e.dataset.arm) && e.dataset.arm !== "-1");
+  $("#shown-count").textContent = seen.size === arms.length ? `all ${arms.length}` : `${seen.size} of ${arms.length}`;
+  $("#q").value = state.q;
+  const unwanted = new Set(state.f.split(";"));
+  for (const box of $$("fieldset input")) box.checked = !unwanted.has(box.closest("fieldset").dataset.factor + "." + box.dataset.level);
+}
+
+// ---------------------------------------------------------------- views
+function show() {
+  for (const v of $$(".view")) v.classList.toggle("on", v.id === state.v);
+  for (const a of $$("nav a")) a.dataset.view === state.v ? a.setAttribute("aria-current", "page") : a.removeAttribute("aria-current");
+  showArms(); showComparison(); showCurve(); showAnswers(); sortTables();
+}
+function pick(list, at) { const i = Math.min(Math.max(0, Number(at) || 0), list.length - 1); list.forEach((e, j) => e.classList.toggle("on", i === j)); return i; }
+function showComparison() {
+  const f = form("choose"); if (!f) return;
+  const now = cmps[pick(cmps, state.c)];
+  for (const name of ["model", "protocol", "decoding", "metric"]) {
+    const values = [...new Set(cmps.map(c => c.dataset[name]))];
+    if (!f[name].options.length) for (const v of values) f[name].add(new Option(v || "—", v));
+    f[name].value = now.dataset[name];
+    f[name].closest("label").classList.toggle("off", values.length < 2);
+  }
+  f.order.value = state.o;
+}
+function chooseComparison(name, value) {
+  const f = form("choose"), names = ["model", "protocol", "decoding", "metric"];
+  let best = 0, most = -1;
+  cmps.forEach((c, i) => {
+    if (c.dataset[name] !== value) return;
+    const same = names.filter(n => n !== name && c.dataset[n] === f[n].value).length;
+    if (same > most) { most = same; best = i; }
+  });
+  set({c: String(best)});
+}
+function showCurve() {
+  const f = form("choose-curve"); if (!f) return;
+  const at = pick(plots, state.m); f.curve.value = String(at);
+  const chosen = state.x ? new Map(state.x.split(",").map(x => [x.slice(1), x[0] === "+"])) : new Map();
+  const seen = arms.length ? visibleArms() : null;
+  for (const g of $$("g[data-curve]", plots[at])) {
+    const box = $(`input[data-line="${g.dataset.curve}"]`, plots[at]);
+    const on = chosen.has(g.dataset.curve) ? chosen.get(g.dataset.curve) : box.defaultChecked;
+    box.checked = on;
+    g.classList.toggle("off", !on || (seen !== null && !seen.has(g.dataset.curve)));
+  }
+}
+function showAnswers() {
+  const f = form("choose-answer"); if (!f) return;
+  const at = pick(prompts, state.p);
+  f.prompt.value = String(at); f.left.value = state.l; f.right.value = state.r; f.seed.value = state.s;
+  if (f.right.selectedIndex < 0) f.right.value = "";
+  const every = f.left.value === "" || f.right.value === "", sides = [f.left.value, f.right.value];
+  let any = false;
+  for (const card of $$(".answer-card", prompts[at])) {
+    const on = (every || sides.includes(card.dataset.arm)) && (!f.seed.value || card.dataset.seed === f.seed.value);
+    card.hidden = !on; any = any || (on && !card.classList.contains("off"));
+  }
+  if (!every) for (const arm of [...sides].reverse()) // left is left
+    for (const card of $$(`.answer-card[data-arm="${CSS.escape(arm)}"]`, prompts[at]).reverse()) card.parentNode.prepend(card);
+  $(".nothing", prompts[at]).hidden = any;
+}
+
+// ---------------------------------------------------------------- order
+const compare = (a, b) => {
+  if (a === "" || b === "") return a === b ? 0 : a === "" ? 1 : -1;
+  const x = Number(a), y = Number(b);
+  return Number.isNaN(x) || Number.isNaN(y) ? (a < b ? -1 : a > b ? 1 : 0) : x - y;
+};
+function sortTable(table, order) {
+  const [name, way] = order.split("-"), heads = $$("thead th", table), at = heads.findIndex(h => h.dataset.sort === name);
+  const tbody = table.tBodies[0], rows = [...tbody.rows];
+  rows.forEach((r, i) => { r.dataset.at = r.dataset.at || String(i); });
+  for (const h of heads) if (h.dataset.sort) h.removeAttribute("aria-sort");
+  const key = r => at < 0 ? r.dataset.at : (r.cells[at].dataset.v ?? "");
+  rows.sort((a, b) => {
+    const x = key(a), y = key(b), c = compare(x, y);
+    return (x === "" || y === "" ? c : way === "d" ? -c : c) || Number(a.dataset.at) - Number(b.dataset.at);
+  });
+  tbody.append(...rows);
+  if (at >= 0) heads[at].setAttribute("aria-sort", way === "d" ? "descending" : "ascending");
+}
+const sorted = new Map();
+function sortTables() {
+  const tables = Object.fromEntries(state.t.split(";").filter(Boolean).map(x => x.split(":")));
+  for (const table of $$(".sortable")) {
+    const inView = table.closest(".view").classList.contains("on") && (!table.closest(".cmp") || table.closest(".cmp").classList.contains("on"));
+    if (!inView) continue;
+    const order = table.closest("#arms") ? state.o : tables[table.dataset.table] || "";
+    if ((sorted.get(table) || "") !== order) { sorted.set(table, order); sortTable(table, order); }
+  }
+}
+for (const head of $$(".sortable th[data-sort]")) {
+  const button = document.createElement("button");
+  button.type = "button"; button.append(...head.childNodes); head.append(button);
+  button.addEventListener("click", () => {
+    const table = head.closest("table"), name = head.dataset.sort, down = head.getAttribute("aria-sort") === "ascending";
+    const up = head.getAttribute("aria-sort") === "descending", order = up ? "" : `${name}-${down ? "d" : "a"}`;
+    if (table.closest("#arms")) return set({o: order});
+    const others = state.t.split(";").filter(x => x && !x.startsWith(table.dataset.table + ":"));
+    set({t: [...others, ...(order ? [`${table.dataset.table}:${order}`] : [])].join(";")});
+  });
+}
+
+// ---------------------------------------------------------------- hover and keys
+function tell(text, x, y) {
+  tip.textContent = text; tip.hidden = !text; if (!text) return;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - box.width - 6)) + "px";
+  tip.style.top = Math.max(4, y + 18 + box.height > innerHeight ? y - box.height - 12 : y + 18) + "px";
+}
+function curveTip(svg, step, x, y) {
+  const lines = [], near = [];
+  for (const g of $$("g[data-curve]:not(.off)", svg)) {
+    let best = null;
+    for (const part of g.dataset.p.split(";")) {
+      const v = part.split(" ").map(Number);
+      if (best === null || Math.abs(v[0] - step) < Math.abs(best[0] - step)) best = v;
+    }
+    if (best && !Number.isNaN(best[0])) { near.push(best[0]); lines.push(`${g.dataset.name}: ${best[1]}` + (best[2] !== best[3] ? ` (${best[2]} to ${best[3]})` : "")); }
+  }
+  if (!near.length) return tell("");
+  const shown = near.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
+  const cursor = $(".cursor", svg), [low, high] = svg.dataset.x.split(",").map(Number), at = 64 + (shown - low) / (high - low) * 780;
+  cursor.setAttribute("x1", at); cursor.setAttribute("x2", at); cursor.setAttribute("visibility", "visible");
+  svg.dataset.step = shown;
+  tell(`step ${shown}\n` + lines.slice(0, 14).join("\n"), x, y);
+}
+document.addEventListener("pointermove", event => {
+  const svg = event.target.closest && event.target.closest("svg.curves, svg.strip[aria-label]");
+  if (!svg) { if (!tip.hidden && !document.activeElement.matches("svg")) tell(""); return; }
+  if (svg.classList.contains("strip")) return tell(svg.getAttribute("aria-label"), event.clientX, event.clientY);
+  const box = svg.getBoundingClientRect(), [low, high] = svg.dataset.x.split(",").map(Number);
+  const share = ((event.clientX - box.left) / box.width * 860 - 64) / 780;
+  curveTip(svg, low + Math.min(1, Math.max(0, share)) * (high - low), event.clientX, event.clientY);
+});
+document.addEventListener("focusin", event => {
+  const svg = event.target;
+  if (!svg.matches || !svg.matches("svg[tabindex]")) return tell("");
+  const box = svg.getBoundingClientRect();
+  if (svg.classList.contains("strip")) tell(svg.getAttribute("aria-label"), box.left + box.width / 2, box.bottom - 12);
+  else curveTip(svg, Number(svg.dataset.step || svg.dataset.x.split(",")[1]), box.left + box.width / 2, box.top + 20);
+});
+document.addEventListener("focusout", () => tell(""));
+document.addEventListener("keydown", event => {
+  const svg = event.target;
+  if (event.key === "Escape") return tell("");
+  if (!svg.matches || !svg.matches("svg.curves") || !["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
+  event.preventDefault();
+  const steps = [...new Set($$("g[data-curve]:not(.off)", svg).flatMap(g => g.dataset.p.split(";").map(p => Number(p.split(" ")[0]))))].sort((a, b) => a - b);
+  const at = steps.indexOf(Number(svg.dataset.step)), box = svg.getBoundingClientRect();
+  const to = {ArrowLeft: Math.max(0, at - 1), ArrowRight: Math.min(steps.length - 1, at + 1), Home: 0, End: steps.length - 1}[event.key];
+  curveTip(svg, steps[to], box.left + box.width / 2, box.top + 20);
+});
+
+// ---------------------------------------------------------------- choices
+document.addEventListener("click", event => {
+  const a = event.target.closest && event.target.closest("a[data-view]");
+  if (!a || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
+  event.preventDefault();
+  set({v: a.dataset.view, y: "0", ...(a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {})}, true);
+  scrollTo(0, 0); $("#main").focus({preventScroll: true});
+});
+const on = (id, what) => { const e = form(id); if (e) { e.addEventListener("change", what); e.addEventListener("submit", x => x.preventDefault()); } };
+on("choose", e => e.target.name === "order" ? set({o: e.target.value}) : chooseComparison(e.target.name, e.target.value));
+on("choose-curve", e => set({m: e.target.value}));
+on("choose-answer", e => set({p: form("choose-answer").prompt.value, l: form("choose-answer").left.value, r: form("choose-answer").right.value, s: form("choose-answer").seed.value}));
+for (const [id, by] of [["prev", -1], ["next", 1]]) if (form(id)) form(id).addEventListener("click", () => set({p: String((Number(state.p) + by + prompts.length) % prompts.length)}));
+document.addEventListener("change", event => {
+  const line = event.target.dataset && event.target.dataset.line;
+  if (line !== undefined) {
+    const chosen = new Map(state.x ? state.x.split(",").map(x => [x.slice(1), x[0]]) : []);
+    chosen.set(line, event.target.checked ? "+" : "-");
+    set({x: [...chosen].map(([k, v]) => v + k).join(",")});
+  }
+});
+if (arms.length) {
+  $("#q").addEventListener("input", e => set({q: e.target.value}));
+  for (const box of $$("fieldset input")) box.addEventListener("change", () => set({f: $$("fieldset input").filter(b => !b.checked).map(b => b.closest("fieldset").dataset.factor + "." + b.dataset.level).join(";")}));
+  $("#all-arms").addEventListener("click", () => set({q: "", f: ""}));
+  $("#filter").addEventListener("toggle", () => { state.h = $("#filter").open ? "1" : ""; write(); });
+}
+addEventListener("hashchange", () => { read(); show(); });
+addEventListener("popstate", () => { read(); show(); });
+let scrolled;
+addEventListener("scroll", () => { clearTimeout(scrolled); scrolled = setTimeout(() => { state.y = String(Math.round(scrollY)); write(); }, 150); }, {passive: true});
+addEventListener("beforeprint", () => { for (const d of $$("main details")) { d.dataset.was = d.open ? "1" : ""; d.open = d.id !== "filter"; } });
+addEventListener("afterprint", () => { for (const d of $$("main details")) d.open = d.dataset.was === "1"; });
+
+// ---------------------------------------------------------------- a sweep that runs
+function busy() { const e = document.activeElement; return document.hidden || !getSelection().isCollapsed || (e && e.matches("select, input[type=search]")); }
+function again() {
+  if (paused || busy()) return setTimeout(again, 2000);
+  state.y = String(Math.round(scrollY)); write(); location.reload();
+}
+if (live) {
+  setTimeout(again, live * 1000);
+  form("pause").addEventListener("click", e => { paused = !paused; e.target.setAttribute("aria-pressed", String(paused)); e.target.textContent = paused ? "Go on" : "Pause"; });
+  const age = () => {
+    const s = Math.round((Date.now() - Date.parse(body.dataset.made)) / 1000);
+    $("#age").textContent = s > 3 * live + 60 ? ` (${s > 7200 ? Math.round(s / 3600) + " h" : Math.round(s / 60) + " min"} ago: is anybody writing it?)` : "";
+  };
+  age(); setInterval(age, 5000);
+}
+history.scrollRestoration = "manual";
+read(); show();
+if (arms.length && state.h) $("#filter").open = true;
+scrollTo(0, Number(state.y) || 0);
+})();

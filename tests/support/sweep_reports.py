@@ -1,0 +1,425 @@
+"""Reports of sweeps, made up: every feature of a report, and every trouble that one may be in.
+
+Values are drawn with a fixed seed. What is computed from records is tested elsewhere; here it is
+what the page, the Markdown and the tables make of a report.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from refiner_core.report.document import (
+    REPORT_VERSION,
+    Answer,
+    ArmNumber,
+    Comparison,
+    Curve,
+    Flip,
+    IncidentRow,
+    Key,
+    MatrixCell,
+    MatrixRow,
+    RubricRow,
+    SeedPoint,
+    SideBySide,
+    SweepReport,
+    TrialRow,
+    Verdict,
+)
+
+SETS = ("static", "mixed", "instance")
+WEIGHTS = ("0", "0.2")
+HELD_OUT = "5f0c2a9d71b3"
+OWN = "b81e44d0c7aa"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "<style>body{display:none}</style>"
+)
+RTL = "שלום עולם \u202eevil\u202c مرحبا"
+EMOJI = "👩‍🔬🧪 ✅"
+_QUESTIONS = (
+    "Which crop does the settlement of Nabsuf grow on its river terraces?",
+    "Who founded the observatory of Tel Ammar, and in which year did it open?",
+    "What are the main side effects of the compound that the 2019 trial reports?",
+    "How did the harbour of Velmora change after the flood of 1871?",
+)
+
+
+def full_report() -> SweepReport:
+    """Six arms with three seeds: one arm failed, one trial is missing, one judge moved."""
+    return _Made(arms=[f"{s}-{w}" for s in SETS for w in WEIGHTS], seeds=(1, 2, 3)).report()
+
+
+def hostile_report() -> SweepReport:
+    """Texts that would break a page that believes them, and answers of 100 kB."""
+    made = full_report()
+    answers = tuple(
+        replace(a, text=f"<answer>{HOSTILE} {RTL} {EMOJI} \x00\x1b[31m \ud800 " + "word " * 20_000)
+        for a in made.side_by_side[0].answers[:3]
+    )
+    side = SideBySide("id\"'><b>", f"{HOSTILE} {RTL}", f"<snippet id=S_1>{HOSTILE}", answers)
+    incident = IncidentRow("static-0", 1, "2026-11-20T10:00:00.000+00:00", HOSTILE, resolved=False)
+    return replace(
+        made,
+        title=f"Rubrics {HOSTILE}",
+        question=f"{HOSTILE} {RTL} {EMOJI}",
+        side_by_side=(side, *made.side_by_side[1:]),
+        flips=(replace(made.flips[0], question=f"{RTL} | {HOSTILE}"), *made.flips[1:]),
+        rubrics=(replace(made.rubrics[0], rubric=HOSTILE), *made.rubrics[1:]),
+        incidents=(incident,),
+        warnings=(HOSTILE, f"{EMOJI} {RTL}"),
+    )
+
+
+def one_arm_report() -> SweepReport:
+    """A sweep of one arm and one seed: there is nothing to compare it with."""
+    return _Made(arms=["alone"], seeds=(7,)).report()
+
+
+def nothing_done_report() -> SweepReport:
+    """A sweep that has just begun."""
+    made = full_report()
+    trials = tuple(TrialRow(t.arm, t.seed, "", "waiting") for t in made.trials)
+    return replace(
+        made,
+        state="running",
+        trials=trials,
+        comparisons=(),
+        curves=(),
+        matrix=(),
+        rubrics=(),
+        flips=(),
+        side_by_side=(),
+        incidents=(),
+        warnings=(),
+    )
+
+
+def running_report() -> SweepReport:
+    """As :func:`full_report`, while half of it is still at work."""
+    made = full_report()
+    trials = tuple(
+        t if t.seed == 1 else replace(t, state="running", progress="grpo 12/80 rollouts")
+        for t in made.trials
+    )
+    return replace(made, state="running", trials=trials)
+
+
+def long_names_report() -> SweepReport:
+    """Names of arms that fit into no column."""
+    arms = [f"rubrics=persistent-general-v{i}_judge=qwen3-32b-instruct-" + "x" * 60 for i in (1, 2)]
+    return _Made(arms=arms, seeds=(1, 2, 3)).report()
+
+
+def large_report(trials: int = 1000) -> SweepReport:
+    """So many trials, of five seeds each."""
+    arms = [f"lr{i // 10}-beta{i % 10}" for i in range(trials // 5)]
+    return _Made(arms=arms, seeds=(1, 2, 3, 4, 5)).report()
+
+
+class _Made:
+    """One made-up sweep."""
+
+    def __init__(self, arms: Sequence[str], seeds: tuple[int, ...]) -> None:
+        self.arms, self.seeds = list(arms), seeds
+        self.random = random.Random(5)
+        self.effect = {arm: 0.012 * i * (-1) ** i for i, arm in enumerate(self.arms)}
+        self.failed = self.arms[4] if len(self.arms) > 4 else ""
+        self.missing = (self.arms[2], 3) if len(self.arms) > 2 else ("", 0)
+
+    def report(self) -> SweepReport:
+        levels = {
+            arm: dict(zip(("rubrics", "citation"), arm.rsplit("-", 1), strict=False))
+            for arm in self.arms
+        }
+        factors: dict[str, tuple[str, ...]] = {}
+        for found in levels.values():
+            for factor, label in found.items():
+                factors[factor] = tuple(dict.fromkeys((*factors.get(factor, ()), label)))
+        return SweepReport(
+            version=REPORT_VERSION,
+            sweep="rubrics-x-citations",
+            title="Rubric sets and citation weight",
+            question="Do instance rubrics and a citation weight make answers truer?",
+            made_at="2026-11-21T12:34:56.000+00:00",
+            state="finished",
+            recipe="tiny",
+            baseline=self.arms[0],
+            arms=tuple(self.arms),
+            seeds=self.seeds,
+            factors=factors,
+            arm_levels=levels,
+            trials=self.trials(),
+            comparisons=self.comparisons(),
+            curves=self.curves(),
+            matrix=self.matrix(),
+            rubrics=self.rubrics(),
+            flips=self.flips(),
+            side_by_side=self.side_by_side(),
+            incidents=self.incidents(),
+            protocols=_PROTOCOLS,
+            provenance={
+                "workspace": "runs/",
+                "sweep_version": 2,
+                "code": "c0ffee1234",
+                "refiner": "0.1.0",
+                "judges": {"qwen3-32b": "revision 9216db5781bf"},
+            },
+            detectable={
+                "effect": 0.021,
+                "power": 0.8,
+                "smallest_effect": 0.03,
+                "basis": "spread of the seeds of this sweep, 3 seeds, 200 prompts",
+            },
+            forecast={"gpu_hours": 41.0, "basis": "12 earlier stages"},
+            warnings=("The judge of protocol `own` was updated between night 1 and night 2.",)
+            if self.failed
+            else (),
+        )
+
+    # ------------------------------------------------------------ numbers
+
+    def comparisons(self) -> tuple[Comparison, ...]:
+        found = []
+        for protocol, name, judge in ((HELD_OUT, "held-out", "gpt-oss-120b"), (OWN, "own", "qwen")):
+            for decoding in ("sampled", "greedy"):
+                for metric in ("oracle", "rubric_score", "citation_f1", "length_tokens"):
+                    key = Key("grpo", protocol, name, decoding, metric, f"{judge} + persistent-v2")
+                    first = not found
+                    direction = None if metric == "length_tokens" else True
+                    numbers = self.numbers(400.0 if direction is None else 1.0, metric, name)
+                    warnings = ("Judge `qwen` moved.",) if name == "own" and self.failed else ()
+                    found.append(Comparison(key, numbers, direction, first, warnings))
+        return tuple(found)
+
+    def numbers(self, scale: float, metric: str, protocol: str) -> tuple[ArmNumber, ...]:
+        base = {seed: 0.62 + self.random.gauss(0, 0.012) for seed in self.seeds}
+        return tuple(self.number(arm, base, scale, protocol) for arm in self.arms)
+
+    def number(self, arm: str, base: dict[int, float], scale: float, protocol: str) -> ArmNumber:
+        if arm == self.failed:
+            nothing = (None,) * 8
+            return ArmNumber(
+                arm, *nothing, n=0, seeds=0, excluded=0, interval="", verdict="missing", points=(),
+                note="All its trials failed: no room left on the disk.",
+            )  # fmt: skip
+        first = arm == self.arms[0]
+        points = []
+        for seed in self.seeds:
+            gone = (arm, seed) == self.missing
+            shift = 0.0 if first else self.effect[arm] + self.random.gauss(0, 0.008)
+            points.append(
+                SeedPoint(
+                    seed,
+                    None if gone else (base[seed] + shift) * scale,
+                    None if gone or first else shift * scale,
+                    0 if gone else 200,
+                )
+            )
+        values = [p.value for p in points if p.value is not None]
+        mean, half = sum(values) / len(values), 0.024 * scale
+        shifts = [p.difference for p in points if p.difference is not None]
+        effect = sum(shifts) / len(shifts) if shifts else None
+        wide = 0.017 * scale
+        p = None if effect is None else max(1e-5, min(1.0, (0.012 * scale / abs(effect)) ** 3 / 9))
+        moved = protocol == "own" and arm == self.arms[-1] and not first
+        return ArmNumber(
+            arm, mean, mean - half, mean + half, effect,
+            None if effect is None else effect - wide, None if effect is None else effect + wide,
+            p, None if p is None else min(1.0, 5 * p),
+            n=200, seeds=len(values), excluded=3 if arm.endswith("2") else 0,
+            interval="seed x prompt variance, t interval",
+            verdict=None if effect is None or p is None else _verdict(effect, min(1, 5 * p), moved),
+            points=tuple(points),
+            note="Seed 3 is missing: its trial was cancelled." if arm == self.missing[0] else "",
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ all else
+
+    def trials(self) -> tuple[TrialRow, ...]:
+        rows = []
+        for seed in self.seeds:
+            for i, arm in enumerate(self.arms):
+                failed, gone = arm == self.failed, (arm, seed) == self.missing
+                rows.append(
+                    TrialRow(
+                        arm, seed, f"20261120-10{i % 60:02d}-{seed}",
+                        "failed" if failed else "interrupted" if gone else "done",
+                        reason="No room left on the disk." if failed else "cancelled by mb" if gone
+                        else "",
+                        seconds=5400.0 + 100 * i, gpu_hours=1.5 + i % 7 / 10, cpu_hours=0.4,
+                        queue_seconds=None if i == 1 else 640.0 * seed,
+                        lost_seconds=700.0 if i == 3 else 0.0, lost_steps=12 if i == 3 else 0,
+                        attempts=3 if i == 3 else 1, judge_calls=12_800,
+                        shared=("sft", "data") if i else (),
+                        tracked="https://wandb.example/refiner/runs/1" if i == 0 else "",
+                        published=f"runs/published/rubrics-{arm}" if i == 0 else "",
+                    )
+                )  # fmt: skip
+        return tuple(rows)
+
+    def curves(self) -> tuple[Curve, ...]:
+        found = []
+        steps = tuple(range(1, 101))
+        for metric in ("scores", "objective/kl3_avg", "val/sequence_lengths"):
+            for arm in self.arms:
+                if arm == self.failed:
+                    continue
+                by_seed = {
+                    str(seed): tuple(
+                        None
+                        if (arm, seed) == self.missing and s > 60
+                        else _curve(metric, s, self.effect[arm])
+                        + self.random.gauss(0, 0.12) * (0.02 if "kl" in metric else 1)
+                        for s in steps
+                    )
+                    for seed in self.seeds
+                }
+                columns = list(zip(*by_seed.values(), strict=True))
+                known = [[v for v in column if v is not None] for column in columns]
+                found.append(
+                    Curve(
+                        "grpo", metric, arm, steps,
+                        tuple(sum(k) / len(k) for k in known),
+                        tuple(map(min, known)), tuple(map(max, known)), by_seed,
+                    )
+                )  # fmt: skip
+        return tuple(found)
+
+    def matrix(self) -> tuple[MatrixRow, ...]:
+        rows = []
+        judges = (
+            ("qwen3-32b", "persistent-v2", self.arms[:2]),
+            ("qwen3-32b", "instance", self.arms[4:6]),
+            ("gpt-oss-120b", "persistent-v2", []),
+        )
+        for judge, rubrics, trains in judges:
+            known = {
+                arm: 0.6 + 2 * self.effect[arm] + self.random.gauss(0, 0.02) for arm in self.arms
+            }
+            order = sorted((a for a in self.arms if a != self.failed), key=lambda a: -known[a])
+            cells = tuple(
+                MatrixCell(arm, None, None, None, None)
+                if arm == self.failed
+                else MatrixCell(
+                    arm, known[arm], known[arm] - 0.02, known[arm] + 0.02, order.index(arm) + 1
+                )
+                for arm in self.arms
+            )
+            rows.append(
+                MatrixRow(HELD_OUT, judge, rubrics, "rubric_score", "sampled", tuple(trains), cells)
+            )
+        return tuple(rows)
+
+    def rubrics(self) -> tuple[RubricRow, ...]:
+        texts = (
+            ("Answers the question in its first sentence", "static"),
+            ("Names the source of each figure", "static"),
+            ("Mentions that the terraces flood in spring", "instance"),
+            ("Says what is not known", "static"),
+        )
+        rows = []
+        for text, kind in texts:
+            values = {
+                arm: min(1.0, 0.5 + self.random.random() / 3)
+                for arm in self.arms
+                if arm != self.failed
+            }
+            base = values[self.arms[0]]
+            differences = {
+                arm: (v - base, v - base - 0.05, v - base + 0.05)
+                for arm, v in values.items()
+                if arm != self.arms[0]
+            }
+            rows.append(RubricRow(text, kind, 200, values, differences))
+        return tuple(rows)
+
+    def flips(self) -> tuple[Flip, ...]:
+        return tuple(
+            Flip(arm, f"p{i:03d}", _QUESTIONS[i % 4], 0.2 + i / 10, 0.9 - i / 10, 3 - i % 2, 3)
+            for arm in self.arms[1:]
+            if arm != self.failed
+            for i in range(3)
+        )
+
+    def side_by_side(self) -> tuple[SideBySide, ...]:
+        return tuple(
+            SideBySide(
+                f"p{i:03d}",
+                question,
+                f"<snippet id=S_a{i}>Nabsuf: terraces carry barley.</snippet>\n"
+                f"<snippet id=S_b{i}>Velmora: a harbour town.</snippet>\n\n{question}",
+                tuple(
+                    self.answer(arm, seed, i)
+                    for arm in self.arms
+                    if arm != self.failed
+                    for seed in self.seeds
+                ),
+            )
+            for i, question in enumerate(_QUESTIONS)
+        )
+
+    def answer(self, arm: str, seed: int, prompt: int) -> Answer:
+        good = self.random.random() > 0.4
+        cited = f"S_a{prompt}" if good else f"S_b{prompt}"
+        text = (
+            f"<answer>Nabsuf crop <snippet id={cited}>The terraces carry barley, seed {seed} of "
+            f"{arm} says.</snippet> That is all that is known.</answer>"
+        )
+        metrics = {"oracle": float(good), "rubric_score": 0.5 + good / 4, "citation_f1": None}
+        return Answer(arm, seed, 0, text, metrics, _judgements(good))
+
+    def incidents(self) -> tuple[IncidentRow, ...]:
+        if not self.failed:
+            return ()
+        return (
+            IncidentRow(self.arms[3], 1, "2026-11-20T11:02:03.000+00:00",
+                        "grpo: preempted at step 40; resumed from step 28", resolved=True),
+            IncidentRow(self.failed, 2, "2026-11-20T13:40:00.000+00:00",
+                        "grpo: no room left on the disk (quota of 200 GiB)", resolved=False),
+        )  # fmt: skip
+
+
+def _verdict(effect: float, p_adjusted: float, moved: bool) -> Verdict:
+    if moved:
+        return "judge moved"
+    if p_adjusted >= 0.05:
+        return "not clear"
+    return "better" if effect > 0 else "worse"
+
+
+def _curve(metric: str, step: int, effect: float) -> float:
+    grown = step / (step + 25)
+    if metric == "scores":
+        return 4.0 + (2.0 + 20 * effect) * grown
+    return 0.08 * grown if "kl" in metric else 180 + 60 * grown
+
+
+def _judgements(good: bool) -> tuple[dict[str, Any], ...]:
+    return (
+        {
+            "kind": "rubric", "title": "Answers first", "criterion": "Answers in one sentence.",
+            "weight": 1.0, "score": 1.0 if good else 0.25, "status": "scored",
+            "detail": "The first sentence names the crop.",
+        },
+        {"kind": "citation_recall", "claim": "The terraces carry barley", "score": None,
+         "status": "failed", "detail": "no answer in time"},
+    )  # fmt: skip
+
+
+_PROTOCOLS: dict[str, dict[str, Any]] = {
+    HELD_OUT: {
+        "name": "held-out",
+        "dataset": "synthetic", "split": "rl_test", "revision": "4f2a9c", "n": 200,
+        "sampling": {"temperature": 1.0, "top_p": 1.0, "num_samples": 4},
+        "judge": {"model": "gpt-oss-120b", "revision": "b0d3"}, "rubrics": "persistent-v2",
+    },
+    OWN: {
+        "name": "own",
+        "dataset": "synthetic", "split": "rl_test", "revision": "4f2a9c", "n": 200,
+        "judge": {"model": "qwen3-32b", "revision": "9216db5781bf"}, "rubrics": "persistent-v2",
+    },
+}  # fmt: skip
