@@ -50,7 +50,7 @@ class Tracker:
             return
         try:
             if self._wandb_run is None:
-                self._wandb_run = self._start()
+                self._wandb_run = start_run(self._config, self._run)
                 self._note_address()
             finite = {k: float(v) for k, v in metrics.items() if math.isfinite(float(v))}
             self._wandb_run.log(finite, step=step)
@@ -67,38 +67,6 @@ class Tracker:
         except Exception as error:  # as above
             self._give_up("finishing the W&B run", error)
 
-    def _start(self) -> Any:
-        folder = self._run.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
-            os.environ[name] = str(folder)
-        os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb
-
-        settings = wandb.Settings(
-            console="off",
-            save_code=False,
-            disable_git=True,
-            disable_code=True,
-            x_disable_meta=True,  # it would record the command line and the environment's details
-            x_disable_stats=True,
-            silent=True,
-        )
-        online = self._config.wandb == "online"
-        return wandb.init(
-            project=self._config.project,
-            entity=self._config.entity,
-            mode=self._config.wandb,
-            id=self._run.run_id,
-            name=self._run.name,
-            group=self._run.group,
-            job_type=self._run.job_type,
-            dir=str(folder),
-            config=dict(self._run.config),
-            resume="allow" if online else None,
-            settings=settings,
-        )
-
     def _note_address(self) -> None:
         """Write down where an online run can be looked at; an offline one can be nowhere."""
         address = getattr(self._wandb_run, "url", None)
@@ -112,6 +80,40 @@ class Tracker:
     def _give_up(self, doing: str, error: Exception) -> None:
         self._off = True
         log.warning("%s failed; metrics go on in metrics.jsonl only: %s", doing, error)
+
+
+def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
+    """A W&B run that keeps nothing but what it is given; all its files lie in ``run.folder``."""
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+        os.environ[name] = str(folder)
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    settings = wandb.Settings(
+        console="off",
+        save_code=False,
+        disable_git=True,
+        disable_code=True,
+        x_disable_meta=True,  # it would record the command line and the environment's details
+        x_disable_stats=True,
+        silent=True,
+    )
+    online = config.wandb == "online"
+    return wandb.init(
+        project=config.project,
+        entity=config.entity,
+        mode=config.wandb,
+        id=run.run_id,
+        name=run.name,
+        group=run.group,
+        job_type=run.job_type,
+        dir=str(folder),
+        config=dict(run.config),
+        resume="allow" if online else None,
+        settings=settings,
+    )
 
 
 def tracked_address(folder: Path) -> str | None:

@@ -85,16 +85,24 @@ def trials_csv(report: SweepReport) -> str:
     return _csv(TRIAL_HEADER, trial_rows(report))
 
 
+def values(report: SweepReport) -> dict[str, Any]:
+    """The whole report as JSON values, its version first; a number that is not finite is None."""
+    return dict(_clean(to_json(report)))
+
+
 def document(report: SweepReport) -> str:
-    """``report.json``: the whole report; a number that is not finite is null."""
-    return json.dumps(_finite(to_json(report)), ensure_ascii=False, allow_nan=False) + "\n"
+    """``report.json``."""
+    return json.dumps(values(report), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _clean(value: Any) -> Any:
+    """Without what JSON or UTF-8 cannot hold."""
     if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
+        return {key: _clean(v) for key, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [_clean(v) for v in value]
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
     return finite(value) if isinstance(value, float) else value
 
 
