@@ -257,4 +257,4 @@ def _place(model: str) -> tuple[int, int]:
 
 def _number(entry: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("stage", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n")
-    return {key: entry.get(key) for key in keys}
+    return {**{key: entry.get(key) for key in keys}, "under": entry.get("under", "")}

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infra.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.types import Endpoint, Judge, Progress, SavedCheckpoint, StageIO
+from refiner_core.contract.types import (
+    Endpoint,
+    FreshJudge,
+    Judge,
+    Progress,
+    SavedCheckpoint,
+    StageIO,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,21 +67,23 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
         endpoints = stack.enter_context(judge_endpoints(work))
         writer = f"{work.stage_id}-{work.attempt}"
         around = Surroundings(
-            store=stack.enter_context(_store_of(work, writer)),
+            store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
             endpoints=endpoints,
             should_stop=work.io.should_stop,
             on_pause=io.pause,
         )
-        yield StageJudge(stack.enter_context(_built(work.config.judge, around)), io)
+        yield StageJudge(
+            _for_occasion(work, stack.enter_context(_built(work.config.judge, around))), io
+        )
 
 
-def _store_of(
-    work: StageWork, writer: str
-) -> contextlib.AbstractContextManager[WorkspaceStore | None]:
-    """The store, but for an evaluation of an occasion of its own: that is judged afresh."""
-    if work.spec.kind == "evaluate" and work.config.evaluate.occasion:
-        return contextlib.nullcontext()
-    return stored(work.config.judge, work.workspace, writer)
+def _for_occasion(work: StageWork, judge: Judge) -> Judge:
+    """An evaluation of an occasion of its own is judged afresh; what its attempts have been
+    answered before it keeps."""
+    occasion = work.config.evaluate.occasion
+    if occasion and work.spec.kind == "evaluate" and isinstance(judge, FreshJudge):
+        return judge.fresh(work.stage_id)
+    return judge
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import OF_A_PROTOCOL, Plan, PlannedStage, make_plan
+from refiner_core.contract.protocols import protocol_name, under
 from refiner_core.contract.publications import final_model, published_steps, publishes_final
 from refiner_core.contract.records import RunRecord, from_json
 
@@ -174,10 +175,13 @@ def _words(publish: PublishConfig) -> list[str]:
 def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
     """Digests of what the run was made from, as its stages have recorded them."""
     found: dict[str, str] = dict(run.provenance.get("sources") or {})
-    for stage_id in run.stages.values():
-        record = workspace.read_record(stage_id)
+    for name, stage_id in run.stages.items():
+        record, protocol = workspace.read_record(stage_id), protocol_name(name)
         if record is not None:
-            found.update(record.spec.sources)
+            found |= {
+                under(k, protocol) if k in OF_A_PROTOCOL else k: digest
+                for k, digest in record.spec.sources.items()
+            }
     return found
 
 
@@ -190,10 +194,13 @@ def _about_publishing(workspace: Workspace, plan: Plan, steps: Sequence[int]) ->
         wanted |= {"publish", "card", *_progression(workspace, plan, steps)}
     if not plan.config.publish.evaluate:
         wanted -= {s.name for s in plan.stages if s.kind == "card"}
+    own_sets = {s.name for s in plan.stages if s.kind == "data" and s.protocol}
     for stage in reversed(plan.stages):
         if stage.name in wanted:
             read = (plan.by_name[n] for n in stage.inputs.values())
-            wanted |= {s.name for s in read if s.kind in ("export", "evaluate")}
+            wanted |= {
+                s.name for s in read if s.kind in ("export", "evaluate") or s.name in own_sets
+            }
     return tuple(s.name for s in plan.stages if s.name in wanted)
 
 

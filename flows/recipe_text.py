@@ -7,6 +7,7 @@ their folders.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from refiner_core.cards.facts import public_name
-from refiner_core.cards.public import SHOWN_EXECUTION, public_text
+from refiner_core.cards.public import SHOWN_EXECUTION, public_protocol, public_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
@@ -39,6 +40,8 @@ _NO_PATHS = frozenset({"grpo.stop_strings", "model.chat_template"})
 #: Text that every reader of YAML takes for text, and what among it is none.
 _WORD = re.compile(r"[A-Za-z_][\w./-]*")
 _NO_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null", "none"})
+#: What protocol files say stands in a recipe for others: those may not have the files.
+_PROTOCOLS = "evaluate.protocols"
 #: In the place of a judge's address, which is nobody else's.
 _ANY_JUDGE = "http://127.0.0.1:8000/v1"
 _HEADER = """\
@@ -60,6 +63,9 @@ def said_again(
     fields, words = dict(walk(RecipeConfig)), list[str]()
     for text in overrides:
         key = text.partition("=")[0].strip()
+        if key == _PROTOCOLS and "{" in text:
+            words.append(f"{key}={_flow(_public(key, get_field(config, key)))}")
+            continue
         if key in fields:
             words += [text] if _is_said(key, fields[key], config) else []
             continue
@@ -90,6 +96,8 @@ def recipe_text(config: RecipeConfig) -> str:
 
 def stands_for(path: str, said: Any, meant: Any) -> bool:
     """Whether a value on a card is the public name of the recorded one."""
+    if path == _PROTOCOLS:
+        return [public_protocol(text) for text in said] == [public_protocol(t) for t in meant]
     return bool(said == _public(path, meant) or said == _worded(path, meant))
 
 
@@ -101,11 +109,21 @@ def _is_said(path: str, info: FieldInfo, config: RecipeConfig) -> bool:
 
 def _public(path: str, value: Any) -> Any:
     """A value as a recipe for others has it."""
+    if path == _PROTOCOLS:
+        return tuple(_protocol(text) for text in value)
     if isinstance(value, tuple):
         return tuple(_public(path, v) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
     return public_text(value if path.startswith("command.") else _named(path, value))
+
+
+def _protocol(text: str) -> dict[str, Any]:
+    """A protocol file as a recipe for others says it in its own place."""
+    said: dict[str, Any] = json.loads(public_protocol(text))
+    if said.get("judge", {}).get("kind") == "openai":
+        said["judge"]["base_url"] = _ANY_JUDGE
+    return said
 
 
 def _worded(path: str, value: Any) -> Any:

@@ -197,7 +197,7 @@ def _sources(config: RecipeConfig, made: Made) -> dict[str, str]:
         if get_field(config, _FILES[name][0]) == get_field(made.config, _FILES[name][0])
     }
     without = {_FILES[name][0]: _FILES[name][1] for name in files}
-    without["publish.card_template"] = None  # no part of what is trained
+    without |= {"publish.card_template": None, "evaluate.protocols": ()}  # not of the training
     sources = resolve_sources(replace_fields(config, without))
     # A local tokenizer is known by its name alone.
     return sources | {k: v for k, v in files.items() if k != "tokenizer"}

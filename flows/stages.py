@@ -117,7 +117,8 @@ def run_fetch(work: StageWork) -> dict[str, Any]:
 def run_evaluate(work: StageWork) -> dict[str, Any]:
     """Weights and a protocol to per-sample results and numbers."""
     from infra.foreign.exports import require_whole
-    from refiner_core.evaluation.run import evaluate_model
+    from refiner_core.contract.protocols import protocol_name
+    from refiner_core.evaluation.run import Circumstances, evaluate_model
 
     if work.spec.model == "command":
         require_whole(work.inputs["weights"] / "model", "evaluation")
@@ -131,7 +132,15 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
             output_dir=work.output_dir,
             io=io,
             judge=judge,
+            circumstances=Circumstances(protocol_name(work.spec.name), _first_attempt(work)),
         )
+
+
+def _first_attempt(work: StageWork) -> str:
+    """What tells this making of a stage from all others, also from one whose record was deleted:
+    the same in all of its attempts."""
+    record = work.workspace.read_record(work.stage_id)
+    return record.attempts[0].comment if record is not None and record.attempts else ""
 
 
 def run_export(work: StageWork) -> dict[str, Any]:

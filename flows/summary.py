@@ -20,10 +20,11 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
     workspace = Workspace.read_only(outcome.plan.config.workspace)
     yield from _rows_kept(outcome)
     numbers = evaluations_of(outcome.plan, workspace)
-    for decoding in dict.fromkeys(n["decoding"] for n in numbers):
-        here = [n for n in numbers if n["decoding"] == decoding]
+    for under, decoding in dict.fromkeys((n["under"], n["decoding"]) for n in numbers):
+        here = [n for n in numbers if (n["under"], n["decoding"]) == (under, decoding)]
+        measured = f"protocol {under}" if under else "held-out prompts"
         yield ""
-        yield f"{decoding} decoding, held-out prompts (95 % interval)"
+        yield f"{decoding} decoding, {measured} (95 % interval)"
         yield from _table(here)
     yield from _damages(outcome, workspace)
     yield from _publications(outcome, workspace)

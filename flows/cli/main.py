@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rescore": ("rescore", "Score stored rollouts of runs under another judge, rubrics, weights."),
     "judge": ("judge", "Ask a judge one question, measure it, see and end the servers of judges."),
     "rubrics": ("rubrics", "List, show and check rubric sets."),
+    "protocols": ("protocols", "List, show and check protocols: fixed ways of measuring."),
     "recipes": ("plan", "List the shipped recipes."),
     "profiles": ("profiles", "List the shipped Slurm profiles."),
     "server": ("server", "Show or stop the local Prefect server."),

@@ -31,6 +31,7 @@ from refiner_core.cards import CardFacts, attempt_notes
 from refiner_core.cards.facts import UNKNOWN
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
+from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
 
 #: The order of models on a card, by the front of their names.
@@ -170,11 +171,13 @@ def _evaluations(
     return list(entries.values()), {k: v for k, v in protocols.items() if k in used}, records
 
 
-def _rank(role: str) -> tuple[int, int, str]:
-    """Models in the order in which they were made; of one, the steps before the end."""
-    model, _, step = role.removeprefix("evaluation-").partition("-step")
+def _rank(role: str) -> tuple[str, int, int]:
+    """The recipe's own protocol first. Models in the order in which they were made; of one, the
+    steps before the end."""
+    measured = without_protocol(role).removeprefix("evaluation-")
+    model, _, step = measured.partition("-step")
     order = _MODELS.index(model) if model in _MODELS else len(_MODELS)
-    return order, int(step) if step.isdigit() else 10**12, role
+    return protocol_name(role), order, int(step) if step.isdigit() else 10**12
 
 
 # ---------------------------------------------------------------- how it was made

@@ -20,6 +20,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.marks import ABSENT, walk
+from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import RunRecord, StageSpec, from_json
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import load_prompts
@@ -47,7 +48,8 @@ class Part:
     sample
         So many groups at most, drawn at random but always the same ones.
     models, decodings
-        Of evaluations; empty for all.
+        Of evaluations; empty for all. ``sft@PROTOCOL`` is a model under a protocol file, and read
+        only where it is named.
     """
 
     source: Source = "rollouts"
@@ -217,6 +219,8 @@ def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
 def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Policy]:
     stages = {n: i for n, i in run.stages.items() if i.startswith("evaluate-")}
     models = {name.removeprefix("evaluate-"): stage_id for name, stage_id in stages.items()}
+    # Under protocol files the answers are mostly the same ones: they are rescored by name alone.
+    wanted = part.models or tuple(model for model in models if not protocol_name(model))
     for model in part.models:
         if model not in models:
             raise ConfigurationError(
@@ -227,7 +231,7 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Pol
     found: list[Policy] = []
     for model, stage_id in models.items():
         folder = workspace.output_dir(stage_id)
-        if folder is None or (part.models and model not in part.models):
+        if folder is None or model not in wanted:
             continue
         workspace.check_output(stage_id)
         found += _of_evaluation(workspace, run, (model, stage_id), folder, part)

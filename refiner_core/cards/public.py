@@ -19,6 +19,7 @@ from refiner_core.cards.facts import finite, is_local, public_name
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
+from refiner_core.contract.protocols import parse_protocol, protocol_text
 
 #: Execution settings that cards tell of; all others are nobody else's business.
 SHOWN_EXECUTION = (
@@ -111,7 +112,8 @@ def _public_word(word: str) -> str:
 def public_config(config: RecipeConfig) -> dict[str, Any]:
     """Identity settings and :data:`SHOWN_EXECUTION` by dotted path, as JSON values.
 
-    Texts of several lines are replaced by their digest, paths lose their folders.
+    Texts of several lines are replaced by their digest, paths lose their folders; of a protocol
+    file what it fixes is left.
     """
     return {
         path: _public_value(path, get_field(config, path))
@@ -125,7 +127,18 @@ def is_public(path: str, info: FieldInfo) -> bool:
     return info.mark == "identity" or path in SHOWN_EXECUTION
 
 
+def public_protocol(text: str) -> str:
+    """What a protocol file fixes, without where its judge is served and where its files lie."""
+    protocol = parse_protocol(text)
+    fixed = {p: v for p, v in protocol.fields.items() if p in protocol.fixed}
+    if not fixed:  # it says nothing but where a judge is asked
+        fixed = {p: v for p, v in protocol.values().items() if p == "judge.model"}
+    return protocol_text(protocol.name, {p: _public_value(p, v) for p, v in fixed.items()})
+
+
 def _public_value(path: str, value: Any) -> Any:
+    if path == "evaluate.protocols":
+        return [public_protocol(text) for text in value]
     if isinstance(value, list | tuple):
         return [_public_value(path, v) for v in value]
     if not isinstance(value, str) or path in _NO_PATHS:

@@ -115,13 +115,20 @@ def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
         yield from leaves(f"{prefix}.{key}" if prefix else str(key), value)
 
 
+def merged(path: Path, overrides: Sequence[str]) -> Any:
+    """A recipe's file with what it includes and with overrides, as an OmegaConf node whose
+    interpolations are not resolved."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.merge(*_with_includes(path, ()), *map(parse_override, overrides))
+
+
 def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    nodes = [*_with_includes(path, ()), *map(parse_override, overrides)]
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(*nodes), resolve=True)
+        values = OmegaConf.to_container(merged(path, overrides), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigurationError(
             f"Recipe {path.name} with overrides {list(overrides)} cannot be resolved: "

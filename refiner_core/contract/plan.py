@@ -452,7 +452,7 @@ def _identity(
 
 
 #: Sources that a protocol file may have of its own.
-_OF_A_PROTOCOL = ("data.rl", "rubrics", "judge_prompt", JUDGE_WEIGHTS)
+OF_A_PROTOCOL = ("data.rl", "rubrics", "judge_prompt", JUDGE_WEIGHTS)
 
 
 def own_sources(sources: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,12 @@ from refiner_core.contract.marks import walk
 AT = "@"
 #: How long a file's fingerprint is, hex digits.
 _DIGITS = 12
+#: Fields that count by what lies where they point, and under which source.
+_BY_SOURCE = {
+    "reward.static_rubrics": "rubrics",
+    "judge.prompt": "judge_prompt",
+    "data.rl_path": "data.rl",
+}
 _VERSION = 1
 _NAME = re.compile(r"[a-z][a-z0-9]*([._-][a-z0-9]+)*")
 _LONGEST_NAME = 48
@@ -185,7 +191,7 @@ def protocol_of(values: Mapping[str, Any], origin: str = "") -> ProtocolFile:
         )
     typed = replace_fields(RecipeConfig(), found)
     kept = {path: get_field(typed, path) for path in _KINDS if path in found}
-    return ProtocolFile(name, kept, _text(name, kept))
+    return ProtocolFile(name, kept, protocol_text(name, kept))
 
 
 def config_under(config: RecipeConfig, text: str) -> RecipeConfig:
@@ -244,12 +250,13 @@ def protocol_fingerprint(protocol: ProtocolFile, sources: Mapping[str, str]) -> 
         Digests of the rubric set, the judge's prompts and the data that it names
         (:func:`flows.sources.protocol_sources`).
     """
-    by_source = {"reward.static_rubrics": "rubrics", "judge.prompt": "judge_prompt"}
-    by_source["data.rl_path"] = "data.rl"
-    values = {
-        path: sources.get(by_source.get(path, ""), value)
-        for path, value in protocol.values().items()
-    }
+    values: dict[str, Any] = {}
+    for path, value in protocol.values().items():
+        if path in _BY_SOURCE:
+            if _BY_SOURCE[path] in sources:  # else nothing reads it
+                values[path] = sources[_BY_SOURCE[path]]
+        elif value != _KINDS[path].legacy_value:
+            values[path] = value
     return digest({"version": _VERSION, "fixed": values})[:_DIGITS]
 
 
@@ -305,9 +312,15 @@ def _check_field(path: str, value: Any, name: str, where: str) -> None:
     )
 
 
-def _text(name: str, kept: Mapping[str, Any]) -> str:
-    """Canonical JSON, sections nested. A dollar before a brace is escaped, so that no reader of
-    recipes takes it for an interpolation."""
+def protocol_text(name: str, kept: Mapping[str, Any]) -> str:
+    """A protocol as ``evaluate.protocols`` has it: canonical JSON, sections nested. A dollar before
+    a brace is escaped, so that no reader of recipes takes it for an interpolation.
+
+    Parameters
+    ----------
+    kept
+        Fields by dotted path.
+    """
     nested: dict[str, Any] = {"name": name}
     for path, value in kept.items():
         *parents, leaf = path.split(".")

@@ -84,6 +84,19 @@ class StreamingJudge(Judge, Protocol):
         ...
 
 
+@runtime_checkable
+class FreshJudge(StreamingJudge, Protocol):
+    """A judge that remembers answers, and can be asked as if it did not."""
+
+    def fresh(self, mark: str) -> StreamingJudge:
+        """The same judge, for which only what was asked under ``mark`` has been asked before.
+
+        What it answers is kept under the mark alone: who asks without it, or under another, is
+        never given it. It counts with this judge and ends with it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class JudgeUsage:
     """Counts of a judge's work; differences of two are those of the time between.

@@ -10,6 +10,9 @@ The data stage's own digest is kept beside it as provenance.
 How judge and citation term become one reward is part of the protocol of the metric ``reward`` only
 (:meth:`Protocol.with_reward`): arms that differ in a weight of the reward must still be comparable
 on everything else.
+
+What the file is called that a protocol comes from (:mod:`refiner_core.contract.protocols`) is for
+people, and no part of the fingerprint either.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _RUBRIC_FIELDS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way of measuring. Every field but ``data`` enters the fingerprint."""
+    """One way of measuring. Every field but ``data`` and ``file`` enters the fingerprint."""
 
     data: str
     """Digest of the data stage that wrote the prompts; provenance only."""
@@ -57,18 +60,22 @@ class Protocol:
     rubrics: Mapping[str, Any]
     reward: Mapping[str, Any] | None = None
     version: int = PROTOCOL_VERSION
+    file: str = ""
+    """Name of the protocol file; empty for the recipe's own."""
 
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits of SHA-256."""
         values = {**self.as_json(), "data": None}
+        values.pop("file", None)
         return digest(values)[:12]
 
     @property
     def name(self) -> str:
-        """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``."""
+        """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; of a protocol file with its
+        name in front."""
         judge = f"{self.judge['model']}@{self.judge['prompt']}"
-        return f"{self.split}/{self.decoding}/{judge}-{self.fingerprint[:8]}"
+        return f"{self.file or self.split}/{self.decoding}/{judge}-{self.fingerprint[:8]}"
 
     def with_reward(self, config: RecipeConfig) -> Protocol:
         """The protocol of the metric ``reward``, which depends on how terms are combined."""
@@ -81,7 +88,10 @@ class Protocol:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, to be stored beside the numbers."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if not self.file:
+            del values["file"]
+        return values
 
 
 def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
@@ -96,7 +106,11 @@ def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
 
 
 def make_protocol(
-    config: RecipeConfig, prompts: Sequence[PromptRow], decoding: Decoding, data_digest: str
+    config: RecipeConfig,
+    prompts: Sequence[PromptRow],
+    decoding: Decoding,
+    data_digest: str,
+    file: str = "",
 ) -> Protocol:
     """The protocol under which ``prompts`` are measured with ``decoding``."""
     params = sampling_params(config, decoding)
@@ -112,6 +126,7 @@ def make_protocol(
         data=data_digest,
         split="held-out",
         prompts=prompts_digest(prompts),
+        file=file,
         num_prompts=len(prompts),
         decoding=decoding,
         sampling=sampling,

@@ -12,6 +12,9 @@ In: rows per protocol. Out: files in the stage's output folder::
 that no sample has (no rubrics, no ground truth) has no entry. ``protocols`` spells out what each
 fingerprint stands for. Where the judge keeps count, ``judge_usage`` is what it did for these
 numbers (:class:`~refiner_core.contract.types.JudgeUsage`); it is a cost, not a number of the model.
+``reference_fresh`` says whether the copier's answers were judged anew, or may have been answered
+by the store. Of a protocol file, each entry has its name as ``under``, and ``protocols`` as
+``file``.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Measurement(NamedTuple):
     measured: Sequence[Measured]
     reference: tuple[str, Sequence[dict[str, Any]]]
     judge_usage: JudgeUsage | None = None
+    reference_fresh: bool | None = None
 
 
 def metric_entries(
@@ -71,6 +75,7 @@ def metric_entries(
                 "metric": metric,
                 **found._asdict(),
                 "samples_file": samples_file,
+                **({"under": protocol.file} if protocol.file else {}),
             }
         )
     return entries
@@ -121,6 +126,8 @@ def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
     }
     if model.judge_usage is not None:
         results["judge_usage"] = usage_to_json(model.judge_usage)
+    if model.reference_fresh is not None:
+        results["reference_fresh"] = model.reference_fresh
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
     with replacing(output_dir / RESULTS_FILE) as file:
         file.write(text.encode())

@@ -3,15 +3,24 @@
 In: the configuration, the data stage's folder, a model, a judge. Out: per-sample files and
 ``results.json`` with every number, its interval and its protocol.
 
-Work is cut into units of whole prompts, one generation batch each. After a unit, what is done is a
-checkpoint, so an interrupted evaluation goes on with the next unit. A judge that streams begins
+Work is cut into units of whole prompts, one generation batch each. A judge that streams begins
 with an answer when it is finished, and while it ends a unit the next one is sampled already. Seeds
-derive from the protocol
-seed, the prompt and the sample index: every model meets the same random numbers, and arms pair up.
+derive from the protocol seed, the prompt and the sample index: every model meets the same random
+numbers, and arms pair up.
+
+What is done survives, whenever it is interrupted: the answers of a unit once all of it is sampled,
+its rows once all of it is judged, and each judgement of a served judge as it comes (in the
+workspace's store, so that no judged sample is asked about again). What is repeated at most is the
+sampling of one unit, which is ``evaluate.batch_size`` answers. Half a unit could not be kept: the
+rest would be decoded in other company, its sums taken in another order, and then the numbers would
+depend on when somebody pulled a plug.
 
 Beside the model stands the random copier (:mod:`refiner_core.data.copier`), scored by the same code
 on the same prompts: an answer of perfect form that was written without reading. One answer a
-prompt serves all decodings, since it does not depend on any.
+prompt serves all decodings, since it does not depend on any. Its answers are the same in every
+evaluation of a protocol, which makes them the control against a judge that drifts: with
+``evaluate.fresh_reference`` a served judge is asked about them anew each time, whatever the store
+knows, at the cost of one answer a prompt.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ from refiner_core.contract.errors import DataError, Interrupted
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import (
     Completion,
+    FreshJudge,
     GenerationRequest,
     Generator,
     Judge,
@@ -56,6 +66,24 @@ from refiner_core.rewards import RewardInput, RewardStream, require_scored
 COPIER = "random_copier"
 _ROWS_FILE = "rows.json"
 _USAGE_FILE = "judge.json"
+_SAMPLED_FILE = "sampled.json"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What there is to know of an evaluation beside its configuration.
+
+    Attributes
+    ----------
+    protocol_file
+        Name of the protocol file that the configuration is under; empty for none.
+    mark
+        What tells this evaluation from all others, for what is asked afresh; the same in all of its
+        attempts. Empty: nothing is.
+    """
+
+    protocol_file: str = ""
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +108,10 @@ class _Answer:
     length_tokens: int
     stopped: bool
 
+    def kept(self) -> list[Any]:
+        """For a checkpoint."""
+        return [self.prompt.sample_id, self.index, self.text, self.length_tokens, self.stopped]
+
 
 def evaluate_model(
     config: RecipeConfig,
@@ -93,6 +125,7 @@ def evaluate_model(
     judge: Judge,
     generator: Generator | None = None,
     tokenizer: Any = None,
+    circumstances: Circumstances | None = None,
 ) -> dict[str, Any]:
     """Measure a model under every configured decoding.
 
@@ -106,6 +139,8 @@ def evaluate_model(
         ``base``, ``sft``, ``grpo`` …: the ``stage`` of every row.
     generator, tokenizer
         Made from ``model_ref`` where not given.
+    circumstances
+        Of which protocol file it is, and by what a judge that is asked afresh tells it from others.
 
     Returns
     -------
@@ -117,10 +152,10 @@ def evaluate_model(
     DataError
         If there are no held-out prompts.
     Interrupted
-        If asked to stop; finished units are kept.
+        If asked to stop; finished units, and answers that are sampled, are kept.
     JudgeOutage
         If more of a unit's answers than ``judge.max_failed_share`` could not be judged, or nobody
-        could be asked for too long; finished units are kept.
+        could be asked for too long; the same is kept.
     """
     prompts = load_prompts(data_dir / "rl_test.parquet")[: config.evaluate.max_prompts]
     if not prompts:
@@ -129,7 +164,7 @@ def evaluate_model(
             expected="at least one held-out prompt",
             fix="raise data.held_out_fraction, or give more rows",
         )
-    units = _units(config, prompts)
+    units, around = _units(config, prompts), circumstances or Circumstances()
     reporter = _Reporter(io, len(units))
     if generator is None:
         generator, tokenizer = _load(config, model_ref, reporter)
@@ -137,17 +172,36 @@ def evaluate_model(
         from refiner_core.generation.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_ref, config.model)
-    scorer = _Scorer(config, judge, generator, tokenizer)
+    asked_afresh = _afresh(config, judge, around.mark)
+    scorer = _Scorer(config, judge, asked_afresh or judge, generator, tokenizer)
     work = _Work(units, scorer, io, reporter)
     rows = work.run()
     measured = [
-        Measured(make_protocol(config, prompts, decoding, data_digest), rows[decoding])
+        Measured(
+            make_protocol(config, prompts, decoding, data_digest, around.protocol_file),
+            rows[decoding],
+        )
         for decoding in config.evaluate.decoding
     ]
     return write_results(
         output_dir,
-        Measurement(config, model_name, model_ref, measured, (COPIER, rows[COPIER]), work.usage),
+        Measurement(
+            config,
+            model_name,
+            model_ref,
+            measured,
+            (COPIER, rows[COPIER]),
+            work.usage,
+            reference_fresh=asked_afresh is not None if isinstance(judge, FreshJudge) else None,
+        ),
     )
+
+
+def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:
+    """The judge as it answers what it has been asked before; None where it shall not."""
+    if not mark or not config.evaluate.fresh_reference or not isinstance(judge, FreshJudge):
+        return None
+    return judge.fresh(mark)
 
 
 class _Reporter:
@@ -218,6 +272,7 @@ class _Work:
         self.units, self.scorer, self.io, self.reporter = units, scorer, io, reporter
         self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
         self.done = 0
+        self.sampled: dict[int, tuple[_Answer, ...]] = {}
         self.usage_before: JudgeUsage | None = None
         if (checkpoint := io.latest_checkpoint()) is not None:
             self._restore(checkpoint)
@@ -243,7 +298,7 @@ class _Work:
                     fix="run the same command again to go on",
                 )
             self.reporter.batch(self.done, unit.key)
-            before, begun = begun, self.scorer.begin(unit)
+            before, begun = begun, self._begin(number, unit)
             self._finish(before)
             if not begun.judging or number == len(self.units):
                 self._finish(begun)
@@ -251,26 +306,59 @@ class _Work:
         self.reporter.batch(len(self.units), "numbers")
         return self.rows
 
+    def _begin(self, number: int, unit: _Unit) -> _Begun:
+        """A unit whose answers are there: of an earlier attempt, or sampled now."""
+        if (answers := self.sampled.get(number)) is not None:
+            return self.scorer.again(unit, answers)
+        begun = self.scorer.begin(unit)
+        self.sampled[number] = begun.answers
+        if begun.judging and unit.decoding is not None:
+            self._save()  # else it is judged within the moment, and kept then
+        return begun
+
     def _finish(self, begun: _Begun | None) -> None:
         """Wait for a unit's judgements, and keep it."""
         if begun is None:
             return
         self.rows[begun.unit.key] += self.scorer.finish(begun, self.reporter)
         self.done += 1
+        del self.sampled[self.done]
         if self.done < len(self.units):
-            with self.io.new_checkpoint(self.done) as folder:
-                text = json.dumps(self.rows, ensure_ascii=False)
-                (folder / _ROWS_FILE).write_text(text, encoding="utf-8")
-                if (usage := self.usage) is not None:
-                    text = json.dumps(usage_to_json(usage))
-                    (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
+            self._save()
+
+    def _save(self) -> None:
+        """A checkpoint. Its step counts units that are sampled and units that are judged."""
+        with self.io.new_checkpoint(2 * self.done + len(self.sampled)) as folder:
+            _write(folder / _ROWS_FILE, self.rows)
+            waiting = [[a.kept() for a in self.sampled[n]] for n in sorted(self.sampled)]
+            _write(folder / _SAMPLED_FILE, {"judged": self.done, "waiting": waiting})
+            if (usage := self.usage) is not None:
+                _write(folder / _USAGE_FILE, usage_to_json(usage))
 
     def _restore(self, checkpoint: SavedCheckpoint) -> None:
+        self.rows = _read(checkpoint.path / _ROWS_FILE)
         self.done = checkpoint.step
-        self.rows = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
-        kept = checkpoint.path / _USAGE_FILE
-        if kept.exists():
-            self.usage_before = usage_from_json(json.loads(kept.read_text(encoding="utf-8")))
+        if (checkpoint.path / _SAMPLED_FILE).exists():  # not in checkpoints of older versions
+            kept = _read(checkpoint.path / _SAMPLED_FILE)
+            self.done = kept["judged"]
+            for number, answers in enumerate(kept["waiting"], start=self.done + 1):
+                self.sampled[number] = _answers(self.units[number - 1], answers)
+        if (checkpoint.path / _USAGE_FILE).exists():
+            self.usage_before = usage_from_json(_read(checkpoint.path / _USAGE_FILE))
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _answers(unit: _Unit, kept: Sequence[Sequence[Any]]) -> tuple[_Answer, ...]:
+    """A unit's answers, as an earlier attempt has kept them."""
+    prompts = {prompt.sample_id: prompt for prompt in unit.prompts}
+    return tuple(_Answer(prompts[sample_id], *rest) for sample_id, *rest in kept)
 
 
 @dataclass(frozen=True)
@@ -290,19 +378,35 @@ class _Scorer:
     """Samples and scores units."""
 
     def __init__(
-        self, config: RecipeConfig, judge: Judge, generator: Generator, tokenizer: Any
+        self,
+        config: RecipeConfig,
+        judge: Judge,
+        reference_judge: Judge,
+        generator: Generator,
+        tokenizer: Any,
     ) -> None:
-        self.config, self.judge = config, judge
+        self.config, self.judge, self.reference_judge = config, judge, reference_judge
         self.generator, self.tokenizer = generator, tokenizer
 
     def begin(self, unit: _Unit) -> _Begun:
         """Sample a unit's answers; a judge that streams begins with each as it is finished."""
-        stream = RewardStream(self.config.reward, self.judge)
+        stream = self._stream(unit)
         if unit.decoding is None:
             answers = self._copied(unit, stream)
         else:
             answers = self._sampled(unit, unit.decoding, stream)
         return _Begun(unit, tuple(answers), stream)
+
+    def again(self, unit: _Unit, answers: tuple[_Answer, ...]) -> _Begun:
+        """A unit whose answers an earlier attempt has sampled."""
+        stream = self._stream(unit)
+        for place, answer in enumerate(answers):
+            _ask(stream, place, answer)
+        return _Begun(unit, answers, stream)
+
+    def _stream(self, unit: _Unit) -> RewardStream:
+        judge = self.reference_judge if unit.decoding is None else self.judge
+        return RewardStream(self.config.reward, judge)
 
     def finish(self, begun: _Begun, reporter: _Reporter) -> list[dict[str, Any]]:
         """One row per sample, in order of (prompt, sample)."""

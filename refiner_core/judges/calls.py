@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
@@ -221,6 +221,17 @@ def _object(properties: _Schema) -> _Schema:
         "required": list(properties),
         "additionalProperties": False,
     }
+
+
+def marked(calls: Sequence[Call], mark: str) -> list[Call]:
+    """The same questions with keys of their own: nothing that was asked without the mark, or under
+    another, answers them, and their answers answer nothing else."""
+    whole = hashlib.sha256(mark.encode()).digest()
+
+    def key_of(key: bytes) -> bytes:
+        return hashlib.sha256(b"\x1e".join((whole, key))).digest()[:KEY_BYTES]
+
+    return [replace(call, keys=tuple(map(key_of, call.keys))) for call in calls]
 
 
 def _keys(base: bytes, messages: Sequence[Message], count: int) -> tuple[bytes, ...]:

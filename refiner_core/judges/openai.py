@@ -25,7 +25,7 @@ from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
 from refiner_core.judges.build import Surroundings
-from refiner_core.judges.calls import plan_calls
+from refiner_core.judges.calls import marked, plan_calls
 from refiner_core.judges.prompting import load_judge_prompts
 from refiner_core.judges.served.client import authorization
 from refiner_core.judges.served.client import retry_after_s as retry_after_s
@@ -104,7 +104,14 @@ class OpenAIJudge:
         """
         return self._begin(requests, at_leisure=False)
 
-    def _begin(self, requests: Sequence[JudgeRequest], *, at_leisure: bool) -> Pending:
+    def fresh(self, mark: str) -> MarkedJudge:
+        """The same judge without its memory; see
+        :class:`~refiner_core.contract.types.FreshJudge`."""
+        return MarkedJudge(self, mark)
+
+    def _begin(
+        self, requests: Sequence[JudgeRequest], *, at_leisure: bool, mark: str = ""
+    ) -> Pending:
         """``at_leisure``: plan calls about when they are needed. Who waits anyway leaves the
         processor to those that are under way."""
         engine = self._running()
@@ -117,7 +124,7 @@ class OpenAIJudge:
                     if batch.over.wait(_PLAN_S):
                         return Pending(self, batch)
                     self._look(batch)
-                self._plan(part, batch, engine)
+                self._plan(part, batch, engine, mark)
         except BaseException as error:
             engine.call(engine.engine.drop, batch, error)
             raise
@@ -203,8 +210,11 @@ class OpenAIJudge:
         for start in range(0, len(unique), size):
             yield unique[start : start + size]
 
-    def _plan(self, part: Sequence[JudgeRequest], batch: Batch, engine: EngineThread) -> None:
+    def _plan(
+        self, part: Sequence[JudgeRequest], batch: Batch, engine: EngineThread, mark: str
+    ) -> None:
         calls = plan_calls(part, self._config, self._prompts)
+        calls = marked(calls, mark) if mark else calls
         known = iter(self._store.get([key for call in calls for key in call.keys]))
         unknown = []
         for call in calls:
@@ -218,6 +228,32 @@ class OpenAIJudge:
         if unknown:
             batch.handed += len(unknown)
             engine.call(engine.engine.add, batch, unknown)
+
+
+class MarkedJudge:
+    """A judge that knows only what was asked under its mark; also a
+    :class:`~refiner_core.contract.types.FreshJudge`."""
+
+    def __init__(self, judge: OpenAIJudge, mark: str) -> None:
+        self._judge, self._mark = judge, mark
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        """As of :meth:`OpenAIJudge.judge`."""
+        if not requests:
+            return []
+        return self._judge._begin(requests, at_leisure=True, mark=self._mark).result()
+
+    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
+        """As of :meth:`OpenAIJudge.submit`."""
+        return self._judge._begin(requests, at_leisure=False, mark=self._mark)
+
+    def usage(self) -> JudgeUsage:
+        """What the judge behind it has done, under whatever mark."""
+        return self._judge.usage()
+
+    def fresh(self, mark: str) -> MarkedJudge:
+        """Under both marks."""
+        return MarkedJudge(self._judge, f"{self._mark}\x1e{mark}")
 
 
 class Pending:
