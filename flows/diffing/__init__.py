@@ -1,0 +1,17 @@
+"""`refiner diff`: in what two runs, trials or stages differ, from records and files alone.
+
+    words ──> sides ──> pairs of stages ──┬─> settings: configuration, sources, judge, rubrics,
+              which runs                  │   code, environment
+              are meant                   ├─> rows: what the data stages have prepared
+                                          ├─> training: first step that is not bitwise the same
+                                          └─> numbers: evaluations under one protocol
+                                                │
+                                    document ───┴──> text, JSON
+
+In: two names, and the workspaces that they are recorded in. Out: a :class:`Difference`. Reads only.
+"""
+
+from flows.diffing.document import Difference, diff_sides
+from flows.diffing.sides import Side, find_side
+
+__all__ = ["Difference", "Side", "diff_sides", "find_side"]
