@@ -238,29 +238,60 @@ def _means(rows: Sequence[Row], metric: str, prompts: Sequence[str]) -> Floats:
 def two_way_mean(
     values: Floats, *, excluded: int = 0, confidence: float = CONFIDENCE
 ) -> Difference:
-    """Mean of a crossed layout [seeds, prompts] and its t interval (:mod:`.crossed`).
+    """Mean of a crossed layout [seeds, prompts] without gaps; see :func:`two_way_means`."""
+    (found,) = two_way_means(values[None], confidence=confidence)
+    return found._replace(excluded=excluded)
+
+
+def two_way_means(values: Floats, *, confidence: float = CONFIDENCE) -> list[Difference]:
+    """Means of crossed layouts [layouts, seeds, prompts] and their t intervals (:mod:`.crossed`).
 
     With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
-    the recipe.
+    the recipe. Where all values of a layout are one and the same number, t says nothing: the
+    p-value is that of the sign test over prompts.
+
+    Parameters
+    ----------
+    values
+        NaN where there is no value: that prompt leaves its layout, with all seeds, and is counted.
     """
-    seeds, prompts = values.shape
-    if prompts == 0:
-        return Difference(math.nan, None, None, 0, seeds, excluded, None, "none")
-    mean = float(values.mean())
-    if prompts == 1:
-        return Difference(mean, None, None, 1, seeds, excluded, None, "none")
-    spread = mean_spread(values)
-    variance, freedom = float(spread.variance), float(spread.freedom)
-    name = "t over prompts" if seeds == 1 else "t over seeds and prompts"
-    if variance == 0:
-        p_value = 1.0 if mean == 0 else 0.0
-        return Difference(mean, mean, mean, prompts, seeds, excluded, p_value, name)
+    gaps = np.isnan(values).any(axis=1)
+    whole = ~gaps.any(axis=1)
+    found: list[Difference | None] = [None] * len(values)
+    for place, result in zip(np.flatnonzero(whole), _whole(values[whole], confidence), strict=True):
+        found[place] = result
+    for place in np.flatnonzero(~whole):
+        kept = values[place][:, ~gaps[place]]
+        (result,) = _whole(kept[None], confidence)
+        found[place] = result._replace(excluded=int(gaps[place].sum()))
+    return [result for result in found if result is not None]
+
+
+def _whole(values: Floats, confidence: float) -> list[Difference]:
+    """Layouts [layouts, seeds, prompts] without gaps."""
+    layouts, seeds, prompts = values.shape
+    if prompts < 2:
+        means = values.mean(axis=(1, 2)) if prompts else np.full(layouts, math.nan)
+        return [Difference(float(m), None, None, prompts, seeds, 0, None, "none") for m in means]
+    if not layouts:
+        return []
     from scipy.stats import t
 
-    error = math.sqrt(variance)
-    half = float(t.ppf((1 + confidence) / 2, freedom)) * error
-    p_value = float(2 * t.sf(abs(mean) / error, freedom))
-    return Difference(mean, mean - half, mean + half, prompts, seeds, excluded, p_value, name)
+    means = values.mean(axis=(1, 2))
+    variance, freedom = mean_spread(values)
+    # What rounding leaves of equal values is no spread.
+    flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))
+    error = np.sqrt(np.where(flat, 0.0, variance))
+    half = t.ppf((1 + confidence) / 2, freedom) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p_values = 2 * t.sf(np.abs(means) / error, freedom)
+    alike = np.where(np.abs(means) > 1e-12, min(1.0, 2.0 ** (1 - prompts)), 1.0)
+    p_values = np.where(flat, alike, p_values)
+    name = "t over prompts" if seeds == 1 else "t over seeds and prompts"
+    return [
+        Difference(m, m - h, m + h, prompts, seeds, 0, p, name)
+        for m, h, p in zip(means.tolist(), half.tolist(), p_values.tolist(), strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- many comparisons
@@ -287,8 +318,6 @@ def mcnemar_exact(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> 
     ConfigurationError
         If prompts differ, have several samples, or the metric is not yes/no.
     """
-    from scipy.stats import binomtest
-
     prompts = _same_prompts([a_rows, b_rows])
     for rows in (a_rows, b_rows):
         groups = _by_prompt(rows, metric).values()
@@ -298,6 +327,12 @@ def mcnemar_exact(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> 
                 expected="a yes/no metric with one sample per prompt",
                 fix="use the paired difference instead",
             )
-    change = _means(a_rows, metric, prompts) - _means(b_rows, metric, prompts)
-    up, down = int((change > 0).sum()), int((change < 0).sum())
+    return mcnemar_of(_means(a_rows, metric, prompts) - _means(b_rows, metric, prompts))
+
+
+def mcnemar_of(changes: Floats) -> float:
+    """The same from changes of one yes or no per prompt (-1, 0, 1)."""
+    from scipy.stats import binomtest
+
+    up, down = int((changes > 0).sum()), int((changes < 0).sum())
     return float(binomtest(up, up + down).pvalue) if up + down else 1.0

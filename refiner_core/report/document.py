@@ -157,6 +157,18 @@ class MatrixRow:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """Whether two rows of the matrix (by their places) put the arms in one order: Kendall's tau-b
+    over the ``arms`` that both have, 1 for the same order, -1 for the reverse; None where all arms
+    of a row have one mean."""
+
+    first: int
+    second: int
+    tau: float | None
+    arms: int
+
+
+@dataclass(frozen=True)
 class RubricRow:
     """One rubric's mean score per arm (arm -> value), with the difference to the baseline and its
     interval where there is one (arm -> (difference, low, high))."""
@@ -240,6 +252,7 @@ class SweepReport:
     comparisons: tuple[Comparison, ...]
     curves: tuple[Curve, ...] = ()
     matrix: tuple[MatrixRow, ...] = ()
+    agreement: tuple[Agreement, ...] = ()
     rubrics: tuple[RubricRow, ...] = ()
     flips: tuple[Flip, ...] = ()
     side_by_side: tuple[SideBySide, ...] = ()
