@@ -6,10 +6,14 @@ hashed; what lives on a Hub is named by its pinned revision.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
@@ -46,31 +50,44 @@ def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
     :func:`resolve_sources`."""
     sources = _of_measuring(measured)
     if measured.data.all_held_out:
-        sources["data.rl"] = source_digest(measured.data, "rl")
+        sources["data.rl"] = _once(source_digest, _rows(measured.data), "rl")
     return sources
 
 
 def _of_training(config: RecipeConfig) -> dict[str, str]:
-    sources = {"model": model_digest(config.model.name_or_path, config.model.revision)}
+    sources = {"model": _once(model_digest, config.model.name_or_path, config.model.revision)}
     tokenizer = config.model.tokenizer_name_or_path
     if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
         sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
     if config.data.sft_path is not None:
-        sources["data.sft"] = source_digest(config.data, "sft")
+        sources["data.sft"] = _once(source_digest, _rows(config.data), "sft")
     if config.data.rl_path is not None:
-        sources["data.rl"] = source_digest(config.data, "rl")
+        sources["data.rl"] = _once(source_digest, _rows(config.data), "rl")
     if config.publish.card_template is not None:
-        sources["card_template"] = _template_digest(Path(config.publish.card_template))
+        sources["card_template"] = _once(_template_digest, config.publish.card_template)
     return sources
+
+
+def _rows(data: DataConfig) -> DataConfig:
+    """As far as it says which rows there are, not what becomes of them."""
+    return DataConfig(**{name: getattr(data, name) for name in _NAMES_ROWS})
+
+
+_NAMES_ROWS = (
+    *("sft_path", "sft_split", "sft_revision", "rl_path", "rl_split", "rl_revision"),
+    *("synthetic_sft_rows", "synthetic_rl_rows", "synthetic_seed"),
+)
 
 
 def _of_measuring(config: RecipeConfig) -> dict[str, str]:
     """Rubrics and judge."""
     sources, reward = dict[str, str](), config.reward
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
-        sources["rubrics"] = rubric_set_digest(reward.static_rubrics)
+        sources["rubrics"] = _once(rubric_set_digest, reward.static_rubrics)
     if config.judge.kind == "openai":
-        sources["judge_prompt"] = judge_prompts_digest(config.judge.prompt, config.judge.form)
+        sources["judge_prompt"] = _once(
+            judge_prompts_digest, config.judge.prompt, config.judge.form
+        )
     if serves(config.judge) and engine_of(config.judge) != "command":
         judge = config.judge
         if not Path(resolve_ref(judge.model)).is_dir():
@@ -78,11 +95,36 @@ def _of_measuring(config: RecipeConfig) -> dict[str, str]:
     return sources
 
 
-def _template_digest(path: Path) -> str:
+@contextlib.contextmanager
+def each_read_once() -> Iterator[None]:
+    """Within, a file that several configurations name is read, and hashed, once: a sweep's trials
+    are planned with the same rows and weights, however long that takes."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+_known: ContextVar[dict[Any, str] | None] = ContextVar("known", default=None)
+
+
+def _once(digest: Callable[..., str], *names: Any) -> str:
+    """``digest(*names)``, from memory where :func:`each_read_once` holds."""
+    known = _known.get()
+    if known is None:
+        return digest(*names)
+    if (digest, names) not in known:
+        known[digest, names] = digest(*names)
+    return known[digest, names]
+
+
+def _template_digest(name: str) -> str:
     """The identity of a template that can be parsed: nobody trains for days to learn that it
     cannot."""
     from refiner_core.cards import check_template
 
+    path = Path(name)
     try:
         data = path.expanduser().read_bytes()
         text = data.decode()

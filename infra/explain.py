@@ -1,12 +1,13 @@
 """What a run would do, and why: read only.
 
-In: a plan and a workspace (which need not exist). Out: per stage ``run``, ``skip`` or ``reattach``
-with a reason, and in what a stage differs from the most similar one that is recorded.
+In: a plan, or all those of a sweep, and a workspace (which need not exist). Out: per stage ``run``,
+``skip`` or ``reattach`` with a reason, and in what a stage differs from the most similar one that
+is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from infra.dispatch import Router, router_to_look
@@ -31,37 +32,62 @@ def observe_actions(
     plan: Plan, workspace: Workspace, router: Router | None = None
 ) -> list[StageForecast]:
     """What a run of the plan would do now, stage by stage. Writes nothing."""
-    settings = plan.config.dispatch
+    found = observe_stages([plan], workspace, router)
+    return [found[stage.id] for stage in plan.stages]
+
+
+def observe_stages(
+    plans: Sequence[Plan], workspace: Workspace, router: Router | None = None
+) -> dict[str, StageForecast]:
+    """What runs of several plans would do now, each stage once: by id. Writes nothing.
+
+    Of many plans the reasons of stages that were never run do not say which recorded stage is the
+    nearest: that takes a look at all of them for each.
+    """
+    settings = plans[0].config.dispatch
     patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
     observer = Observer(workspace, router or router_to_look(settings, workspace), patience)
-    records, observed = observer.look(stage.id for stage in plan.stages)
-    forecasts: dict[str, StageForecast] = {}
-    services = [stage for stage in plan.stages if is_service(stage.id)]
-    for stage in (*(s for s in plan.stages if s not in services), *services):
+    stages = {stage.id: stage for plan in plans for stage in plan.stages}
+    there = set(workspace.stage_ids())
+    records, observed = observer.look(i for i in stages if i in there)
+    found: dict[str, StageForecast] = {}
+    for stage in stages.values():
         record, seen = records.get(stage.id), observed.attempts.get(stage.id)
         if record is not None and record.result is not None:
             made = record.result.finished_at[:19].replace("T", " ")
             damage = workspace.output_damage(stage.id)
             but = f", but {damage}: delete {workspace.layout.stage(stage.id).control} to redo it"
             reason = f"done on {made} UTC{but if damage else ''}"
-            forecasts[stage.name] = StageForecast(stage, "skip", reason)
+            found[stage.id] = StageForecast(stage, "skip", reason)
         elif record is not None and seen is not None and seen.sight in ("live", "hung"):
             job = record.attempts[-1].job_id or "not submitted yet"
             how = "runs" if seen.running else "queues"
             reason = f"attempt {seen.number} {how} (job {job})"
-            forecasts[stage.name] = StageForecast(stage, "reattach", reason)
-        elif stage in services:
-            asking = (f for f in forecasts.values() if stage.name in f.stage.after)
-            forecasts[stage.name] = _service_forecast(stage, list(asking))
-        else:
-            why = _why_run(stage, record, workspace)
-            forecasts[stage.name] = StageForecast(stage, "run", why)
-    return [forecasts[stage.name] for stage in plan.stages]
+            found[stage.id] = StageForecast(stage, "reattach", reason)
+        elif not is_service(stage.id):
+            why = _why_run(stage, record, workspace, compare=len(plans) == 1)
+            found[stage.id] = StageForecast(stage, "run", why)
+    for service in (s for s in stages.values() if s.id not in found):
+        found[service.id] = _service_forecast(service, _asking(service, plans, found))
+    return found
+
+
+def _asking(
+    service: PlannedStage, plans: Sequence[Plan], found: Mapping[str, StageForecast]
+) -> list[StageForecast]:
+    """The stages that wait for a server, each once."""
+    asking = {
+        stage.id: found[stage.id]
+        for plan in plans
+        for stage in plan.stages
+        if any(plan.by_name[name].id == service.id for name in stage.after)
+    }
+    return list(asking.values())
 
 
 def _service_forecast(stage: PlannedStage, asking: list[StageForecast]) -> StageForecast:
     """A server runs while somebody asks it."""
-    names = [f.stage.name for f in asking if f.action != "skip"]
+    names = list(dict.fromkeys(f.stage.name for f in asking if f.action != "skip"))
     if not names:
         return StageForecast(stage, "skip", "nobody asks it: all that would is done")
     return StageForecast(
@@ -87,12 +113,14 @@ def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:
     return nearest or []
 
 
-def _why_run(stage: PlannedStage, record: StageRecord | None, workspace: Workspace) -> str:
+def _why_run(
+    stage: PlannedStage, record: StageRecord | None, workspace: Workspace, *, compare: bool
+) -> str:
     if record is not None and record.attempts:
         last = record.attempts[-1]
         how = last.outcome.failure if last.outcome is not None else "killed"
         return f"attempt {last.number} ended ({how}); goes on from its last checkpoint, if any"
-    lines = explain_difference(stage, workspace)
+    lines = explain_difference(stage, workspace) if compare else []
     if not lines:
         return "never run"
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""

@@ -33,7 +33,12 @@ from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import leaves, shipped_recipes, suggest
-from refiner_core.contract.overrides import override_text, read_overrides, read_values
+from refiner_core.contract.overrides import (
+    read_overrides,
+    read_values,
+    whole_paths,
+    written_overrides,
+)
 from sweeps.labels import LABEL, NAME, bad_name, value_text
 from sweeps.values import Limits, Question, SweepFile
 
@@ -142,14 +147,14 @@ def _read_yaml(source: str | Mapping[str, Any], where: str) -> dict[str, Any]:
                 expected=f"`key: value` lines with keys among {', '.join(KEYS)}",
                 fix="see a shipped sweep for the form",
             )
-        found = OmegaConf.to_container(node, resolve=False)
+        found: Any = OmegaConf.to_container(node, resolve=False)
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(
             f"The text of {where} cannot be read: {' '.join(str(error).split())}.",
             expected="YAML",
             fix="correct the place named above",
         ) from error
-    return {str(k): v for k, v in dict(found).items()}  # type: ignore[call-overload]
+    return {str(k): v for k, v in found.items()}
 
 
 class _Reader:
@@ -203,17 +208,11 @@ class _Reader:
         return recipe
 
     def _overrides(self) -> tuple[str, ...]:
-        """As texts, so that they can be typed behind `refiner run`; interpolations are kept."""
+        """As texts, so that they can be typed behind `refiner run`."""
         found = self.values.get("overrides") or []
         if isinstance(found, Mapping):
-            values = read_values(found, self.folder, self._at("overrides"))
-            return tuple(override_text(path, value) for path, value in values.items())
-        texts = self._texts("overrides", found)
-        return tuple(
-            text if "${" in text else override_text(path, value)
-            for text in texts
-            for path, value in read_overrides([text], self.folder, self._at("overrides")).items()
-        )
+            return tuple(written_overrides(found, self.folder))
+        return tuple(whole_paths(t, self.folder) for t in self._texts("overrides", found))
 
     # -------------------------------------------------------------- what is varied
 

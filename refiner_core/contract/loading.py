@@ -29,7 +29,7 @@ RECIPE_PACKAGE = "flows.recipes"
 #: Fields that name a file or folder, or something shipped. A relative path is taken from the
 #: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
 #: whole path.
-_FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
+FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
 #: Fields of JSON text, which may be written as a mapping.
 JSON_FIELDS = ("judge.extra_body",)
 
@@ -181,7 +181,7 @@ def settled(node: Any, folder: Path) -> Any:
     what is JSON as text, though it was written as YAML, and with what protocol files say."""
     from omegaconf import OmegaConf
 
-    for field in (*_FILE_FIELDS, *JSON_FIELDS):
+    for field in (*FILE_FIELDS, *JSON_FIELDS):
         section, _, key = field.rpartition(".")
         values = node.get(section)
         if not OmegaConf.is_dict(values) or key not in values:
@@ -189,8 +189,8 @@ def settled(node: Any, folder: Path) -> Any:
         if OmegaConf.is_interpolation(values, key):
             continue
         value = values[key]
-        if field in _FILE_FIELDS and isinstance(value, str):
-            values[key] = _whole_path(value, folder)
+        if field in FILE_FIELDS and isinstance(value, str):
+            values[key] = whole_path(value, folder)
         elif field in JSON_FIELDS and OmegaConf.is_dict(value):
             values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
     _embed_protocols(node.get("evaluate"), folder)
@@ -211,7 +211,7 @@ def _embed_protocols(evaluate: Any, folder: Path) -> None:
         evaluate["protocols"] = [embedded(value, folder) for value in values]
 
 
-def _whole_path(value: str, folder: Path) -> str:
+def whole_path(value: str, folder: Path) -> str:
     """Where a file lies; the name of something shipped, or of nothing, stays as it is."""
     named = Path(value).expanduser()
     if "/" not in value and not named.suffix:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import (
+    FILE_FIELDS,
     JSON_FIELDS,
     field_info,
     field_value,
     leaves,
     parse_override,
     settled,
+    whole_path,
 )
 
 
@@ -90,19 +92,55 @@ def _plain(path: str, value: Any) -> Any:
 
 def override_text(path: str, value: Any) -> str:
     """The ``key=value`` that sets a field to ``value``: what one types behind `refiner run`."""
-    return f"{path}={_yaml_text(value)}"
+    return f"{path}={_yaml_text(value, _escaped)}"
 
 
-def _yaml_text(value: Any) -> str:
-    """``value`` so that OmegaConf reads it back as it is."""
+def written_overrides(values: Mapping[str, Any], folder: Path) -> list[str]:
+    """A mapping of fields, nested or with dotted keys, as ``key=value`` texts that say the same:
+    interpolations are kept, and files that lie in ``folder`` are named by their whole paths."""
+    found = leaves("", _json_fields_as_text(values))
+    return [whole_paths(f"{p}={_yaml_text(v, lambda text: text)}", folder) for p, v in found]
+
+
+def whole_paths(text: str, folder: Path) -> str:
+    """A ``key=value`` that says the same from wherever it is typed: files that lie in ``folder`` by
+    their whole paths. All others are left as they are."""
+    from omegaconf import OmegaConf
+
+    path = text.partition("=")[0]
+    if path not in FILE_FIELDS and path != _PROTOCOLS:
+        return text
+    parse_override(text, folder)  # refuses what is no override
+    section, _, leaf = path.rpartition(".")
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([text])[section], resolve=False)
+    found = value[leaf] if isinstance(value, dict) else None
+    if isinstance(found, str):
+        whole: Any = whole_path(found, folder)
+    elif isinstance(found, list):
+        whole = [whole_path(v, folder) if isinstance(v, str) else v for v in found]
+    else:
+        return text
+    return text if whole == found else f"{path}={_yaml_text(whole, lambda text: text)}"
+
+
+#: Names of protocol files, which a configuration holds as what they say.
+_PROTOCOLS = "evaluate.protocols"
+
+
+def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
+    """``value`` so that YAML reads it back as it is, texts as ``prepare`` makes them."""
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_yaml_text(v) for v in value) + "]"
+        return "[" + ", ".join(_yaml_text(v, prepare) for v in value) + "]"
     if not isinstance(value, str):
         return json.dumps(value)
     if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _NOT_TEXT:
         return value
-    escaped = _INTERPOLATION.sub(r"\1\1\\${", value)
-    return json.dumps(escaped, ensure_ascii=not value.isprintable())
+    return json.dumps(prepare(value), ensure_ascii=not value.isprintable())
+
+
+def _escaped(text: str) -> str:
+    """So that OmegaConf takes it for no interpolation."""
+    return _INTERPOLATION.sub(r"\1\1\\${", text)
 
 
 #: Text that OmegaConf takes for an interpolation, with the escapes before it.

@@ -1,0 +1,77 @@
+"""A sweep planned with what lies on this machine: its recipe, its rows, its weights.
+
+In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`.
+Reads files, writes nothing, needs neither network nor torch. The recipe is merged once, and what
+several trials are made from is hashed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flows.sources import each_read_once, resolve_sources
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.interpolations import what_follows
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.overrides import whole_paths
+from sweeps.checks import varied_fields
+from sweeps.definition import load_sweep
+from sweeps.planning import plan_sweep
+from sweeps.values import SweepFile, SweepPlan
+
+
+def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPlan:
+    """All trials of a sweep (a shipped name, or a YAML file).
+
+    Parameters
+    ----------
+    overrides
+        ``key=value`` for every trial, after those of the file: ``workspace=…``, ``dispatch.…``.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        The sweep or its recipe cannot be carried out as it stands.
+    """
+    return plan_of(load_sweep(name_or_path), overrides)
+
+
+def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
+    """Like :func:`make_sweep_plan`, of a sweep that was read already."""
+    texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
+    sweep = replace(sweep, overrides=_last_of_each((*sweep.overrides, *texts)))
+    with each_read_once():
+        try:
+            base = check_config(load_recipe(sweep.recipe, sweep.overrides))
+        except ConfigurationError as error:
+            error.what = f"The recipe of sweep {sweep.name}: {error.what}"
+            error.args = (error.paragraph(),)
+            raise
+        follow = what_follows(sweep.recipe, sweep.overrides, [*varied_fields(sweep), "seed"])
+        return plan_sweep(sweep, base, _remembered(resolve_sources), follow)
+
+
+def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Of overrides of one field the last, which is the one that counts."""
+    return tuple({text.partition("=")[0]: text for text in overrides}.values())
+
+
+def _remembered(
+    resolve: Callable[[RecipeConfig], Mapping[str, str]],
+) -> Callable[[RecipeConfig], Mapping[str, str]]:
+    """``resolve``, asked once for all configurations that are alike in what it reads."""
+    known: dict[object, Mapping[str, str]] = {}
+
+    def sources(config: RecipeConfig) -> Mapping[str, str]:
+        # All but how a model is trained, which says nothing about what it is made from.
+        read = (config.model, config.data, config.reward, config.judge)
+        key = (*read, config.publish, config.evaluate)
+        if key not in known:
+            known[key] = resolve(config)
+        return known[key]
+
+    return sources
