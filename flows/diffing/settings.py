@@ -94,6 +94,8 @@ def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[FieldChange]:
         if one == other:
             continue
         stages = _touched(path, specs) if info.mark == "identity" else ()
+        if info.mark == "identity" and not stages and (a.single or b.single):
+            continue  # other stages of these runs have it
         found.append(FieldChange(path, info.mark, one, other, stages))
     return sorted(found, key=lambda change: change.mark != "identity")
 

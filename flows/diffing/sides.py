@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.status import find_run
+from flows.status import find_run, stage_names
 from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
@@ -222,7 +222,7 @@ def _find(workspace: Workspace, word: str) -> Side:
         )
     run = find_run(workspace, word)
     assert run is not None, "a run that is named is found or refused"
-    return Side(run.run, workspace, run, run.stages)
+    return Side(run.run, workspace, run, _in_order(run))
 
 
 def _trial(workspace: Workspace, sweep: str, name: str) -> Side:
@@ -245,7 +245,12 @@ def _trial(workspace: Workspace, sweep: str, name: str) -> Side:
     run = workspace.read_run(run_id)
     if colon:
         return _stage_of_run(workspace, run, stage)
-    return Side(f"{sweep}:{trial}", workspace, run, run.stages)
+    return Side(f"{sweep}:{trial}", workspace, run, _in_order(run))
+
+
+def _in_order(run: RunRecord) -> dict[str, str]:
+    """A run's stages in the order in which they are done: what differs first, is named first."""
+    return {name: run.stages[name] for name in stage_names(run)}
 
 
 def _stage_of_run(workspace: Workspace, run: RunRecord | None, name: str) -> Side:

@@ -16,7 +16,7 @@ from flows.diffing.sides import Half, Pair
 from infra.stage_io import list_rollouts, read_metrics, read_rollouts
 
 #: Numbers that differ between any two executions.
-MEASUREMENTS = ("time/", "judge/", "tokens_per_second", "system/")
+MEASUREMENTS = ("time/", "judge/", "memory/", "system/", "tokens_per_second")
 _TRAINS = ("sft", "grpo", "command")
 #: In the order in which a rollout comes about.
 _FIELDS = (
