@@ -164,6 +164,15 @@ def swatch(index: int) -> Markup:
     )
 
 
+def dot(index: int) -> Markup:
+    """How an arm's mark looks, for headings of columns."""
+    path = f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/>'
+    return Markup(
+        '<svg class="swatch" width="16" height="14" aria-hidden="true">'
+        f'<svg x="8" y="7" overflow="visible">{path}</svg></svg>'
+    )
+
+
 # ---------------------------------------------------------------- curves
 
 WIDTH, HEIGHT = 860, 340
@@ -180,10 +189,10 @@ class Drawn:
 
 
 def curves(stage_metric: str, drawn: Sequence[Drawn], shown: frozenset[int]) -> Markup:
-    """Curves of one metric over steps, each with its band; arms that are not ``shown`` are there,
-    and hidden until somebody chooses them."""
+    """Curves of one metric over steps, each with its band. The axis holds those that are ``shown``;
+    the others are there too, hidden until somebody chooses them and the page draws them anew."""
     steps = scale_for((float(s) for d in drawn for s in d.curve.steps), ticks=6)
-    values = scale_for((v for d in drawn for v in _extent(d.curve)), ticks=5)
+    values = scale_for((v for d in drawn if d.index in shown for v in _extent(d.curve)), ticks=5)
     if steps is None or values is None:
         return Markup("")
     place = _Frame(steps, values)
@@ -221,7 +230,7 @@ def _extent(curve: Curve) -> Iterable[float | None]:
 
 
 def _grid(place: _Frame) -> str:
-    parts = []
+    parts = ['<g class="ys">']
     for tick in place.values.ticks:
         y = place.y(tick)
         text = number(tick, place.values.decimals)
@@ -229,6 +238,7 @@ def _grid(place: _Frame) -> str:
             f'<line class="g" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         parts.append(f'<text class="y" x="{_LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
+    parts.append("</g>")
     for tick in place.steps.ticks:
         if tick == round(tick):
             parts.append(f'<text x="{place.x(tick):.1f}" y="{HEIGHT - 22}">{tick:.0f}</text>')
@@ -240,17 +250,21 @@ def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
     curve, off = drawn.curve, "" if shown else ' class="off"'
     style = f"s{style_of(drawn.index)}"
     line: list[str] = []
+    at = ""
     band: list[list[tuple[float, float, float]]] = [[]]
     data = []
     pen = "M"
     for i in drawn.picked:
         mean, low, high = (finite(v) for v in (curve.mean[i], curve.low[i], curve.high[i]))
         if mean is None:
+            if pen == "L":
+                data.append("")
             pen = "M"
             band.append([])
             continue
         x = place.x(curve.steps[i])
-        line.append(f"{pen}{x:.0f} {place.y(mean):.1f}")
+        at = f"{x:.0f} {place.y(mean):.1f}"
+        line.append(pen + at)
         pen = "L"
         low, high = (mean if low is None else low), (mean if high is None else high)
         band[-1].append((x, place.y(low), place.y(high)))
@@ -260,7 +274,9 @@ def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
     return (
         f'<g data-curve="{drawn.index}" data-name="{name}" data-p="{";".join(data)}"{off}>'
         f'<path class="b {style}" d="{areas}"/>'
-        f'<path class="l {style} k{dash_of(drawn.index)}" d="{"".join(line)}"/></g>'
+        f'<path class="l {style} k{dash_of(drawn.index)}" d="{"".join(line)}"/>'
+        f'<path class="e {style}" d="{_DOTS[drawn.index % len(_DOTS)]}" transform="translate({at})"/>'
+        "</g>"
     )
 
 

@@ -27,9 +27,9 @@ from refiner_core.report.rows import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import fitting, marked
 
 #: Rows of arms on the page, over all comparisons.
-MOST_ROWS = 4_000
+MOST_ROWS = 2_500
 #: Points of curves on the page, over all metrics and arms.
-MOST_POINTS = 60_000
+MOST_POINTS = 30_000
 MOST_CURVES = 3_000
 #: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
 FEW_ARMS = 7
@@ -160,7 +160,7 @@ def plots(
                 "svg": drawing.curves(name, drawn, visible),
                 "drawn": drawn,
                 "shown": visible,
-                "rows": [_last_row(d) for d in drawn],
+                "rows": [_last_row(d) for d in sorted(drawn, key=lambda d: d.index not in visible)],
             }
         )
     return made
@@ -241,7 +241,7 @@ def tree(value: Any, depth: int = 0) -> Markup:
             Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
             for k, v in value.items()
         )
-        return Markup("<dl>{}</dl>").format(rows)
+        return Markup('<dl class="tree">{}</dl>').format(rows)
     if isinstance(value, list | tuple) and value and depth < 6:
         if all(isinstance(v, str | int | float) for v in value):
             return Markup("<bdi>{}</bdi>").format(", ".join(_leaf(v) for v in value))

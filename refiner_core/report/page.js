@@ -88,6 +88,33 @@ function showCurve() {
     box.checked = on;
     g.classList.toggle("off", !on || (seen !== null && !seen.has(g.dataset.curve)));
   }
+  redraw($("svg.curves", plots[at]));
+}
+const points = g => g.dataset.p.split(";").map(p => p ? p.split(" ").map(Number) : null);
+function redraw(svg) { // one arm that has run away must not flatten all others
+  const shown = $$("g[data-curve]:not(.off)", svg).map(g => [g, points(g)]);
+  const all = shown.flatMap(([, ps]) => ps.filter(Boolean));
+  if (!all.length) return;
+  let low = Math.min(...all.map(p => p[2])), high = Math.max(...all.map(p => p[3]));
+  if (high - low < 1e-12 * Math.max(1, Math.abs(high))) { const pad = Math.abs(high) / 10 || 0.5; low -= pad; high += pad; }
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].find(m => rough <= m * power) * power;
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9)), [from, to] = svg.dataset.x.split(",").map(Number);
+  const x = v => (64 + (v - from) / (to - from) * 780).toFixed(0), y = v => (300 - (v - low) / (high - low) * 288).toFixed(1);
+  const make = (name, attributes, text) => { const e = document.createElementNS("http://www.w3.org/2000/svg", name); for (const k in attributes) e.setAttribute(k, attributes[k]); if (text) e.textContent = text; return e; };
+  const grid = $(".ys", svg); grid.replaceChildren();
+  for (let i = Math.ceil(low / step - 1e-9); i <= Math.floor(high / step + 1e-9); i++) {
+    const at = y(i * step);
+    grid.append(make("line", {class: "g", x1: 64, x2: 844, y1: at, y2: at}), make("text", {class: "y", x: 56, y: Number(at) + 4}, (i * step).toFixed(digits).replace("-", "\u2212")));
+  }
+  for (const [g, ps] of shown) {
+    let line = "", band = "", part = [];
+    const close = () => { if (part.length > 1) band += "M" + part.map(p => `${x(p[0])} ${y(p[3])}`).join(" ") + " " + part.reverse().map(p => `${x(p[0])} ${y(p[2])}`).join(" ") + "Z"; part = []; };
+    for (const p of ps) { if (!p) { close(); continue; } line += `${part.length ? "L" : "M"}${x(p[0])} ${y(p[1])}`; part.push(p); }
+    close();
+    $(".b", g).setAttribute("d", all.some(p => p[2] !== p[3]) ? band : ""); $(".l", g).setAttribute("d", line);
+    const last = ps.filter(Boolean).at(-1);
+    if (last) $(".e", g).setAttribute("transform", `translate(${x(last[0])} ${y(last[1])})`);
+  }
 }
 function showAnswers() {
   const f = form("choose-answer"); if (!f) return;
@@ -157,11 +184,8 @@ function curveTip(svg, step, x, y) {
   const lines = [], near = [];
   for (const g of $$("g[data-curve]:not(.off)", svg)) {
     let best = null;
-    for (const part of g.dataset.p.split(";")) {
-      const v = part.split(" ").map(Number);
-      if (best === null || Math.abs(v[0] - step) < Math.abs(best[0] - step)) best = v;
-    }
-    if (best && !Number.isNaN(best[0])) { near.push(best[0]); lines.push(`${g.dataset.name}: ${best[1]}` + (best[2] !== best[3] ? ` (${best[2]} to ${best[3]})` : "")); }
+    for (const v of points(g)) if (v && (best === null || Math.abs(v[0] - step) < Math.abs(best[0] - step))) best = v;
+    if (best) { near.push(best[0]); lines.push(`${g.dataset.name}: ${best[1]}` + (best[2] !== best[3] ? ` (${best[2]} to ${best[3]})` : "")); }
   }
   if (!near.length) return tell("");
   const shown = near.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
@@ -191,7 +215,7 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape") return tell("");
   if (!svg.matches || !svg.matches("svg.curves") || !["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
   event.preventDefault();
-  const steps = [...new Set($$("g[data-curve]:not(.off)", svg).flatMap(g => g.dataset.p.split(";").map(p => Number(p.split(" ")[0]))))].sort((a, b) => a - b);
+  const steps = [...new Set($$("g[data-curve]:not(.off)", svg).flatMap(g => points(g).filter(Boolean).map(p => p[0])))].sort((a, b) => a - b);
   const at = steps.indexOf(Number(svg.dataset.step)), box = svg.getBoundingClientRect();
   const to = {ArrowLeft: Math.max(0, at - 1), ArrowRight: Math.min(steps.length - 1, at + 1), Home: 0, End: steps.length - 1}[event.key];
   curveTip(svg, steps[to], box.left + box.width / 2, box.top + 20);

@@ -19,7 +19,7 @@ from refiner_core.report.printing import count, plain
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 12_000
 #: Characters of all answers and judgements of a page.
-MOST_IN_ALL = 2_000_000
+MOST_IN_ALL = 1_500_000
 
 
 def marked(text: str, cited: frozenset[str] | None = None, most: int = MOST_OF_ANSWER) -> Markup:

@@ -147,7 +147,7 @@ def detectable_phrase(detectable: Mapping[str, Any], decimals: int | None = None
         return ""
     shown = max(decimals or 0, decimals_for(None, float(effect)) - 1)
     power = detectable.get("power")
-    share = f" in {power:.0%} of such sweeps" if isinstance(power, float) else ""
+    share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""
     return f"an effect of {number(float(effect), shown)} would have been seen{share}"
 
 
