@@ -8,13 +8,10 @@ is shared, what is there already, what it will take and what it can show
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import click
-
-from flows.cli.options import print_table
 from flows.sweeping.before import Before, look_before
 from infra.explain import StageForecast, observe_stages
 from infra.workspace import Workspace
@@ -60,25 +57,27 @@ def look_at_sweep(plan: SweepPlan, workspace: Workspace | None = None) -> SweepL
     return SweepLook(plan, stages, look_before(plan, workspace))
 
 
-def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> None:
-    """Print what a sweep would do: arms, seeds, stages, what it takes and what it can show."""
+def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
+    """What a sweep would do, as lines: arms, seeds, stages, what it takes and what it can show."""
     look = look or look_at_sweep(plan)
-    for line in sweep_lines(look):
-        click.echo(line)
-    rows = _arm_rows(look)
-    print_table(rows, ("arm", "seeds", "to do", "changes"))
+    lines = [*_what_it_is(look), ""]
+    lines += _table(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
     if len(plan.arms) > MOST_ARMS:
-        click.echo(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
-    click.echo("")
-    print_table(_stage_rows(look), ("stage", "in trials", "once", "to run", "runs", "done"))
-    click.echo("")
-    for line in look.before.lines():
-        click.echo(line)
-    for warning in plan.warnings:
-        click.echo(f"Warning: {warning}")
+        lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
+    header = ("stage", "in trials", "once", "to run", "runs", "done")
+    lines += ["", *_table(_stage_rows(look), header), "", *look.before.lines()]
+    return lines + [f"Warning: {warning}" for warning in plan.warnings]
 
 
-def sweep_lines(look: SweepLook) -> list[str]:
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
+
+
+def _what_it_is(look: SweepLook) -> list[str]:
     """What the sweep is, a line each."""
     plan, counts = look.plan, look.counts()
     sweep = plan.sweep
@@ -95,7 +94,7 @@ def sweep_lines(look: SweepLook) -> list[str]:
         f"{_count(counts['planned'], 'stage')}, {counts['unique']} to make{shared}: "
         f"{counts['to_run']} to run, {counts['running']} running, {counts['done']} done"
     )
-    return [*lines, ""]
+    return lines
 
 
 def _count(number: int, noun: str) -> str:
@@ -190,10 +189,3 @@ def shipped_rows() -> list[tuple[str, str, str]]:
     """The sweeps that come with refiner: name, recipe, question."""
     found = ((name, load_sweep(name)) for name in shipped_sweeps())
     return [(name, sweep.recipe, sweep.question.text) for name, sweep in found]
-
-
-def show_shipped(rows: Iterable[Sequence[str]] | None = None) -> None:
-    """Print the shipped sweeps with what each is to answer."""
-    for name, recipe, question in rows if rows is not None else shipped_rows():
-        click.echo(f"{name} ({recipe})")
-        click.echo(f"  {question}\n")

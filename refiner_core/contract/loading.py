@@ -129,6 +129,8 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     try:
         values = OmegaConf.to_container(merged(path, overrides), resolve=True)
+    except ConfigurationError:
+        raise
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigurationError(
             f"Recipe {path.name} with overrides {list(overrides)} cannot be resolved: "
