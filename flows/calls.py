@@ -179,29 +179,34 @@ def record_run(
     workspace: Workspace,
     recipe: str,
     overrides: Sequence[str],
-    pinned: Pinned | None = None,
     **more: object,
 ) -> RunRecord:
-    """The record of a call on ``plan``; it is not written yet.
-
-    Parameters
-    ----------
-    pinned
-        The code that it uses; as it is now, without. Its ``diff`` is then the caller's to keep.
-    more
-        Goes into its provenance.
-    """
+    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
+    provenance. It is not written yet."""
     from infra import atomic
+
+    pinned = pin_code(workspace)
+    run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
+    if pinned.diff:
+        atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
+    return run
+
+
+def record_pinned_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned,
+    more: Mapping[str, object],
+) -> RunRecord:
+    """As :func:`record_run`, with code that was pinned before; to keep its ``diff`` is up to the
+    caller."""
     from infra.workspace import now_text
 
-    run_id = workspace.new_run_id(plan.recipe)
-    if pinned is None:
-        pinned = pin_code(workspace)
-        if pinned.diff:
-            atomic.write_text(workspace.layout.run(run_id).diff, pinned.diff)
     return RunRecord(
         version=RECORD_VERSION,
-        run=run_id,
+        run=workspace.new_run_id(plan.recipe),
         recipe=plan.recipe,
         overrides=tuple(overrides),
         command=pinned.command,

@@ -72,8 +72,11 @@ def cancel(
     wait_s: float | None = None,
     now: bool = False,
     tell: Tell = lambda message: None,
+    ours: frozenset[str] = frozenset(),
 ) -> CancelOutcome:
     """End a run or some of its stages; see :func:`flows.api.cancel_run`.
+
+    ``ours`` are other runs that are to end with it: what only they want is not spared.
 
     Raises
     ------
@@ -83,7 +86,7 @@ def cancel(
     _check_names(run, stages)
     settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
     patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
-    work = _Cancel(workspace, run, stages, settings, tell)
+    work = _Cancel(workspace, run, stages, settings, tell, ours)
     names = work.names
     who = orchestrator_of(workspace, run.run)
     if not who.works and not work.open_stages():
@@ -135,6 +138,7 @@ class _Cancel:
     stages: Sequence[str]
     settings: DispatchConfig
     tell: Tell
+    ours: frozenset[str] = frozenset()
     _asked_at: dict[AttemptRef, float] = field(default_factory=dict)
     _killed: set[AttemptRef] = field(default_factory=set)
     _said: str = ""
@@ -147,7 +151,7 @@ class _Cancel:
             return tuple(self.stages)
         done = {n for n, i in self.run.stages.items() if self.workspace.read_result(i) is not None}
         spared = {n for n, i in self.run.stages.items() if i in self.spared}
-        ours = {self.run.run, *self.run.stages.values()}
+        ours = {self.run.run, *self.ours, *self.run.stages.values()}
         spared |= {
             n
             for n, i in self.run.stages.items()
@@ -158,7 +162,7 @@ class _Cancel:
     @functools.cached_property
     def spared(self) -> dict[str, str]:
         """Stages, by id, that another run goes on with, which somebody works on."""
-        return wanted_by_others(self.workspace, self.run.run)
+        return wanted_by_others(self.workspace, {self.run.run, *self.ours})
 
     def open_stages(self) -> tuple[str, ...]:
         """Those that have an attempt without an end."""

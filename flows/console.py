@@ -67,7 +67,7 @@ class Console:
         self._said: dict[str, tuple[float, Progress]] = {}
         self._live: Live | None = None
         self._lost = False
-        self._fancy = not quiet and _can_redraw(self._stream)
+        self._fancy = not quiet and can_redraw(self._stream)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
@@ -206,7 +206,8 @@ class Console:
         return table
 
 
-def _can_redraw(stream: TextIO) -> bool:
+def can_redraw(stream: TextIO) -> bool:
+    """Whether a stream is a terminal on which lines can be redrawn."""
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
     return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
 

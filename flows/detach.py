@@ -13,16 +13,36 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from infra.orchestrators import orchestrator_of
 from infra.worker_command import job_settings, tail_of
 from infra.workspace import Workspace
-from refiner_core.contract.records import RunRecord
 
 _POLL_S = 0.05
 #: Imports on a cold network file system take their time.
 _BEGIN_WAIT_S = 120.0
+
+
+class Recorded(Protocol):
+    """What is asked of a call here: a run's record, or a :class:`Call`."""
+
+    @property
+    def run(self) -> str:
+        """Its id."""
+        ...
+
+    @property
+    def code(self) -> str:
+        """Id of the snapshot that it is worked on with."""
+        ...
+
+
+class Call(NamedTuple):
+    """A call that is no run: work on a sweep (:func:`infra.layout.sweep_call`)."""
+
+    run: str
+    code: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Detached:
         return bool(self.exit_code)
 
 
-def resume_command(workspace: Workspace, run: RunRecord, *options: str) -> list[str]:
+def resume_command(workspace: Workspace, run: Recorded, *options: str) -> list[str]:
     """The command line that works on a recorded run, with the code that it was begun with."""
     code = workspace.layout.code / run.code if run.code else None
     settings = job_settings(1, code if code is not None and code.is_dir() else None)
@@ -57,7 +77,7 @@ def resume_command(workspace: Workspace, run: RunRecord, *options: str) -> list[
     ]
 
 
-def detach(workspace: Workspace, run: RunRecord, *options: str) -> Detached:
+def detach(workspace: Workspace, run: Recorded, *options: str) -> Detached:
     """Start the process, and wait until it works on the run, or has ended.
 
     It has a session of its own and no terminal, so that closing one does not reach it.
@@ -88,7 +108,7 @@ def detach(workspace: Workspace, run: RunRecord, *options: str) -> Detached:
 
 
 def detach_as_job(
-    workspace: Workspace, run: RunRecord, config: dict[str, Any], *options: str
+    workspace: Workspace, run: Recorded, config: dict[str, Any], *options: str
 ) -> Detached:
     """Submit the process as a small job that Slurm may start again.
 
@@ -105,7 +125,9 @@ def detach_as_job(
     paths = workspace.layout.run(run.run)
     profile = load_profile(config.get("profile"))
     command = resume_command(workspace, run, "--as-job", *options)
-    job = submit_orchestrator(command, profile, paths.job_folder, name=f"refiner-{run.run}")
+    job = submit_orchestrator(
+        command, profile, paths.job_folder, name=f"refiner-{run.run.replace(':', '-')}"
+    )
     return Detached(run.run, paths.job_folder / f"{job}_0_log.out", job=job)
 
 

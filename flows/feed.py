@@ -45,7 +45,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Story:
-    """Where the run tells what happens: its event log, ``…/WORKSPACE/runs/RUN/events.jsonl``.
+    """Where the run tells what happens: its event log, ``…/WORKSPACE/runs/RUN/events.jsonl``, or
+    that of a sweep.
 
     ``resumed``: the run was begun by an earlier process. What stood in the log before ``since``
     (bytes) is not news, nor are the incidents ``known`` (``STAGE/ATTEMPT``).
@@ -78,18 +79,23 @@ class Drawing:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """How flow runs are found: by recipe, by run, and those that go on with an earlier one."""
+        """How flow runs are found: by recipe, by run (of a sweep ``sweep:NAME``), and those that
+        go on with an earlier one."""
         more = (f"resumes:{self.run}",) if self.story is not None and self.story.resumed else ()
         return (self.recipe, self.run, f"run:{self.run}", *more)
 
 
 def drawing_of(plan: Plan, run: str, owner: str, story: Story | None = None) -> Drawing:
     """The graph of a plan; ``story`` is taken to be read up to where it is now."""
-    if story is not None:
-        path = Path(story.events)
-        story = replace(story, since=path.stat().st_size if path.exists() else 0)
+    story = None if story is None else up_to_now(story)
     nodes = tuple(Node(s.name, s.kind, s.title, s.fingerprint, _before(s)) for s in plan.stages)
     return Drawing(plan.recipe, run, owner, nodes, story)
+
+
+def up_to_now(story: Story) -> Story:
+    """The story, taken to be read up to where it is now."""
+    path = Path(story.events)
+    return replace(story, since=path.stat().st_size if path.exists() else 0)
 
 
 def _before(stage: PlannedStage) -> tuple[str, ...]:

@@ -23,13 +23,17 @@ from prefect.exceptions import PrefectException
 from flows.artifacts import artifact_key, incidents_markdown
 from flows.feed import Drawing, Story
 from infra.history import run_incidents
+from infra.layout import is_sweep
 from infra.timeline import Incident
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import to_json
 
 #: Lines of the event log that are of use to somebody who is not looking at the run.
-TOLD = ("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed")
+TOLD = (
+    *("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed"),
+    *("trial", "canary", "hold"),  # of a sweep
+)
 
 
 class News:
@@ -50,7 +54,7 @@ class News:
             for event in events:
                 if event.get("event") in TOLD:
                     self._emit(str(event["event"]), event)
-            if events:
+            if events and not is_sweep(self._drawing.run):  # incidents are told of single runs
                 self._tell_incidents()
         except (httpx.HTTPError, PrefectException, RefinerError, OSError, ValueError) as error:
             if not self._warned:

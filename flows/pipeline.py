@@ -103,6 +103,13 @@ def run_pictured(
     raised here. What happens to the picture never changes what is returned.
     """
     drawing = drawing_of(plan, run, str(ProcessId.of()), story)  # the story so far is not news
+    return run_drawn(campaign, drawing, use_server=use_server, console=console)
+
+
+def run_drawn(
+    campaign: Runnable, drawing: Drawing, *, use_server: bool, console: Shows
+) -> dict[str, StageView]:
+    """As :func:`run_pictured`, for a graph that the caller has made."""
     campaign.start()  # work begins before anything else is even imported
     picture = Picture(drawing, console) if use_server else None
     try:

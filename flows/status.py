@@ -311,13 +311,16 @@ def _kind(name: str) -> str:
 
 
 def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | None:
-    """The run of that id, or of the only id that begins or ends so; the newest without one.
+    """The run of that id, or of the only id that begins or ends so; the newest without one. A
+    trial's run may be named by its place in the sweep, ``SWEEP:ARM/seed1``.
 
     Raises
     ------
     ConfigurationError
         There is none, or several; the message suggests the nearest.
     """
+    if wanted is not None and ":" in wanted:
+        return _run_of_trial(workspace, wanted)
     known = workspace.run_ids()
     if wanted is None:
         return workspace.read_run(known[-1]) if known else None
@@ -332,6 +335,27 @@ def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | Non
         what,
         expected=f"one of: {shown}",
         fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
+    )
+
+
+def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
+    """The run of ``SWEEP:ARM/seed1``."""
+    name, _, trial = wanted.partition(":")
+    sweep = workspace.read_sweep(name)
+    known = [t.name for t in sweep.trials]
+    run_id = workspace.trial_run(name, trial)
+    if run_id is not None:
+        return workspace.read_run(run_id)
+    if trial in known:
+        raise ConfigurationError(
+            f"Trial {trial} of sweep {name} has not begun.",
+            expected="a trial that has a run",
+            fix=f"look with `refiner status {name}`",
+        )
+    raise ConfigurationError(
+        f"Sweep {name} has no trial {trial!r}.{suggest(trial, known)}",
+        expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
+        fix=f"name one of these (`refiner status {name}` shows them)",
     )
 
 

@@ -356,7 +356,7 @@ class Campaign:
         names = asked.get("stages") or list(self.plan.by_name)
         if not asked.get("stages") and not self._cancelled:
             # Who ends a call means its own work; another call goes on with what they share.
-            self._spared = wanted_by_others(self.workspace, self.run.run)
+            self._spared = wanted_by_others(self.workspace, {self.run.run})
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
         new = [s for s in wanted if s.id not in self._cancelled]
         self._cancelled |= {s.id: wish for s in new}

@@ -60,9 +60,14 @@ def sweep_call(name: str) -> str:
     return f"{_SWEEP_CALL}{name}"
 
 
+def is_sweep(call: str) -> bool:
+    """Whether this is what the work on a sweep is called."""
+    return call.startswith(_SWEEP_CALL)
+
+
 def call_title(call: str) -> str:
     """``sweep NAME`` or ``run ID``, for people."""
-    if call.startswith(_SWEEP_CALL):
+    if is_sweep(call):
         return f"sweep {call.removeprefix(_SWEEP_CALL)}"
     return f"run {call}"
 
@@ -349,6 +354,6 @@ class Layout:
 
     def run(self, run_id: str) -> RunPaths:
         """The files of one call; of a sweep, that is worked on like one, by :func:`sweep_call`."""
-        if run_id.startswith(_SWEEP_CALL):
+        if is_sweep(run_id):
             return RunPaths(self.sweeps / run_id.removeprefix(_SWEEP_CALL))
         return RunPaths(self.runs / run_id)

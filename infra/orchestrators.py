@@ -8,6 +8,7 @@ see to it that of several that take up a run at once, one does.
 from __future__ import annotations
 
 import os
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,14 +75,14 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
     )
 
 
-def wanted_by_others(workspace: Workspace, run_id: str) -> dict[str, str]:
-    """Stage id -> another run that a process here works on and that has the stage, too.
+def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
+    """Stage id -> a run that is not ours, that a process here works on, and that has the stage.
 
     One that is said to work on another host may be long gone: it keeps nobody from ending jobs.
     """
     found: dict[str, str] = {}
     for other in workspace.run_ids():
-        if other != run_id and orchestrator_of(workspace, other).standing == "running":
+        if other not in ours and orchestrator_of(workspace, other).standing == "running":
             found |= dict.fromkeys(workspace.read_run(other).stages.values(), other)
     return found
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from flows.feed import Drawing, Node, Story
+from flows.feed import Drawing, Node, Story, up_to_now
+from infra.layout import sweep_call
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.views import StageView, ViewState
 from refiner_core.report.document import TrialState
@@ -77,7 +78,7 @@ class Graph:
     def drawing(self, owner: str, story: Story) -> Drawing:
         """All that a picture needs before anything has happened."""
         name = self.plan.sweep.name
-        return Drawing(name, f"sweep:{name}", owner, tuple(self.nodes()), story)
+        return Drawing(name, sweep_call(name), owner, tuple(self.nodes()), up_to_now(story))
 
     def views(self) -> dict[str, StageView]:
         """How every node is."""

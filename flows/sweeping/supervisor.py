@@ -24,6 +24,7 @@ from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from infra.layout import sweep_call
 from infra.processes import ProcessId, host_name
+from infra.timeline import first_line
 from infra.together import SharedRouter
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import NoSpaceError, RefinerError
@@ -356,8 +357,8 @@ class Supervisor:
             else:
                 self._ahead = None
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {_how(word)}: {word.reason}. "
-                    "Nothing else was begun"
+                    f"{ahead.trial.name}, which went ahead, has {_how(word)}: "
+                    f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun"
                 )
 
     def _release(self, measured: CanaryMeasure) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.calls import Pinned, pin_code, record_run
+from flows.calls import Pinned, pin_code, record_pinned_run
 from infra import atomic
 from infra.campaign import Campaign
 from infra.dispatch import Router
@@ -117,7 +117,9 @@ class Trials:
         return run.run
 
     def _plan(self, trial: Trial, canary: bool) -> Plan:
-        changes: dict[str, Any] = {"tracking.group": self.sweep}
+        changes: dict[str, Any] = {}
+        if hasattr(trial.plan.config.tracking, "group"):
+            changes["tracking.group"] = self.sweep
         if canary:
             changes |= {f"{kind}.first_save": CANARY_STEPS for kind in ("sft", "grpo")}
         return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
@@ -138,7 +140,8 @@ class Trials:
     def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
         pinned = self.pinned()
         which = {"name": self.sweep, "arm": trial.arm, "seed": trial.seed}
-        run = record_run(plan, self.workspace, self.recipe, trial.overrides, pinned, sweep=which)
+        more = {"sweep": which}
+        run = record_pinned_run(plan, self.workspace, self.recipe, trial.overrides, pinned, more)
         if pinned.diff:
             self._keep_diff(run, pinned.diff)
         self.workspace.write_run(run)

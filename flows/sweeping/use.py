@@ -33,6 +33,8 @@ class Use:
         Between submission and start of jobs of a scheduler, as their clocks had it.
     lost_seconds, lost_steps
         Work that was done again.
+    incidents
+        Attempts that ended before their work was done.
     judge_calls
         None where no judge kept count.
     """
@@ -44,6 +46,7 @@ class Use:
     lost_seconds: float = 0.0
     lost_steps: int = 0
     attempts: int = 0
+    incidents: int = 0
     judge_calls: int | None = None
 
     def plus(self, other: Use) -> Use:
@@ -109,6 +112,9 @@ class UseReader:
             lost_seconds=sum(i.lost_seconds or 0.0 for i in incidents),
             lost_steps=sum(i.lost_steps or 0 for i in incidents),
             attempts=len(record.attempts),
+            incidents=sum(
+                a.outcome is not None and a.outcome.failure != "none" for a in record.attempts
+            ),
             judge_calls=self._judge_calls(stage_id, record),
         )
 

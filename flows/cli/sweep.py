@@ -1,0 +1,235 @@
+"""`refiner sweep`: plan, launch and amend an ablation."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from flows.cli.options import json_option, print_json, print_table, split_workspace
+from flows.cli.run import detach_option, stop_on_signals
+
+if TYPE_CHECKING:
+    from flows.sweeping.launching import Launch, SweepOutcome
+    from infra.workspace import Workspace
+    from refiner_core.contract.sweep_records import SweepRecord
+    from sweeps.values import SweepPlan
+
+
+@click.command("sweep")
+@click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
+@click.option("--yes", "-y", is_flag=True, help="launch without asking")
+@click.option(
+    "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
+)
+@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@detach_option
+@json_option
+@click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
+@click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
+def sweep_command(
+    words: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    past_canary: bool,
+    take_over: bool,
+    detach: str | None,
+    as_json: bool,
+    no_server: bool,
+    quiet: bool,
+) -> int:
+    """Carry out SWEEP: a shipped name or a YAML file; without one, list sweeps.
+
+    It is planned, forecast and shown; then it asks, or takes --yes. One trial goes ahead alone
+    until it has trained two steps and saved once; the forecast is corrected by what these took, and
+    the others follow. A failed trial stops no other. What is done is skipped: the same command goes
+    on after any interruption, and when an arm, a seed or a limit in the file has changed, only what
+    is new runs.
+
+    Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
+    held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
+    """
+    from flows.sweeping.launching import Launch
+    from flows.sweeping.planning import make_sweep_plan
+    from flows.sweeping.showing import show_sweep_plan, sweep_json
+
+    names = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if not names:
+        _list(split_workspace(overrides)[0], as_json)
+        return 0
+    _refuse_more_than_one(names)
+    plan = make_sweep_plan(names[0], overrides)
+    launch = Launch(
+        use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
+    )
+    again = ["refiner", "sweep", names[0], *overrides]
+    if dry_run:
+        if as_json:
+            print_json(sweep_json(plan))
+        else:
+            show_sweep_plan(plan)
+        return 0
+    return _launch(plan, overrides, launch, _Asked(yes, detach, as_json, again))
+
+
+class _Asked:
+    """How the command was typed."""
+
+    def __init__(self, yes: bool, detach: str | None, as_json: bool, again: list[str]) -> None:
+        self.yes, self.detach, self.as_json, self.again = yes, detach, as_json, again
+
+
+def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked) -> int:
+    from flows.sweeping.forecasting import forecast_json
+    from flows.sweeping.launching import (
+        check_launch,
+        is_finished,
+        work_on_sweep,
+        workspace_of,
+    )
+    from flows.sweeping.showing import look_at_sweep, show_sweep_plan
+    from flows.sweeping.versions import record_version
+
+    finished = is_finished(plan, workspace_of(plan))
+    forecast = {}
+    if not finished:
+        check_launch(plan)
+        look = look_at_sweep(plan)
+        before = look.before
+        forecast = forecast_json(before.forecast, before.passed, trials=False)
+        if not launch.quiet or not asked.yes:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
+                show_sweep_plan(plan, look)
+        _ask(asked)
+    workspace = workspace_of(plan, to_write=True)
+    record = record_version(plan, workspace, overrides, forecast)
+    if asked.detach is not None and not finished:
+        options = [
+            *(["--no-server"] if not launch.use_server else []),
+            *(["--take-over"] if launch.take_over else []),
+            *(["--past-canary"] if launch.past_canary else []),
+        ]
+        return leave_sweep_to(asked.detach, workspace, record, options, asked.as_json)
+    stop_on_signals()
+    return finish_sweep(work_on_sweep(plan, workspace, record, launch), asked.as_json)
+
+
+def _ask(asked: _Asked) -> None:
+    """Go on only if somebody has said so.
+
+    Raises
+    ------
+    ConfigurationError
+        There is nobody to ask.
+    """
+    from refiner_core.contract.errors import ConfigurationError
+
+    if asked.yes:
+        return
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        if click.confirm("Launch it?", default=False, err=True):
+            return
+        raise click.Abort
+    raise ConfigurationError(
+        "Nothing was launched: this is no terminal, so nobody can be asked.",
+        expected="--yes, or a terminal",
+        fix=f"look at it with --dry-run, then: {shlex.join([*asked.again, '--yes'])}",
+    )
+
+
+def finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
+    """Print how a call on a sweep ended; its exit code."""
+    from flows.cli.options import until_nobody_reads
+    from flows.sweeping.status import SweepWatcher, status_json, status_lines, table_of
+
+    status = SweepWatcher(outcome.workspace, outcome.record.name).look()
+    with until_nobody_reads():
+        if as_json:
+            print_json(
+                {**status_json(status), "exit_code": outcome.exit_code, "held": outcome.held}
+            )
+        else:
+            header, rows = table_of(status)
+            print_table(rows, header)
+            for line in status_lines(status, outcome.workspace):
+                click.echo(line)
+        sys.stdout.flush()
+    return outcome.exit_code
+
+
+def leave_sweep_to(
+    where: str, workspace: Workspace, record: SweepRecord, options: list[str], as_json: bool
+) -> int:
+    """Leave a recorded sweep to the background, and say how to look at it and end it."""
+    from flows.detach import Call, detach, detach_as_job
+    from flows.sweeping.versions import dispatch_of, pin_for
+    from infra.layout import sweep_call
+
+    call = Call(sweep_call(record.name), pin_for(workspace, record.name).code)
+    if where == "job":
+        left = detach_as_job(workspace, call, dispatch_of(workspace, record), *options)
+    else:
+        left = detach(workspace, call, *options)
+    place = f"workspace={workspace.root}"
+    if as_json:
+        value = {"version": 1, "sweep": record.name, "pid": left.pid, "job": left.job}
+        print_json({**value, "log": str(left.log), "exit_code": left.exit_code})
+    elif left.exit_code is not None:
+        click.echo(f"{record.name}: ended at once with exit code {left.exit_code}; log: {left.log}")
+    else:
+        who = f"job {left.job}" if left.job else f"process {left.pid}"
+        click.echo(f"{record.name}: in the background as {who}")
+        click.echo(f"log: {left.log}")
+        click.echo(
+            f"Next:\n  refiner status {record.name} -w {place}\n"
+            f"  refiner cancel {record.name} {place}",
+            err=True,
+        )
+    if left.message:
+        click.echo(left.message, err=True)
+    return left.exit_code or 0
+
+
+def _refuse_more_than_one(names: list[str]) -> None:
+    from refiner_core.contract.errors import ConfigurationError
+
+    if len(names) > 1:
+        raise ConfigurationError(
+            f"sweep was given {len(names)} sweeps: {' '.join(names)}.",
+            expected="one sweep, then key=value overrides",
+            fix="launch them one by one, each with --detach",
+        )
+
+
+def _list(where: str, as_json: bool) -> None:
+    """Shipped sweeps, and those of a workspace."""
+    from flows.sweeping.status import SweepWatcher
+    from infra.workspace import Workspace
+    from sweeps.definition import shipped_sweeps
+
+    workspace = Workspace.read_only(where)
+    shipped = list(shipped_sweeps())
+    found = {name: SweepWatcher(workspace, name).look() for name in workspace.sweep_names()}
+    if as_json:
+        recorded = [
+            {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
+            for name, s in found.items()
+        ]
+        print_json({"version": 1, "shipped": shipped, "recorded": recorded})
+        return
+    print_table([(name,) for name in shipped], ("shipped sweeps",))
+    click.echo("")
+    if found:
+        rows = [
+            (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
+            for name, s in found.items()
+        ]
+        print_table(rows, (f"sweeps of {workspace.root}", "version", "trials"))
+    else:
+        click.echo(f"No sweep is recorded in {workspace.root}.")
+    click.echo("Next:\n  refiner sweep SWEEP --dry-run", err=True)

@@ -1,0 +1,50 @@
+"""Ends a sweep: by asking the process that works on it, or from here if none does.
+
+In: a workspace and a sweep's name. Out: a :class:`flows.cancelling.CancelOutcome`. To who ends it a
+sweep is one call that has the stages of all its trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from flows.cancelling import CancelOutcome, cancel
+from infra.layout import sweep_call
+from infra.workspace import Workspace
+from refiner_core.contract.records import RECORD_VERSION, RunRecord
+
+
+def cancel_sweep(
+    workspace: Workspace,
+    name: str,
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Callable[[str], None] = lambda message: None,
+) -> CancelOutcome:
+    """End all trials of a sweep; what is saved is kept. See :func:`flows.api.cancel_run`."""
+    sweep = workspace.read_sweep(name)
+    known = {t.name: workspace.trial_run(name, t.name) for t in sweep.trials}
+    runs = {trial: run for trial, run in known.items() if run is not None}
+    stages: dict[str, str] = {}
+    for trial in sweep.trials:
+        if trial.name in runs:
+            new = {n: i for n, i in trial.stages.items() if i not in stages.values()}
+            stages |= {f"{trial.name}/{n}": i for n, i in new.items()}
+    config = next((workspace.read_run(run).config for run in runs.values()), {})
+    call = RunRecord(
+        version=RECORD_VERSION,
+        run=sweep_call(name),
+        recipe=sweep.recipe,
+        overrides=(),
+        command=(),
+        config=config,
+        stages=stages,
+        code=sweep.code,
+        started_at=sweep.started_at,
+    )
+    outcome = cancel(
+        workspace, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values())
+    )
+    return replace(outcome, run=name, stages=())

@@ -1,0 +1,152 @@
+"""Progress of a sweep on standard error.
+
+In: a supervisor, looked at again and again. Out: on a terminal the trials at work and the totals,
+redrawn in place; elsewhere a line when a trial begins or ends, and now and then one about those at
+work. Standard output belongs to ``--json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from flows.console import can_redraw, detail
+from infra.timeline import first_line, rough
+from refiner_core.contract.views import StageView
+from refiner_core.report.document import TrialState
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from flows.sweeping.supervisor import Supervisor, TrialWord
+
+_EVERY_S = 30.0
+_ROWS = 16
+_ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interrupted", "failed")
+
+
+class SweepConsole:
+    """Shows a sweep; a :class:`flows.pipeline.Shows`. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supervisor, self._quiet = supervisor, quiet
+        self._stream = sys.stderr if stream is None else stream
+        self._clock, self._began = clock, clock()
+        self._lock = threading.RLock()
+        self._said: dict[str, str] = dict.fromkeys(supervisor.standing(), "waiting")
+        self._told_at = clock()
+        self._live: Live | None = None
+        self._fancy = not quiet and can_redraw(self._stream)
+        self._lost = False
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Bring the display up to date."""
+        with self._lock:
+            words = self._supervisor.standing()
+            for name, word in words.items():
+                if self._said.get(name, "waiting") != word.state:
+                    self._said[name] = word.state
+                    self._tell(name, word)
+            if self._fancy and not self._lost:
+                with self._while_it_can_be_written():
+                    self._redraw(words)
+            elif not self._quiet and self._clock() - self._told_at >= _EVERY_S:
+                self._told_at = self._clock()
+                self._print(self._totals(words))
+                for line in self._at_work():
+                    self._print(f"  {line}")
+
+    def note(self, message: str) -> None:
+        """Say something in between; left out when quiet."""
+        if not self._quiet:
+            self._print(message)
+
+    def warn(self, message: str) -> None:
+        """Say something that is amiss, but stops nothing."""
+        self._print(f"warning: {message}")
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        """The last state of every trial."""
+        self.show(views)
+        self.close()
+        words = self._supervisor.standing()
+        if not self._quiet or any(w.state != "done" for w in words.values()):
+            self._print(f"{self._totals(words)} in {rough(self._clock() - self._began)}")
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
+        with self._lock:
+            live, self._live = self._live, None
+            if live is not None:
+                with self._while_it_can_be_written():
+                    live.stop()
+
+    # ------------------------------------------------------------ lines
+
+    def _tell(self, name: str, word: TrialWord) -> None:
+        if self._quiet and word.state not in ("failed",):
+            return
+        if word.state == "held":  # said once, for all of them
+            return
+        why = f": {first_line(word.reason, 300)}" if word.reason else ""
+        run = f" (run {word.run})" if word.state == "running" else ""
+        self._print(f"{name}: {word.state}{run}{why}")
+
+    def _totals(self, words: Mapping[str, TrialWord]) -> str:
+        found = Counter(w.state for w in words.values())
+        counts = ", ".join(f"{found[s]} {s}" for s in _ORDER if found[s])
+        return f"{len(words)} trials: {counts or 'none'}"
+
+    def _at_work(self) -> Iterator[str]:
+        for name, views in self._supervisor.working().items():
+            busy = [v for v in views.values() if v.state in ("running", "reattached", "paused")]
+            waits = [v for v in views.values() if v.state in ("queued", "waiting")]
+            for view in busy or waits[:1]:
+                yield " ".join(filter(None, [f"{name}: {view.name} {view.state}", detail(view)]))
+
+    # ------------------------------------------------------------ in place
+
+    def _redraw(self, words: Mapping[str, TrialWord]) -> None:
+        from rich.console import Console as RichConsole
+        from rich.console import Group
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._live is None:
+            screen = RichConsole(file=self._stream)
+            self._live = Live(console=screen, auto_refresh=False, transient=True)
+            self._live.start()
+        lines = list(self._at_work())
+        shown = [Text(line, overflow="ellipsis", no_wrap=True) for line in lines[:_ROWS]]
+        if len(lines) > _ROWS:
+            shown.append(Text(f"and {len(lines) - _ROWS} more", style="dim"))
+        self._live.update(Group(Text(self._totals(words), style="bold"), *shown), refresh=True)
+
+    def _print(self, message: str) -> None:
+        with self._lock, self._while_it_can_be_written():
+            if self._lost:
+                return
+            if self._live is not None:
+                self._live.console.print(message, markup=False, highlight=False)
+            else:
+                print(message, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _while_it_can_be_written(self) -> Iterator[None]:
+        """A terminal that has gone takes nothing with it."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._lost, self._live = True, None

@@ -1,0 +1,227 @@
+"""Launches a sweep and works on it to its end: recorded, taken up, supervised, pictured.
+
+In: a :class:`SweepPlan` and the version that it is recorded as. Out: a :class:`SweepOutcome`. What
+a sweep is stands in its record, so another process can go on with it: in the background, in a job,
+from any shell. What is done is never done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flows.calls import check_hub_access, check_supported, with_room
+from flows.sweeping.canary import find_canary
+from flows.sweeping.limits import Budget
+from flows.sweeping.picture import Graph
+from flows.sweeping.reading import last_words
+from flows.sweeping.supervisor import Outlook, Supervisor, TrialWord
+from flows.sweeping.trials import Trials
+from flows.sweeping.use import UseReader
+from flows.sweeping.versions import in_folder, pin_for, plan_of_record
+from infra.dispatch import make_router
+from infra.layout import sweep_call
+from infra.orchestrators import take_up
+from infra.processes import ProcessId
+from infra.together import SharedRouter
+from infra.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig, RecipeConfig
+from refiner_core.contract.services import is_service
+from refiner_core.contract.sweep_records import SweepRecord
+from sweeps.forecast import SweepForecast
+from sweeps.history import CanaryMeasure
+from sweeps.values import SweepPlan, Trial
+
+#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
+MANY = 256
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a sweep is worked on.
+
+    Attributes
+    ----------
+    use_server, quiet
+        As for a run.
+    past_canary
+        Release the other trials whatever the first one shows.
+    take_over
+        Though a process on another host says that it works on it.
+    resumed
+        It was begun by an earlier call: what was cancelled goes on.
+    """
+
+    use_server: bool = True
+    quiet: bool = False
+    past_canary: bool = False
+    take_over: bool = False
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class SweepOutcome:
+    """How a call on a sweep ended.
+
+    ``words`` maps trials to how they stand; ``held`` says why no more of them were begun.
+    """
+
+    record: SweepRecord
+    workspace: Workspace
+    words: Mapping[str, TrialWord]
+    held: str
+    exit_code: int
+
+
+# ---------------------------------------------------------------- before
+
+
+def workspace_of(plan: SweepPlan, *, to_write: bool = False) -> Workspace:
+    """The workspace that a sweep's trials lie in."""
+    config = config_of(plan)
+    if to_write:
+        return with_room(config, lambda: Workspace.open(config.workspace, config.data_root))
+    return Workspace.read_only(config.workspace)
+
+
+def config_of(plan: SweepPlan) -> RecipeConfig:
+    """What all trials have in common: where and how they run."""
+    return plan.trials[0].plan.config
+
+
+def check_launch(plan: SweepPlan) -> None:
+    """Refuse what cannot be carried out here, before anything is recorded.
+
+    Raises
+    ------
+    RefinerError
+        Names the field, and the arm that has it.
+    """
+    seen: set[str] = set()
+    for trial in plan.trials:
+        if trial.arm not in seen:
+            seen.add(trial.arm)
+            check_supported(trial.plan.config)
+    check_hub_access(config_of(plan))
+
+
+# ---------------------------------------------------------------- work
+
+
+def work_on_sweep(
+    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
+) -> SweepOutcome:
+    """Take a sweep up, and work on it until every trial has ended or may not begin.
+
+    Raises
+    ------
+    ConfigurationError
+        Another process works on it.
+    """
+    call = sweep_call(record.name)
+    take_up(workspace, call, regardless=launch.take_over)
+    workspace.withdraw_cancel(call)
+    supervisor = supervisor_of(plan, workspace, record, launch)
+    if is_finished(plan, workspace):
+        supervisor.begin()
+        supervisor.step()
+    else:
+        _supervise(supervisor, launch)
+    return SweepOutcome(
+        record, workspace, supervisor.standing(), supervisor.held, supervisor.exit_code
+    )
+
+
+def _supervise(supervisor: Supervisor, launch: Launch) -> None:
+    from flows.feed import Story
+    from flows.pipeline import run_drawn
+    from flows.sweeping.console import SweepConsole
+    from infra.disk.watch import DiskEvent, DiskWatch
+
+    console = SweepConsole(supervisor, quiet=launch.quiet)
+    supervisor.tell = console.note
+    events = supervisor.workspace.layout.run(sweep_call(supervisor.plan.sweep.name)).events
+    story = Story(str(events), launch.resumed)
+    drawing = supervisor.graph.drawing(str(ProcessId.of()), story)
+
+    def tell(event: DiskEvent) -> None:
+        supervisor.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+
+    with DiskWatch(supervisor.trials.keeper, supervisor.next_save_bytes, tell):  # type: ignore[arg-type]
+        run_drawn(supervisor, drawing, use_server=launch.use_server, console=console)
+
+
+def supervisor_of(
+    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
+) -> Supervisor:
+    """All that works on a sweep, before it begins."""
+    from flows.sweeping.forecasting import forecast_of, passed_by
+    from infra.disk.keeper import DiskKeeper
+
+    config = config_of(plan)
+    router = SharedRouter.of(make_router(config.dispatch, workspace))
+    for stage in plan.stages().values():
+        router.check((stage,))
+    trials = Trials(
+        sweep=record.name,
+        recipe=plan.sweep.recipe,
+        workspace=workspace,
+        router=router,
+        keeper=DiskKeeper(workspace, config.disk),
+        told=last_words(workspace, record.name),
+        take_over=launch.take_over,
+        pin=lambda room: pin_for(room, record.name),
+    )
+    finished = is_finished(plan, workspace)
+
+    def corrected(canary: Sequence[CanaryMeasure]) -> SweepForecast:
+        return forecast_of(plan, workspace, canary)
+
+    return Supervisor(
+        plan=plan,
+        workspace=workspace,
+        router=router,
+        trials=trials,
+        budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: _disk_of(t, workspace)),
+        outlook=Outlook(
+            canary=None if finished else find_canary(plan, workspace),
+            forecast=None if finished else forecast_of(plan, workspace),
+            corrected=corrected,
+            passed=lambda forecast: [p.text for p in passed_by(forecast, plan)],
+            past_canary=launch.past_canary,
+        ),
+        concurrency=concurrency_of(plan, config.dispatch),
+        poll_s=config.dispatch.poll_s,
+        graph=Graph(plan),
+        clock=time.monotonic,
+    )
+
+
+def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
+    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
+    cluster's queue takes."""
+    if plan.sweep.limits.concurrency is not None:
+        return plan.sweep.limits.concurrency
+    return dispatch.max_parallel if dispatch.executor == "local" else MANY
+
+
+def _disk_of(trial: Trial, workspace: Workspace) -> int:
+    """Bytes that a trial takes beside what is there."""
+    from flows.disk import planned_room
+
+    return planned_room([trial.plan]).forecast.needed_bytes
+
+
+def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
+    """Whether every stage of every trial is done."""
+    stages = (i for i in plan.stages() if not is_service(i))
+    return all(workspace.layout.stage(i).result.exists() for i in stages)
+
+
+def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcome:
+    """Go on with a recorded sweep, as its newest version says; see :func:`work_on_sweep`."""
+    record = workspace.read_sweep(name)
+    with in_folder(record.folder):
+        plan = plan_of_record(workspace, record)
+        return work_on_sweep(plan, workspace, record, replace(launch, resumed=True))

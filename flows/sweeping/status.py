@@ -1,0 +1,209 @@
+"""How a sweep stands: a row per arm, a cell per seed, totals, and what to do next.
+
+In: a workspace and a sweep's name. Out: a :class:`SweepStatus`, as lines and as JSON, for `refiner
+status`, scripts and the end of `refiner sweep`. Reads records only and asks no scheduler.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flows.sweeping.reading import SweepReader, TrialStanding
+from flows.sweeping.use import NOTHING, Use
+from infra.layout import sweep_call
+from infra.orchestrators import Orchestrator, orchestrator_of
+from infra.timeline import device_time, first_line, rough
+from infra.workspace import Workspace
+from refiner_core.contract.records import to_json
+from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.report.document import TrialState
+
+STATUS_VERSION = 1
+#: Columns of seeds that a terminal has room for.
+_MOST_SEEDS = 6
+_ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interrupted", "failed")
+#: Trials that are spelt out where something is wrong with many.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class SweepStatus:
+    """A sweep at one moment.
+
+    ``use`` is that of all its stages, each once; ``held`` says why no more trials begin.
+    """
+
+    record: SweepRecord
+    trials: tuple[TrialStanding, ...]
+    orchestrator: Orchestrator
+    use: Use
+    cancel_asked: Mapping[str, Any] | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trials by state."""
+        found = Counter(t.state for t in self.trials)
+        return {state: found[state] for state in _ORDER if found[state]}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every trial is done."""
+        return all(t.state == "done" for t in self.trials)
+
+
+class SweepWatcher:
+    """Looks at one sweep, once or again and again."""
+
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self.workspace, self.name = workspace, name
+        self._reader = SweepReader(workspace)
+
+    def look(self) -> SweepStatus:
+        """How the sweep stands now, by its newest version."""
+        record = self.workspace.read_sweep(self.name)
+        call = sweep_call(self.name)
+        who = orchestrator_of(self.workspace, call)
+        trials = tuple(self._reader.standings(record))
+        use = NOTHING
+        for trial in trials:
+            use = use.plus(trial.use)
+        asked = self.workspace.cancel_asked(call) if who.works else None
+        return SweepStatus(record, trials, who, use, asked)
+
+
+# ---------------------------------------------------------------- for people
+
+
+def table_of(status: SweepStatus) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a row per arm, a cell per seed; a count by state where seeds are many."""
+    seeds = list(status.record.seeds)
+    by = {(t.arm, t.seed): t for t in status.trials}
+    arms = [arm.name for arm in status.record.arms]
+    if len(seeds) > _MOST_SEEDS:
+        rows = [[arm, _counted([by[arm, s] for s in seeds if (arm, s) in by])] for arm in arms]
+        return ["arm", f"{len(seeds)} seeds"], rows
+    header = ["arm", *(f"seed {seed}" for seed in seeds)]
+    rows = [[arm, *(_cell(by.get((arm, seed))) for seed in seeds)] for arm in arms]
+    return header, rows
+
+
+def _cell(trial: TrialStanding | None) -> str:
+    if trial is None:
+        return ""
+    if trial.state != "running":
+        return trial.state
+    left = "" if trial.eta_s is None else f", {rough(trial.eta_s)} left"
+    return (trial.progress or "running") + left
+
+
+def _counted(trials: Sequence[TrialStanding]) -> str:
+    found = Counter(t.state for t in trials)
+    return ", ".join(f"{found[state]} {state}" for state in _ORDER if found[state])
+
+
+def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
+    """What the table does not say: totals, what went wrong, who works on it, what to type next."""
+    counts = ", ".join(f"{n} {state}" for state, n in status.counts.items())
+    yield f"{len(status.trials)} trials: {counts}; {_used(status)}"
+    yield from _wrong(status)
+    yield from _who(status, workspace)
+
+
+def _used(status: SweepStatus) -> str:
+    """GPU-hours used against the forecast, what was lost, incidents."""
+    use, forecast = status.use, status.record.forecast
+    if use.gpu_hours:
+        said = f"{use.gpu_hours:,.1f} GPU-hours used"
+        if expected := forecast.get("gpu_hours"):
+            said += f" of {float(expected):,.1f} forecast"
+    else:
+        said = f"{device_time(use.seconds, 'CPU')} used"
+        if expected := forecast.get("seconds"):
+            said += f" of {device_time(float(expected), 'CPU')} forecast"
+    limit = status.record.limits.get("gpu_hours")
+    parts = [said + (f" (limit {limit:g})" if limit is not None and use.gpu_hours else "")]
+    if use.judge_calls:
+        parts.append(f"{use.judge_calls:,} judge calls")
+    if use.incidents:
+        lost = f", {rough(use.lost_seconds)} done again" if use.lost_seconds >= 0.5 else ""
+        parts.append(f"{use.incidents} incident{'s' if use.incidents > 1 else ''}{lost}")
+    return ", ".join(parts)
+
+
+def _wrong(status: SweepStatus) -> Iterator[str]:
+    for state in ("failed", "interrupted"):
+        found = [t for t in status.trials if t.state == state]
+        for trial in found[:_SHOWN]:
+            yield f"{state}: {trial.name}: {first_line(trial.reason, 160) or 'nobody said why'}"
+        if len(found) > _SHOWN:
+            yield f"{state}: and {len(found) - _SHOWN} more"
+    reasons = Counter(t.reason for t in status.trials if t.state == "held")
+    for reason, count in reasons.items():
+        yield f"held: {count} trial{'s' if count > 1 else ''}: {reason}"
+
+
+def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
+    who = status.orchestrator
+    if status.cancel_asked:
+        yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
+    if who.standing == "running":
+        yield f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
+    elif who.standing == "elsewhere":
+        yield f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
+    elif status.finished:
+        yield "finished"
+    else:
+        why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
+        yield f"orchestrator: not running ({why.get(who.standing, 'never begun')})"
+    commands = next_commands(status, workspace)
+    if commands:
+        yield "Next:"
+        yield from (f"  {command}" for command in commands)
+
+
+def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
+    """What makes sense to type now, most useful first."""
+    name, where = status.record.name, f"workspace={workspace.root}"
+    commands = []
+    if status.orchestrator.works:
+        commands.append(["refiner", "status", name, "-w", where])
+        commands.append(["refiner", "cancel", name, where])
+        return [shlex.join(c) for c in commands]
+    failed = next((t for t in status.trials if t.state == "failed" and t.run), None)
+    if failed is not None:
+        commands.append(["refiner", "status", failed.run, where])
+    if not status.finished:
+        commands.append(["refiner", "resume", name, where])
+    if any(t.state == "done" for t in status.trials):
+        commands.append(["refiner", "report", name, where])
+    return [shlex.join(c) for c in commands]
+
+
+# ---------------------------------------------------------------- for scripts
+
+
+def status_json(status: SweepStatus) -> dict[str, Any]:
+    """All that is known."""
+    record = status.record
+    return {
+        "version": STATUS_VERSION,
+        "sweep": record.name,
+        "number": record.number,
+        "recipe": record.recipe,
+        "baseline": record.baseline,
+        "arms": [arm.name for arm in record.arms],
+        "seeds": list(record.seeds),
+        "started_at": record.started_at,
+        "finished": status.finished,
+        "orchestrator": {"works": status.orchestrator.works, **to_json(status.orchestrator)},
+        "cancel_asked": status.cancel_asked,
+        "counts": status.counts,
+        "use": to_json(status.use),
+        "limits": to_json(record.limits),
+        "forecast": to_json(record.forecast),
+        "trials": [{"trial": t.name, **to_json(t), "progress": t.progress} for t in status.trials],
+    }
