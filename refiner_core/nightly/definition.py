@@ -214,7 +214,7 @@ def _alarm(value: Any) -> Alarm:
             "a secret",
             fix="write `webhook: NIGHTLY_WEBHOOK_URL`, and export that variable",
         )
-    return Alarm(channel, what)
+    return Alarm("webhook" if channel == "webhook" else "command", what)
 
 
 def _overrides(value: Any) -> tuple[str, ...]:

@@ -1,0 +1,71 @@
+"""Alerts: told once for each change, by every channel, again the next night where one failed.
+
+In: a history. Out: alerts recorded and sent. A channel that does not work never fails a night: what
+it said is recorded, and the next night tries again. Two processes that tell at the same time may
+send one alert twice by a channel; none is ever lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flows.nightly.channels import ChannelFailed, send
+from flows.nightly.reading import Reading
+from infra.nightly_records import NightlyRecords
+from refiner_core.nightly.series import Series
+from refiner_core.nightly.values import Nightly
+from refiner_core.nightly.words import alert_of
+
+
+def raise_alerts(reading: Reading, records: NightlyRecords) -> list[dict[str, Any]]:
+    """Record what is new; those alerts.
+
+    A line that comes late may move by a night when a change was sure: that is no other change.
+    """
+    known = list(records.alerts())
+    raised = []
+    for series in reading.series:
+        for change in series.told:
+            beside = _beside(series, change.nights[0], reading) if series.canary else []
+            alert = alert_of(reading.nightly.name, series, change, beside)
+            if any(_same(alert, other) for other in known):
+                continue
+            if records.raise_alert(change.id_in(series.key.text), alert):
+                raised.append({**alert, "id": change.id_in(series.key.text)})
+                known.append(alert)
+    return raised
+
+
+def deliver(nightly: Nightly, records: NightlyRecords) -> dict[str, str]:
+    """Send every alert that has not gone out yet; ``ID by CHANNEL`` -> why it has not."""
+    failed: dict[str, str] = {}
+    for alert in records.alerts():
+        for alarm in nightly.alerts.alarms:
+            if records.delivered(alert["id"], alarm.name):
+                continue
+            try:
+                send(alarm, alert)
+            except ChannelFailed as error:
+                records.note_delivery(alert["id"], alarm.name, str(error))
+                failed[f"{alert['id']} by {alarm.name}"] = str(error)
+            else:
+                records.note_delivery(alert["id"], alarm.name)
+    return failed
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = ("series", "kind", "direction")
+    return all(one[k] == other[k] for k in keys) and bool({*one["nights"]} & {*other["nights"]})
+
+
+def _beside(canary: Series, since: str, reading: Reading) -> Sequence[str]:
+    """Checkpoints that were measured since, under the same protocol."""
+    names = [
+        row.checkpoint
+        for series in reading.series
+        if series.key[1:] == canary.key[1:] and not series.canary
+        for row in series.rows
+        if row.measured_in >= since
+    ]
+    return list(dict.fromkeys(names))

@@ -1,0 +1,175 @@
+"""Which weights a checkpoint of a nightly file means now.
+
+In: a :class:`Checkpoint`, the workspace. Out: a :class:`Resolved`, or why there is none. What is
+frozen is looked at all the same: a folder whose content is not what was pinned is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.sources import model_digest
+from infra.workspace import Workspace
+from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.records import RunRecord
+from refiner_core.contract.sweep_records import trial_of
+from refiner_core.nightly.values import Checkpoint, Source
+
+#: Training stages, in the order in which they follow each other.
+_ORDER = ("sft", "rft", "grpo", "command")
+_PATIENCE_S = 60.0
+
+
+class NothingYet(RefinerError, RuntimeError):
+    """There is no such checkpoint at this time; it may come."""
+
+    resumable = True
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Weights.
+
+    Attributes
+    ----------
+    ref, revision
+        For ``model.name_or_path`` and, of a Hub repository, ``model.revision``.
+    digest
+        What they are: of the content, or ``hub:NAME@COMMIT``.
+    what
+        For people.
+    """
+
+    checkpoint: Checkpoint
+    ref: str
+    revision: str
+    digest: str
+    what: str
+
+
+def resolve(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
+    """The weights that a checkpoint means now.
+
+    Raises
+    ------
+    ConfigurationError
+        There can be none: no such folder, run or stage, or its content has changed.
+    NothingYet
+        Nothing has been trained or exported yet.
+    HubOutage, HubRefused
+        The Hub does not say which commit a branch is at.
+    """
+    source = checkpoint.source
+    if source.kind == "hub":
+        revision = source.revision if source.is_commit else _commit(source)
+        digest = model_digest(source.ref, revision)
+        return Resolved(checkpoint, source.ref, revision, digest, f"{source.ref}@{revision[:12]}")
+    if source.kind == "folder":
+        builtin = source.ref.startswith("builtin:")
+        ref = source.ref if builtin else str(Path(source.ref).expanduser().absolute())
+        return _checked(Resolved(checkpoint, ref, "", model_digest(ref, ""), source.ref))
+    if source.kind == "stage":
+        return _checked(_of_stage(checkpoint, workspace, source.ref))
+    return _newest(checkpoint, workspace)
+
+
+def _checked(found: Resolved) -> Resolved:
+    source = found.checkpoint.source
+    if not source.digest or source.digest == found.digest:
+        return found
+    raise ConfigurationError(
+        f"The weights of `{found.checkpoint.name}` ({found.what}) are not those that were pinned: "
+        f"their digest is {found.digest}.",
+        expected=f"content with the digest {source.digest}",
+        fix="bring the pinned weights back; or pin these under another `name`, since their "
+        "numbers are another series",
+    )
+
+
+def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Resolved:
+    output = workspace.output_dir(stage_id)
+    if output is None:
+        raise ConfigurationError(
+            f"{workspace.root} has no finished stage {stage_id!r}.",
+            expected="the id of a stage that has trained or exported a model",
+            fix="see `refiner status`, or name another workspace=DIR",
+        )
+    folder = output / "model"
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"Stage {stage_id} has no model in {output}.",
+            expected="a stage that has trained or exported one, and whose output is there",
+            fix="name another stage",
+        )
+    return Resolved(checkpoint, str(folder), "", model_digest(str(folder), ""), stage_id)
+
+
+def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
+    what, _, name = checkpoint.source.ref.partition(" ")
+    for run in _runs(workspace, what, name):
+        for stage_id in _models_of(run, workspace):
+            output = workspace.output_dir(stage_id)
+            if output is not None and (output / "model").is_dir():
+                found = _of_stage(checkpoint, workspace, stage_id)
+                return Resolved(checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}")
+    raise NothingYet(
+        f"Nothing of {what} {name} is finished in {workspace.root} yet.",
+        expected="a training stage that has ended, or an exported checkpoint",
+        fix="train it; the next night looks again",
+    )
+
+
+def _runs(workspace: Workspace, what: str, name: str) -> Iterator[RunRecord]:
+    """Runs that may have made the checkpoint, newest first."""
+    if what == "run":
+        from flows.status import find_run
+
+        run = find_run(workspace, name)
+        assert run is not None, "an id that is not known is refused"
+        yield run
+        return
+    for run_id in reversed(workspace.run_ids()):
+        run = workspace.read_run(run_id)
+        if "nightly" in run.provenance:
+            continue
+        trial = trial_of(run.provenance)
+        names = {run.recipe} if what == "recipe" else set()
+        if what == "sweep" and trial is not None:
+            names = {trial[0], f"{trial[0]}/{trial[1]}"}
+        if name in names:
+            yield run
+
+
+def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
+    """Finished stages of a run that hold a model, the furthest first."""
+    found: list[tuple[tuple[int, float], str]] = []
+    for name, stage_id in run.stages.items():
+        if name not in _ORDER and not name.startswith("export-"):
+            continue
+        record = workspace.read_record(stage_id)
+        if record is None or record.result is None:
+            continue
+        family, _, step = record.spec.model.partition("-step")
+        place = _ORDER.index(family) if family in _ORDER else len(_ORDER)
+        found.append(((place, int(step) if step else math.inf), stage_id))
+    return [stage_id for _, stage_id in sorted(found, reverse=True)]
+
+
+def _commit(source: Source) -> str:
+    """The commit that a branch or tag of the Hub is at."""
+    from infra.hub.client import open_hub
+
+    with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
+        refs = hub.refs()
+    known = {**refs.tags, **refs.branches}
+    if source.revision in known:
+        return known[source.revision]
+    raise ConfigurationError(
+        f"{source.ref} has no revision {source.revision!r}.",
+        expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
+        fix="correct `revision`",
+    )

@@ -1,0 +1,128 @@
+"""Nightly files on the disk: shipped ones by name, others by path.
+
+In: a name or path, and overrides of this call. Out: a :class:`Nightly` whose relative paths mean
+what they say where work is done: below the file's own folder, wherever a clock has started us (for
+a shipped one, below the current folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+from infra.nightly_records import NightlyRecords, nightly_names
+from infra.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe, suggest
+from refiner_core.nightly.definition import parse_nightly
+from refiner_core.nightly.values import Nightly
+
+
+def shipped_nightlies() -> dict[str, Path]:
+    """Names and files of the nightly evaluations that come with refiner."""
+    folder = Path(str(resources.files("flows.nightly")))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
+    """The nightly evaluation of a shipped name or a YAML file.
+
+    Parameters
+    ----------
+    overrides
+        Of the recipe, for this call: they come after those of the file. ``workspace=DIR`` is taken
+        from the current folder.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file, or what it says cannot be meant.
+    """
+    shipped = shipped_nightlies()
+    path = shipped.get(file) or Path(file).expanduser().absolute()
+    folder = Path.cwd() if file in shipped else path.parent
+    if not path.is_file():
+        raise ConfigurationError(
+            f"There is no nightly file {file}.{suggest(file, shipped)}",
+            expected="a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="correct the path",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"The nightly file {path} cannot be read: {error}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the file, or its permissions",
+        ) from error
+    nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
+    return with_overrides(nightly, overrides)
+
+
+def with_overrides(nightly: Nightly, overrides: Sequence[str]) -> Nightly:
+    """The same with further overrides; the workspace's path is whole from then on."""
+    return replace(nightly, overrides=(*nightly.overrides, *map(_whole, overrides)))
+
+
+def _whole(override: str) -> str:
+    key, sep, value = override.partition("=")
+    if sep and key.strip() == "workspace":
+        return f"workspace={Path(value).expanduser().absolute()}"
+    return override
+
+
+@contextlib.contextmanager
+def in_folder_of(nightly: Nightly) -> Iterator[None]:
+    """Work where the file's paths are meant."""
+    with contextlib.chdir(nightly.folder):
+        yield
+
+
+def workspace_of(nightly: Nightly) -> str:
+    """The folder of the workspace that its recipe and overrides name; to be asked within
+    :func:`in_folder_of`."""
+    config = load_recipe(nightly.recipe, nightly.overrides)
+    return str(Path(config.workspace).expanduser().absolute())
+
+
+def recorded_nightly(name: str, workspace: Workspace) -> Nightly | None:
+    """A nightly evaluation as its workspace remembers it; None where it does not."""
+    if name not in nightly_names(workspace):
+        return None
+    _, version = NightlyRecords(workspace, name).newest_version()
+    if version is None:
+        return None
+    parsed = parse_nightly(
+        version["text"], stem=name, origin=version["origin"], folder=version["folder"]
+    )
+    return replace(parsed, overrides=tuple(version["overrides"]))
+
+
+def find_nightly(wanted: str, overrides: Sequence[str] = ()) -> Nightly:
+    """A nightly evaluation by file, or by the name that the workspace among ``overrides``
+    remembers.
+
+    Raises
+    ------
+    ConfigurationError
+        It is neither.
+    """
+    looks_like_file = "/" in wanted or wanted.endswith((".yaml", ".yml"))
+    if not looks_like_file and wanted not in shipped_nightlies():
+        roots = [o.partition("=")[2] for o in overrides if o.startswith("workspace=")]
+        workspace = Workspace.read_only(Path(roots[-1] if roots else "runs").absolute())
+        found = recorded_nightly(wanted, workspace)
+        if found is not None:
+            return with_overrides(found, overrides)
+        known = nightly_names(workspace)
+        if not Path(wanted).is_file():
+            raise ConfigurationError(
+                f"{workspace.root} remembers no nightly evaluation {wanted!r}."
+                f"{suggest(wanted, [*known, *shipped_nightlies()])}",
+                expected=f"a YAML file, or one of: {', '.join(known) or '(there are none)'}",
+                fix="name one of these, its file, or another workspace=DIR",
+            )
+    return load_nightly(wanted, overrides)

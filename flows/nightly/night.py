@@ -1,0 +1,302 @@
+"""One night: every checkpoint under every protocol, then what the history says now.
+
+In: a nightly evaluation and a night (default: the newest that has begun). Out: a
+:class:`NightOutcome`. It may be called as often as one likes, and by several at once: one process
+works on a night, lines of the history are written once, and what is done is not done again. A night
+that an earlier process has left unfinished goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.nightly.alerting import deliver, raise_alerts
+from flows.nightly.checkpoints import NothingYet, Resolved, resolve
+from flows.nightly.files import in_folder_of, workspace_of
+from flows.nightly.harvest import Occasion, harvest
+from flows.nightly.late import look_after
+from flows.nightly.page import write_page
+from flows.nightly.plans import is_done, night_plan
+from flows.nightly.reading import read_history
+from flows.nightly.work import begin_jobs, carry_out
+from infra.nightly_records import NightlyRecords
+from infra.workspace import Workspace
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    HubOutage,
+    HubRefused,
+    RefinerError,
+)
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.views import StageView
+from refiner_core.nightly.schedule import Schedule
+from refiner_core.nightly.values import Nightly
+
+NightState = Literal["done", "incomplete", "busy", "missed"]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a checkpoint stands in a night.
+
+    ``state``: ``measured`` now, ``kept`` (its numbers still hold), ``missing`` (``why`` says it,
+    and that it stays so), ``failed`` (the same command tries again).
+    """
+
+    checkpoint: str
+    state: Literal["measured", "kept", "missing", "failed"]
+    why: str = ""
+    run: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class NightOutcome:
+    """How a night stands.
+
+    Attributes
+    ----------
+    late
+        Whether a later night had begun before.
+    looked_after
+        Earlier nights that were completed as far as they can be, and how they stand now.
+    alerts, undelivered
+        New ones; and those that some channel has not taken yet, with why.
+    """
+
+    nightly: str
+    night: str
+    state: NightState
+    late: bool
+    entries: tuple[Entry, ...] = ()
+    looked_after: Mapping[str, str] = field(default_factory=dict)
+    alerts: tuple[Mapping[str, Any], ...] = ()
+    undelivered: Mapping[str, str] = field(default_factory=dict)
+    page: str = ""
+    message: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or that of the first checkpoint that failed."""
+        return next((e.exit_code or 1 for e in self.entries if e.state == "failed"), 0)
+
+
+@dataclass(frozen=True)
+class At:
+    """What a night is worked on with."""
+
+    nightly: Nightly
+    schedule: Schedule
+    workspace: Workspace
+    records: NightlyRecords
+    current: str
+    tell: Tell
+
+
+def run_night(
+    nightly: Nightly,
+    night: str | None = None,
+    *,
+    now: datetime | None = None,
+    take_over: bool = False,
+    tell: Tell = lambda _: None,
+) -> NightOutcome:
+    """Work on a night, look after earlier ones that nobody has, tell what has changed.
+
+    Parameters
+    ----------
+    night
+        A date of the schedule; the newest night that has begun by ``now``, without.
+    now
+        The time; that of the system, without.
+    take_over
+        Also where a process on another host says that it works on the night.
+
+    Raises
+    ------
+    ConfigurationError
+        The canary is not what was pinned, there is no such night, or the recipe cannot be meant;
+        nothing was evaluated.
+    """
+    now = now or datetime.now(UTC)
+    schedule = Schedule(nightly.schedule, nightly.timezone)
+    current = schedule.night_at(now)
+    wanted = night or current
+    if schedule.begins(wanted) > now:
+        raise ConfigurationError(
+            f"The night of {wanted} has not begun.",
+            expected=f"{current}, or an earlier one",
+            fix="wait, or drop --night",
+        )
+    with in_folder_of(nightly):
+        workspace = Workspace.open(Path(workspace_of(nightly)))
+        records = NightlyRecords(workspace, nightly.name)
+        at = At(nightly, schedule, workspace, records, current, tell)
+        resolve(nightly.canary, workspace)  # refuses one that is not what it was
+        records.note_version(_version(nightly))
+        with _held(records, wanted, take_over) as refusal:
+            if refusal:
+                return NightOutcome(
+                    nightly.name, wanted, "busy", wanted != current, message=refusal
+                )
+            return _work(at, wanted, now)
+
+
+def _work(at: At, night: str, now: datetime) -> NightOutcome:
+    late = night != at.current
+    entries: tuple[Entry, ...] = ()
+    if at.records.ended(night) is None and not late:
+        entries = _tonight(at, night)
+        if all(e.state != "failed" for e in entries):
+            at.records.end_night(night, {"entries": {e.checkpoint: e.state for e in entries}})
+    looked_after = look_after(at, now, only=night if late else "")
+    reading = read_history(at.nightly, at.workspace)
+    alerts = raise_alerts(reading, at.records)
+    undelivered = deliver(at.nightly, at.records)
+    if alerts:
+        reading = read_history(at.nightly, at.workspace)
+    page = write_page(reading, at.records)
+    return NightOutcome(
+        nightly=at.nightly.name,
+        night=night,
+        state="done" if at.records.ended(night) else "incomplete",
+        late=late,
+        entries=entries,
+        looked_after=looked_after,
+        alerts=tuple(alerts),
+        undelivered=undelivered,
+        page=str(page),
+    )
+
+
+def _tonight(at: At, night: str) -> tuple[Entry, ...]:
+    """Every checkpoint of the night that is now."""
+    entries: dict[str, Entry] = {}
+    plans: dict[str, tuple[Resolved, Plan]] = {}
+    for checkpoint in at.nightly.everybody:
+        try:
+            found = resolve(checkpoint, at.workspace)
+            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night))
+        except NothingYet as error:
+            at.records.miss(night, checkpoint.name, error.what)
+            entries[checkpoint.name] = Entry(checkpoint.name, "missing", error.what)
+        except (HubOutage, HubRefused, ConfigurationError) as error:
+            if checkpoint == at.nightly.canary:
+                raise
+            at.tell(f"{checkpoint.name}: {error}")
+            why = str(error)
+            entries[checkpoint.name] = Entry(
+                checkpoint.name, "failed", why, exit_code=error.exit_code
+            )
+    wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
+    jobs = begin_jobs(at.nightly, night, wanted, at.workspace, at.records)
+    views = carry_out(jobs, at.workspace, at.tell)
+    runs = {job.found.checkpoint.name: job.run.run for job in jobs}
+    known = at.records.rows()
+    for name, (found, plan) in plans.items():
+        run = runs.get(name) or _earlier_run(at, night, name)
+        ours = bool(run)
+        occasion = Occasion(at.nightly, night, night, run=run, measured=ours)
+        harvest(plan, found, occasion, at.workspace, at.records, known)
+        entries[name] = _entry(name, plan, run if name in runs else "", views.get(name), at)
+    return tuple(entries[c.name] for c in at.nightly.everybody)
+
+
+def _earlier_run(at: At, night: str, checkpoint: str) -> str:
+    """The call of this night that another process has worked on."""
+    noted = at.records.runs_of(night, checkpoint)
+    return str(noted[-1]["run"]) if noted else ""
+
+
+def _entry(name: str, plan: Plan, run: str, views: Mapping[str, StageView] | None, at: At) -> Entry:
+    if is_done(plan, at.workspace):
+        return Entry(name, "measured" if run else "kept", run=run)
+    bad = [v for v in (views or {}).values() if v.state in ("failed", "interrupted")]
+    why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
+    code = next((v.exit_code for v in bad if v.exit_code), 1)
+    return Entry(name, "failed", why, run, code)
+
+
+@contextmanager
+def _held(records: NightlyRecords, night: str, take_over: bool) -> Iterator[str]:
+    """Take a night up for the time of the block; yields why not, where somebody else has it."""
+    who = records.worker_of(night)
+    if who is not None and who.works and not (take_over and not who.here):
+        hint = "" if who.here else "; if you know that it is gone: --take-over"
+        yield f"The night of {night} is worked on already, by process {who.process}{hint}."
+        return
+    turn = who.turn if who else 0
+    if not records.take_night(night, turn):
+        yield f"The night of {night} has just been taken up by another process."
+        return
+    try:
+        yield ""
+    finally:
+        records.leave_night(night, turn + 1)
+
+
+def _version(nightly: Nightly) -> dict[str, Any]:
+    return {
+        "name": nightly.name,
+        "text": nightly.text,
+        "origin": nightly.origin,
+        "folder": nightly.folder,
+        "overrides": list(nightly.overrides),
+    }
+
+
+def check_nightly(nightly: Nightly) -> list[str]:
+    """Whether a nightly evaluation can be carried out; warnings.
+
+    Raises
+    ------
+    RefinerError
+        It cannot: the recipe, the canary, or a checkpoint that can never be there.
+    """
+    warnings: list[str] = []
+    with in_folder_of(nightly):
+        workspace = Workspace.read_only(Path(workspace_of(nightly)))
+        canary = resolve(nightly.canary, workspace)
+        if not nightly.canary.source.digest and not nightly.canary.source.is_commit:
+            raise ConfigurationError(
+                f"The canary ({canary.what}) is not pinned by its content.",
+                expected="the `digest` of its weights",
+                fix=f"write `digest: {canary.digest}` beside it, if these are the right ones",
+            )
+        plan = night_plan(nightly, canary, "2026-01-01")
+        unknown = _unknown_metrics(nightly)
+        if unknown:
+            raise unknown
+        for checkpoint in nightly.checkpoints:
+            try:
+                resolve(checkpoint, workspace)
+            except (NothingYet, HubOutage) as error:
+                warnings.append(f"{checkpoint.name}: {error.what}")
+            except RefinerError as error:
+                error.what = f"`{checkpoint.name}`: {error.what}"
+                error.args = (error.paragraph(),)
+                raise
+        if plan.config.judge.kind == "lexical":
+            warnings.append("The judge is lexical, which cannot drift: the canary watches machines")
+    return warnings
+
+
+def _unknown_metrics(nightly: Nightly) -> ConfigurationError | None:
+    from refiner_core.contract.loading import suggest
+    from refiner_core.evaluation.samples import METRICS
+
+    for metric in nightly.alerts.metrics:
+        if metric not in METRICS:
+            return ConfigurationError(
+                f"`alerts.metrics` names {metric!r}, which no evaluation has."
+                f"{suggest(metric, METRICS)}",
+                expected="one of: " + ", ".join(METRICS),
+                fix="correct `alerts.metrics`",
+            )
+    return None
