@@ -1,0 +1,346 @@
+"""Everything that a report is made of, from the records of a workspace.
+
+In: a workspace and the name of a sweep. Out: :class:`~refiner_core.report.evidence.Evidence`. Reads
+only, asks no scheduler, imports neither torch nor Prefect. Stages that trials share are read once,
+samples files by several threads; an evaluation that cannot be read is left out with a warning, and
+its numbers are missing then, not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from flows.reporting.samples import SamplesReader
+from flows.sweeping.reading import SweepReader, TrialStanding
+from infra.history import run_events, stage_history
+from infra.layout import sweep_call
+from infra.orchestrators import orchestrator_of
+from infra.stage_io import read_metrics
+from infra.timeline import Incident, incidents_of
+from infra.tracking import tracked_address
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.protocols import protocol_name
+from refiner_core.contract.records import StageResult
+from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
+from refiner_core.evaluation.results import load_results
+from refiner_core.report.curves import SHOWN
+from refiner_core.report.document import IncidentRow, TrialRow
+from refiner_core.report.evidence import (
+    Evaluation,
+    Evidence,
+    Measured,
+    PromptMeans,
+    Question,
+    RubricScores,
+    Training,
+    TrialEvidence,
+)
+
+_TRAINING = ("sft", "grpo", "command")
+_EVALUATE = "evaluate-"
+_THREADS = 4
+_REWARD = "reward"
+
+
+def gather(workspace: Workspace, sweep: str) -> Evidence:
+    """The evidence of a sweep as it is now: its newest version.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep; names the nearest.
+    """
+    record = workspace.read_sweep(sweep)
+    standings = SweepReader(workspace).standings(record)
+    read = _Read(workspace)
+    read.evaluations_of(record.trials)
+    trials = tuple(
+        read.trial(trial, standing)
+        for trial, standing in zip(record.trials, standings, strict=True)
+    )
+    return Evidence(
+        sweep=record,
+        made_at=now_text(),
+        state=_state(workspace, record, standings),
+        trials=trials,
+        evaluations=read.evaluations,
+        protocols=read.protocols,
+        trainings=read.trainings,
+        incidents=_incidents(workspace, standings),
+        stored=FromWorkspace(workspace, read.folders, read.samples),
+        provenance=_provenance(workspace, record, read),
+        warnings=tuple(read.warnings),
+    )
+
+
+def _state(
+    workspace: Workspace, sweep: SweepRecord, standings: Sequence[TrialStanding]
+) -> Literal["running", "finished", "stopped"]:
+    if orchestrator_of(workspace, sweep_call(sweep.name)).works:
+        return "running"
+    over = all(s.state in ("done", "failed") for s in standings)
+    return "finished" if over else "stopped"
+
+
+class _Read:
+    """What has been read of stages, each once."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.samples = SamplesReader()
+        self.evaluations: dict[str, Evaluation] = {}
+        self.trainings: dict[str, Training] = {}
+        self.protocols: dict[str, Mapping[str, Any]] = {}
+        self.folders: dict[str, Path] = {}
+        self.warnings: list[str] = []
+        self._results: dict[str, StageResult | None] = {}
+
+    def result(self, stage: str) -> StageResult | None:
+        """What a stage made, if it is done."""
+        if stage not in self._results:
+            self._results[stage] = self.workspace.read_result(stage)
+        return self._results[stage]
+
+    def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
+        """Read all evaluations that are done."""
+        names = {i: n for t in trials for n, i in t.stages.items() if n.startswith(_EVALUATE)}
+        done = [(i, n) for i, n in names.items() if self.result(i) is not None]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for found in pool.map(lambda pair: self._evaluation(*pair), done):
+                if isinstance(found, str):
+                    self.warnings.append(found)
+                else:
+                    self.evaluations[found.stage] = found
+
+    def _evaluation(self, stage: str, name: str) -> Evaluation | str:
+        result = self.result(stage)
+        assert result is not None
+        folder = self.workspace.layout.stage(stage).data / result.output_dir
+        self.folders[stage] = folder
+        try:
+            report = result.report if "evaluations" in result.report else load_results(folder)
+            measured = tuple(self._measured(folder, report))
+        except DataError as error:
+            return f"{name} ({stage}) is left out: {error}"
+        self.protocols.update(report["protocols"])
+        return Evaluation(stage, name, str(report["model"]), protocol_name(name), measured)
+
+    def _measured(self, folder: Path, report: Mapping[str, Any]) -> Iterable[Measured]:
+        files = {str(e["samples_file"]) for e in report["reference"]}
+        reference = {file: self.samples.means(folder / file) for file in files}
+        by_decoding: dict[str, list[Mapping[str, Any]]] = {}
+        for entry in report["evaluations"]:
+            by_decoding.setdefault(str(entry["decoding"]), []).append(entry)
+        for decoding, entries in by_decoding.items():
+            file = str(entries[0]["samples_file"])
+            of_reward = [str(e["protocol"]) for e in entries if e["metric"] == _REWARD]
+            others = [str(e["protocol"]) for e in entries if e["metric"] != _REWARD]
+            beside = [e for e in report["reference"] if e["decoding"] == decoding]
+            yield Measured(
+                decoding=decoding,
+                protocol=(others or of_reward)[0],
+                reward_protocol=(of_reward or others)[0],
+                means=_only(self.samples.means(folder / file), entries),
+                reference=reference[str(beside[0]["samples_file"])] if beside else None,
+                samples_file=file,
+            )
+
+    def trial(self, trial: TrialRecord, standing: TrialStanding) -> TrialEvidence:
+        """One trial, with what of it is there."""
+        planned = {n: i for n, i in trial.stages.items() if n.startswith(_EVALUATE)}
+        trained = [n for n in _TRAINING if n in trial.stages and self._training(n, trial)]
+        return TrialEvidence(
+            row=self._row(trial, standing),
+            stages=trial.stages,
+            evaluations=tuple(i for i in planned.values() if i in self.evaluations),
+            trainings=tuple(trial.stages[n] for n in trained),
+            missing=tuple(n for n, i in planned.items() if i not in self.evaluations),
+        )
+
+    def _training(self, name: str, trial: TrialRecord) -> bool:
+        stage = trial.stages[name]
+        if stage not in self.trainings:
+            numbers = self.workspace.layout.stage(stage).attempt_numbers()
+            result = self.result(stage)
+            number = result.attempt if result is not None else max(numbers, default=0)
+            if not number:
+                return False
+            paths = self.workspace.layout.attempt(stage, number)
+            self.trainings[stage] = read_training(name, paths.metrics)
+        return bool(self.trainings[stage].metrics)
+
+    def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
+        use = standing.use
+        published = self.result(trial.stages["publish"]) if "publish" in trial.stages else None
+        target = str(published.report.get("target") or "") if published is not None else ""
+        return TrialRow(
+            arm=standing.arm,
+            seed=standing.seed,
+            run=standing.run,
+            state=standing.state,
+            reason=standing.reason,
+            progress=standing.progress,
+            seconds=use.seconds,
+            gpu_hours=use.gpu_hours,
+            cpu_hours=use.cpu_hours,
+            queue_seconds=use.queue_seconds,
+            lost_seconds=use.lost_seconds,
+            lost_steps=use.lost_steps,
+            attempts=use.attempts,
+            judge_calls=use.judge_calls,
+            shared=standing.shared,
+            tracked=self._tracked(trial),
+            published=target,
+        )
+
+    def _tracked(self, trial: TrialRecord) -> str:
+        """Where the last training can be looked at, if it was tracked online."""
+        for name in reversed(_TRAINING):
+            stage = trial.stages.get(name)
+            result = None if stage is None else self.result(stage)
+            if stage is not None and result is not None:
+                folder = self.workspace.layout.attempt(stage, result.attempt).tracker
+                if address := tracked_address(folder):
+                    return address
+        return ""
+
+
+def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:
+    """The metrics that the evaluation gives numbers of."""
+    told = {str(e["metric"]) for e in entries}
+    if told >= set(means.metrics):
+        return means
+    kept = [i for i, metric in enumerate(means.metrics) if metric in told]
+    return PromptMeans(means.prompts, tuple(means.metrics[i] for i in kept), means.values[kept])
+
+
+def read_training(name: str, path: Path) -> Training:
+    """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
+    found: dict[str, dict[int, float]] = {}
+    for step, metrics in read_metrics(path):
+        for metric in SHOWN:
+            value = metrics.get(metric)
+            if value is not None:
+                found.setdefault(metric, {})[step] = value
+    return Training(
+        name,
+        {
+            metric: (
+                np.fromiter(points, dtype=np.int64, count=len(points)),
+                np.fromiter(points.values(), dtype=np.float64, count=len(points)),
+            )
+            for metric, points in found.items()
+        },
+    )
+
+
+def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
+    """What went wrong in trials, oldest first; of a stage that trials share, once."""
+    found: list[tuple[Incident, TrialStanding]] = []
+    for standing in standings:
+        troubled = standing.use.attempts > standing.stages or standing.state != "done"
+        if not standing.run or not (troubled or standing.use.lost_seconds):
+            continue
+        try:
+            run = workspace.read_run(standing.run)
+        except ConfigurationError:  # it was deleted; its stages are not
+            continue
+        own = [name for name in run.stages if name not in standing.shared]
+        histories = [h for n in own if (h := stage_history(workspace, run, n)) is not None]
+        for incident in incidents_of(histories, run_events(workspace, run.run)):
+            found.append((incident, standing))
+    found.sort(key=lambda pair: pair[0].at)
+    return tuple(
+        IncidentRow(s.arm, s.seed, i.at, f"{i.stage}: {i.text}", i.resolved) for i, s in found
+    )
+
+
+def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[str, Any]:
+    """From what the report was made."""
+    given = {k: v for k, v in sweep.provenance.items() if isinstance(v, str | int | float | bool)}
+    judges = {
+        f"{judge.get('model')}@{judge.get('prompt')}": str(judge.get("revision") or "unknown")
+        for protocol in read.protocols.values()
+        if (judge := protocol.get("judge"))
+    }
+    return {
+        **given,
+        "workspace": str(workspace.root),
+        "sweep_version": sweep.number,
+        "launched": sweep.started_at,
+        "code": sweep.code,
+        "trials": len(sweep.trials),
+        "evaluations read": len(read.evaluations),
+        "judges": judges,
+        "sweep file": sweep.text,
+    }
+
+
+@dataclass(frozen=True)
+class FromWorkspace:
+    """Reads texts of evaluations; see :class:`refiner_core.report.evidence.Stored`. What cannot be
+    read any more is left out: the numbers do without it."""
+
+    workspace: Workspace
+    folders: Mapping[str, Path]
+    samples: SamplesReader
+
+    def answers(
+        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """First samples of these prompts."""
+        try:
+            return self.samples.rows(self._file(evaluation, measured), prompts)
+        except DataError:
+            return []
+
+    def rubrics(
+        self,
+        evaluation: Evaluation,
+        measured: Measured,
+        names: Sequence[tuple[str, str]] | None = None,
+    ) -> RubricScores | None:
+        """Credit per rubric."""
+        try:
+            return self.samples.rubrics(self._file(evaluation, measured), names)
+        except DataError:
+            return None
+
+    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
+        """From the prepared rows that the evaluation has read."""
+        result = self.workspace.read_result(evaluation.stage)
+        if result is None:
+            return {}
+        paths = self.workspace.layout.attempt(evaluation.stage, result.attempt)
+        inputs = self.workspace.read_control(paths.inputs) or {}
+        data = inputs.get("data")
+        folder = None if data is None else self.workspace.output_dir(str(data))
+        return {} if folder is None else read_questions(folder / "rl_test.parquet", prompts)
+
+    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
+        return self.folders[evaluation.stage] / measured.samples_file
+
+
+def read_questions(path: Path, prompts: Sequence[str]) -> dict[str, Question]:
+    """What these prompts ask; empty where the file is gone."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(
+            path,
+            columns=["sample_id", "question", "prompt_text"],
+            filters=[("sample_id", "in", list(prompts))],
+        )
+    except (OSError, pa.ArrowInvalid):
+        return {}
+    return {
+        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in table.to_pylist()
+    }

@@ -1,0 +1,210 @@
+"""Samples files straight into arrays: a report reads thousands of them.
+
+In: Parquet files of evaluations (:mod:`refiner_core.evaluation.samples`). Out: means per prompt,
+credit per rubric, rows of a few prompts. Columns go from Parquet to NumPy; no row becomes a Python
+object but those that are shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from refiner_core.contract.errors import DataError
+from refiner_core.evaluation.samples import METRICS
+from refiner_core.report.evidence import PromptMeans, RubricScores
+
+Floats = npt.NDArray[np.float64]
+#: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
+_SHARED_BY = 5
+_OTHERS = "(others)"
+_JUDGEMENTS = pa.schema(
+    [
+        pa.field(
+            "j",
+            pa.list_(
+                pa.struct(
+                    [
+                        pa.field("kind", pa.string()),
+                        pa.field("title", pa.string()),
+                        pa.field("polarity", pa.string()),
+                        pa.field("source", pa.string()),
+                        pa.field("score", pa.float64()),
+                    ]
+                )
+            ),
+        )
+    ]
+)
+
+
+class SamplesReader:
+    """Reads samples files. What many of them share (ids of prompts, scores of the random copier)
+    is held once. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, tuple[tuple[str, ...], npt.NDArray[np.intp]]] = {}
+        self._same: dict[bytes, Floats] = {}
+
+    def means(self, path: Path) -> PromptMeans:
+        """Every metric per prompt.
+
+        Raises
+        ------
+        DataError
+            The file is missing, damaged, or no samples file.
+        """
+        table = _table(path)
+        prompts, place = self._places(table.column("sample_id"))
+        metrics, rows = [], []
+        for name in METRICS:
+            if name not in table.column_names:
+                continue
+            column = table.column(name)
+            if column.null_count == len(column):
+                continue
+            metrics.append(name)
+            rows.append(_mean_per_prompt(column.to_numpy(), place, len(prompts)))
+        values = np.array(rows) if rows else np.zeros((0, len(prompts)))
+        return PromptMeans(prompts, tuple(metrics), self._once(values))
+
+    def rubrics(
+        self, path: Path, names: Sequence[tuple[str, str]] | None = None
+    ) -> RubricScores | None:
+        """Credit per rubric and prompt; see :meth:`refiner_core.report.evidence.Stored.rubrics`."""
+        table = _table(path, ["sample_id", "judgements"])
+        prompts, place = self._places(table.column("sample_id"))
+        judged = _judged(table.column("judgements"))
+        if judged is None:
+            return None
+        sample, title, kind, credit = judged
+        at = place[sample]
+        if names is None:
+            names = _names(title, kind, at)
+        known = {name: i for i, name in enumerate(names)}
+        pairs, which = _pairs(title, kind)
+        rows = np.array([known.get(p, known.get((_OTHERS, p[1]), -1)) for p in pairs])[which]
+        kept = (rows >= 0) & ~np.isnan(credit)
+        cells = rows[kept] * len(prompts) + at[kept]
+        size = len(names) * len(prompts)
+        count = np.bincount(cells, minlength=size)
+        total = np.bincount(cells, weights=credit[kept], minlength=size)
+        values = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+        return RubricScores(tuple(names), values.reshape(len(names), len(prompts)))
+
+    def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
+        """First samples of these prompts, whole."""
+        table = _table(path, None, pc.field("sample_id").isin(list(prompts)))
+        found: list[dict[str, Any]] = table.to_pylist()
+        return [row for row in found if row["sample_index"] == 0]
+
+    def _places(self, column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.intp]]:
+        """Ids in ascending order, and the place of each sample's prompt among them."""
+        array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        key = b"".join(bytes(b) for b in array.buffers() if b is not None)
+        if key not in self._prompts:
+            ids, place = np.unique(np.array(array.to_pylist(), dtype=object), return_inverse=True)
+            self._prompts[key] = (tuple(ids.tolist()), place)
+        return self._prompts[key]
+
+    def _once(self, values: Floats) -> Floats:
+        if values.size == 0:
+            return values
+        content = hashlib.sha256(repr(values.shape).encode() + values.tobytes()).digest()
+        return self._same.setdefault(content, values)
+
+
+def _table(path: Path, columns: Sequence[str] | None = (), filters: Any = None) -> Any:
+    """Columns of a samples file: ids and metrics, these, or (None) all."""
+    try:
+        with pq.ParquetFile(path) as file:
+            there = file.schema_arrow.names
+            if columns is not None and not columns:
+                columns = ["sample_id", *(m for m in METRICS if m in there)]
+            wanted = there if columns is None else [c for c in columns if c in there]
+            table = file.read(columns=wanted, use_threads=False)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(
+            f"{path} cannot be read ({error})",
+            expected="a samples file of an evaluation",
+            fix="run the evaluation again",
+        ) from error
+    if "sample_id" not in table.column_names:
+        raise DataError(f"{path} has no sample ids", expected="a samples file of an evaluation")
+    return table if filters is None else table.filter(filters)
+
+
+def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) -> Floats:
+    known = ~np.isnan(values)
+    if len(values) == prompts:  # one sample each
+        row = np.empty(prompts)
+        row[place] = values
+        return row
+    count = np.bincount(place[known], minlength=prompts)
+    total = np.bincount(place[known], weights=values[known], minlength=prompts)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+# ---------------------------------------------------------------- rubrics
+
+
+def _judged(
+    column: Any,
+) -> tuple[npt.NDArray[np.intp], Any, Any, Floats] | None:
+    """Judgements of rubrics: sample, title and kind (as Arrow arrays), credit."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if not len(array):
+        return None
+    lines = pc.binary_join_element_wise('{"j":', array, "}", "")
+    text = "\n".join(lines.to_pylist()).encode()
+    parsed = pyarrow.json.read_json(
+        pa.BufferReader(text),
+        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+        parse_options=pyarrow.json.ParseOptions(
+            explicit_schema=_JUDGEMENTS, unexpected_field_behavior="ignore"
+        ),
+    )
+    lists = parsed.column("j").combine_chunks()
+    sample = pc.list_parent_indices(lists)
+    flat = pc.list_flatten(lists)
+    if not len(flat):
+        return None
+    keep = pc.fill_null(pc.equal(pc.struct_field(flat, "kind"), "rubric"), False)
+    flat, sample = flat.filter(keep), sample.filter(keep)
+    if not len(flat):
+        return None
+    score = pc.struct_field(flat, "score").to_numpy(zero_copy_only=False)
+    polarity = pc.struct_field(flat, "polarity")
+    negative = pc.equal(polarity, "negative").to_numpy(zero_copy_only=False).astype(bool)
+    kind = pc.binary_join_element_wise(pc.struct_field(flat, "source"), polarity, ", ")
+    credit = np.where(negative, 1.0 - score, score).astype(np.float64)
+    return sample.to_numpy(), pc.struct_field(flat, "title"), kind, credit
+
+
+def _pairs(title: Any, kind: Any) -> tuple[list[tuple[str, str]], npt.NDArray[np.intp]]:
+    """Distinct (title, kind), and which of them each judgement is of."""
+    titles, kinds = title.dictionary_encode(), kind.dictionary_encode()
+    codes = titles.indices.to_numpy().astype(np.int64) * len(kinds.dictionary)
+    distinct, which = np.unique(codes + kinds.indices.to_numpy(), return_inverse=True)
+    of_title, of_kind = titles.dictionary.to_pylist(), kinds.dictionary.to_pylist()
+    pairs = [(of_title[c // len(of_kind)], of_kind[c % len(of_kind)]) for c in distinct.tolist()]
+    return pairs, which
+
+
+def _names(title: Any, kind: Any, at: npt.NDArray[np.intp]) -> list[tuple[str, str]]:
+    """Rubrics that several prompts share, then the rest of each kind together."""
+    pairs, which = _pairs(title, kind)
+    seen = np.unique(which.astype(np.int64) * (int(at.max()) + 1) + at)
+    prompts = np.bincount(seen // (int(at.max()) + 1), minlength=len(pairs))
+    shared = [p for p, n in zip(pairs, prompts.tolist(), strict=True) if n >= _SHARED_BY]
+    rest = [p for p, n in zip(pairs, prompts.tolist(), strict=True) if n < _SHARED_BY]
+    return [*sorted(shared), *sorted({(_OTHERS, kind) for _, kind in rest})]
