@@ -117,6 +117,19 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
         raise busy_error(run_id, orchestrator_of(workspace, run_id))
 
 
+def require_idle(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
+    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`.
+
+    Raises
+    ------
+    ConfigurationError
+        Somebody does.
+    """
+    who = orchestrator_of(workspace, run_id)
+    if who.standing == "running" or (who.works and not regardless):
+        raise busy_error(run_id, who)
+
+
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
     """Why a run cannot be taken up now, and what to do instead."""
     title = call_title(run_id)

@@ -13,13 +13,15 @@ from flows.cli.options import json_option, split_workspace
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
 
 if TYPE_CHECKING:
+    from infra.workspace import Workspace
     from refiner_core.contract.records import RunRecord
 
 
 @click.command("resume")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @detach_option
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")
 @json_option
 @click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
@@ -28,12 +30,14 @@ def resume_command(
     words: tuple[str, ...],
     detach: str | None,
     take_over: bool,
+    past_canary: bool,
     as_job: bool,
     as_json: bool,
     no_server: bool,
     quiet: bool,
 ) -> int:
-    """Go on with RUN (default: the newest that is not finished), exactly as it was begun.
+    """Go on with RUN or SWEEP (default: the newest run that is not finished, or its sweep), exactly
+    as it was begun.
 
     It keeps its id, its configuration and its code, whatever has become of the recipe's file and
     the checkout since. What was cancelled goes on, too.
@@ -51,6 +55,18 @@ def resume_command(
             expected="one run, or none for the newest that is not finished",
             fix="resume them one by one, each with --detach",
         )
+    sweep = _sweep_to_resume(Workspace.read_only(where), rest[0] if rest else None)
+    if sweep is not None:
+        from flows.cli.sweep import go_on_with_sweep
+        from flows.sweeping.launching import Launch
+
+        stop_on_signals()
+        if as_job:
+            signal.signal(signal.SIGTERM, _leave_the_node)
+        launch = Launch(
+            use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
+        )
+        return go_on_with_sweep(where, sweep, launch, detach, as_json)
     run = run_to_resume(Workspace.read_only(where), rest[0] if rest else None)
     for line in _what_differs(run):
         click.echo(f"note: {line}", err=True)
@@ -66,6 +82,18 @@ def resume_command(
         signal.signal(signal.SIGTERM, _leave_the_node)
     outcome = resume_run(run.run, where, take_over=take_over, use_server=not no_server, quiet=quiet)
     return finish(outcome, as_json)
+
+
+def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
+    """The sweep that is meant; None for a run."""
+    from flows.calls import run_to_resume
+    from flows.sweeping.names import sweep_named
+    from refiner_core.contract.sweep_records import trial_of
+
+    if word is not None:
+        return sweep_named(workspace, word)
+    trial = trial_of(run_to_resume(workspace).provenance)
+    return trial[0] if trial is not None and workspace.sweep_versions(trial[0]) else None
 
 
 #: What `refiner publish` sets itself, whatever the recipe says.

@@ -23,7 +23,7 @@ _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
 
 @click.command("status")
-@click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR]")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
 @click.option("--workspace", "folder", help="the same as workspace=DIR")
 @click.option("--watch", "-w", is_flag=True, help="redraw until the run has ended")
 @click.option("--incidents", is_flag=True, help="what went wrong, when, and what it cost")
@@ -37,12 +37,15 @@ def status_command(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Show how RUN (default: the newest) stands: stages, jobs, progress, disk, failures.
+    """Show how RUN or SWEEP (default: the newest) stands: stages, jobs, progress, disk, failures.
 
-    RUN is an id, or enough of its beginning or end. Nothing is written, and nobody is waited for: a
+    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1. Of
+    a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
     scheduler that does not answer at once is left out, and the last line says so.
     """
+    from flows.cli.sweep_status import show_sweep
     from flows.status import Watcher, find_run
+    from flows.sweeping.names import newest_sweep, sweep_named
     from infra.workspace import Workspace
 
     where, rest = split_workspace(words)
@@ -51,7 +54,13 @@ def status_command(
     if every:
         _list_runs(workspace, as_json)
         return
+    if rest and (sweep := sweep_named(workspace, rest[0])) is not None:
+        show_sweep(workspace, sweep, watch=watch, as_json=as_json)
+        return
     run = find_run(workspace, rest[0] if rest else None)
+    if not rest and (sweep := newest_sweep(workspace, run)) is not None:
+        show_sweep(workspace, sweep, watch=watch, as_json=as_json)
+        return
     if run is None:
         if as_json:
             print_json({"version": 1, "run": None, "stages": []})

@@ -11,6 +11,7 @@ import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 from flows.cli.run import detach_option, stop_on_signals
+from infra.layout import sweep_call
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
@@ -107,14 +108,9 @@ def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked
                 show_sweep_plan(plan, look)
         _ask(asked)
     workspace = workspace_of(plan, to_write=True)
-    record = record_version(plan, workspace, overrides, forecast)
+    record = record_version(plan, workspace, overrides, forecast, take_over=launch.take_over)
     if asked.detach is not None and not finished:
-        options = [
-            *(["--no-server"] if not launch.use_server else []),
-            *(["--take-over"] if launch.take_over else []),
-            *(["--past-canary"] if launch.past_canary else []),
-        ]
-        return leave_sweep_to(asked.detach, workspace, record, options, asked.as_json)
+        return leave_sweep_to(asked.detach, workspace, record, launch, asked.as_json)
     stop_on_signals()
     return finish_sweep(work_on_sweep(plan, workspace, record, launch), asked.as_json)
 
@@ -162,14 +158,33 @@ def finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
     return outcome.exit_code
 
 
+def go_on_with_sweep(
+    where: str, name: str, launch: Launch, detach: str | None, as_json: bool
+) -> int:
+    """`refiner resume SWEEP`: go on with the newest version, as it was recorded."""
+    from flows.sweeping.launching import resume_sweep
+    from infra.orchestrators import require_idle
+    from infra.workspace import Workspace
+
+    workspace = Workspace.open(where)
+    if detach is None:
+        return finish_sweep(resume_sweep(workspace, name, launch), as_json)
+    require_idle(workspace, sweep_call(name), regardless=launch.take_over)
+    return leave_sweep_to(detach, workspace, workspace.read_sweep(name), launch, as_json)
+
+
 def leave_sweep_to(
-    where: str, workspace: Workspace, record: SweepRecord, options: list[str], as_json: bool
+    where: str, workspace: Workspace, record: SweepRecord, launch: Launch, as_json: bool
 ) -> int:
     """Leave a recorded sweep to the background, and say how to look at it and end it."""
     from flows.detach import Call, detach, detach_as_job
     from flows.sweeping.versions import dispatch_of, pin_for
-    from infra.layout import sweep_call
 
+    options = [
+        *(["--no-server"] if not launch.use_server else []),
+        *(["--take-over"] if launch.take_over else []),
+        *(["--past-canary"] if launch.past_canary else []),
+    ]
     call = Call(sweep_call(record.name), pin_for(workspace, record.name).code)
     if where == "job":
         left = detach_as_job(workspace, call, dispatch_of(workspace, record), *options)

@@ -16,7 +16,7 @@ from typing import Any
 from flows.calls import Pinned, pin_code
 from infra import atomic
 from infra.layout import sweep_call
-from infra.orchestrators import busy_error, orchestrator_of
+from infra.orchestrators import require_idle
 from infra.snapshot import snapshot_code
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError
@@ -34,7 +34,12 @@ _OF_THE_LAUNCH = ("number", "folder", "forecast", "code", "started_at", "provena
 
 
 def record_version(
-    plan: SweepPlan, workspace: Workspace, overrides: Sequence[str], forecast: Mapping[str, Any]
+    plan: SweepPlan,
+    workspace: Workspace,
+    overrides: Sequence[str],
+    forecast: Mapping[str, Any],
+    *,
+    take_over: bool = False,
 ) -> SweepRecord:
     """The newest version of the sweep, written now if anything is different from the last one.
 
@@ -44,9 +49,7 @@ def record_version(
         Another process works on the sweep.
     """
     name = plan.sweep.name
-    who = orchestrator_of(workspace, sweep_call(name))
-    if who.works:
-        raise busy_error(sweep_call(name), who)
+    require_idle(workspace, sweep_call(name), regardless=take_over)
     while True:
         versions = workspace.sweep_versions(name)
         newest = workspace.read_sweep(name) if versions else None
