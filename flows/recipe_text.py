@@ -19,6 +19,8 @@ from refiner_core.cards.public import SHOWN_EXECUTION, public_protocol, public_t
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
+from refiner_core.contract.protocol_files import load_protocol, shipped_protocols
+from refiner_core.contract.protocols import parse_protocol
 
 #: Where somebody's checkpoints went: nobody else can, or should, publish there.
 _SOMEBODYS = frozenset(
@@ -63,8 +65,8 @@ def said_again(
     fields, words = dict(walk(RecipeConfig)), list[str]()
     for text in overrides:
         key = text.partition("=")[0].strip()
-        if key == _PROTOCOLS and "{" in text:
-            words.append(f"{key}={_flow(_public(key, get_field(config, key)))}")
+        if key == _PROTOCOLS:
+            words.append(f"{key}={_flow([_named_protocol(t) for t in config.evaluate.protocols])}")
             continue
         if key in fields:
             words += [text] if _is_said(key, fields[key], config) else []
@@ -116,6 +118,13 @@ def _public(path: str, value: Any) -> Any:
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
     return public_text(value if path.startswith("command.") else _named(path, value))
+
+
+def _named_protocol(text: str) -> str | dict[str, Any]:
+    """A shipped protocol by its name; what any other says, which nobody else has."""
+    name = parse_protocol(text).name
+    shipped = name in shipped_protocols() and load_protocol(name).text == text
+    return name if shipped else _protocol(text)
 
 
 def _protocol(text: str) -> dict[str, Any]:

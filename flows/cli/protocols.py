@@ -21,8 +21,8 @@ _WIDTH = 98
 
 @click.group(
     "protocols",
-    epilog="A protocol of your own is one YAML file, named in evaluate.protocols; begin with a copy "
-    "of what `refiner protocols show held-out-greedy-v1` names.",
+    epilog="A protocol of your own is one YAML file, named in evaluate.protocols; begin with a copy"
+    " of what `refiner protocols show held-out-greedy-v1` names.",
 )
 def protocols_command() -> None:
     """List, show and check protocols: fixed ways of measuring, for models that differ in theirs."""
@@ -137,7 +137,11 @@ class _Known:
     def __init__(self, name: str) -> None:
         from flows.sources import protocol_sources
         from refiner_core.contract.config import RecipeConfig
-        from refiner_core.contract.protocol_files import description_of, find_protocol, load_protocol
+        from refiner_core.contract.protocol_files import (
+            description_of,
+            find_protocol,
+            load_protocol,
+        )
         from refiner_core.contract.protocols import protocol_fingerprint, refused_under
 
         self.path: Path = find_protocol(name)

@@ -81,7 +81,18 @@ def embedded(value: Any, folder: Path) -> str:
 
 
 def _read(path: Path) -> ProtocolFile:
-    return _settled_protocol(_mapping(path), path.parent, path.name)
+    protocol, shipped = (
+        _settled_protocol(_mapping(path), path.parent, path.name),
+        shipped_protocols(),
+    )
+    known = shipped.get(protocol.name)
+    if known is not None and known != path and _read(known).text != protocol.text:
+        raise ConfigurationError(
+            f"Protocol {path} is called {protocol.name}, as a shipped one that measures otherwise.",
+            expected="a name of its own: tables and cards show it",
+            fix=f"change `name:`, e.g. to {protocol.name}-mine",
+        )
+    return protocol
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -114,12 +114,16 @@ class ProtocolFile:
         return {p: list(v) if isinstance(v, tuple) else v for p, v in found.items()}
 
     def over(self, config: RecipeConfig) -> RecipeConfig:
-        """``config`` as it measures under this protocol; it names no protocols itself."""
+        """``config`` as it measures under this protocol: it does nothing else, and names no
+        protocols itself."""
         fixed, named = self._template, self.sections
         evaluate = config.evaluate
         if "evaluate" in named:
             evaluate = _evaluate(evaluate, fixed.evaluate, self.fields)
-        changes: dict[str, Any] = {"evaluate": replace(evaluate, protocols=())}
+        changes: dict[str, Any] = {
+            "stages": ("data", "evaluate"),
+            "evaluate": replace(evaluate, protocols=()),
+        }
         if "reward" in named:
             changes["reward"] = fixed.reward
         if "judge" in named:
@@ -189,7 +193,8 @@ def protocol_of(values: Mapping[str, Any], origin: str = "") -> ProtocolFile:
             expected="the set to evaluate on: all of its prompts are held out",
             fix="name it, or drop the section to evaluate on the recipe's held-out prompts",
         )
-    typed = replace_fields(RecipeConfig(), found)
+    with refused_under(name):
+        typed = replace_fields(RecipeConfig(), found)
     kept = {path: get_field(typed, path) for path in _KINDS if path in found}
     return ProtocolFile(name, kept, protocol_text(name, kept))
 

@@ -127,7 +127,10 @@ class RecordedRun:
         def work(attempt: AttemptRun) -> dict[str, Any]:
             config = attempt.config
             asked = _prompts(prompts)
-            measured = [self._measured(config, asked, d, quality) for d in config.evaluate.decoding]
+            measured = [
+                self._measured(config, asked, d, quality, stage.protocol)
+                for d in config.evaluate.decoding
+            ]
             floor = _answers(config, asked, 1.0)
             beside = ("random_copier", floor)
             return write_results(
@@ -165,7 +168,7 @@ class RecordedRun:
         numbers = self.workspace.layout.stage(stage.id).attempt_numbers()
         inputs = {role: self.plan.by_name[n].id for role, n in stage.inputs.items()}
         claim = Claim(OWNER, "local", max(numbers, default=0))
-        attempt = self.workspace.claim_attempt(stage, self.config, inputs, claim)
+        attempt = self.workspace.claim_attempt(stage, self.plan.config_of(stage), inputs, claim)
         assert attempt is not None
         return attempt.number
 
@@ -200,10 +203,15 @@ class RecordedRun:
     # ------------------------------------------------------------ numbers
 
     def _measured(
-        self, config: RecipeConfig, prompts: Sequence[PromptRow], decoding: Decoding, quality: float
+        self,
+        config: RecipeConfig,
+        prompts: Sequence[PromptRow],
+        decoding: Decoding,
+        quality: float,
+        file: str = "",
     ) -> Measured:
         digest = self.stage("data").fingerprint
-        protocol = make_protocol(config, prompts, decoding, digest)
+        protocol = make_protocol(config, prompts, decoding, digest, file)
         return Measured(protocol, _answers(config, prompts, quality))
 
     def _rollouts(self, step: int) -> list[dict[str, Any]]:

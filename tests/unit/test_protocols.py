@@ -1,0 +1,398 @@
+"""Protocol files: one yardstick for models that are trained, and measured by their recipes, in
+different ways.
+
+What a file fixes, what it may not, which stages follow from it, and that it means the same whatever
+becomes of the file. Whole runs are in ``tests/integration/test_protocols.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.calls import make_recipe_plan
+from flows.fetch import _wanted
+from flows.recipe_text import recipe_text, said_again, stands_for
+from flows.sources import protocol_sources, resolve_sources
+from infra.disk.judged import evaluation_samples
+from infra.workspace import Workspace
+from refiner_core.cards.public import public_protocol
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.protocol_files import load_protocol, shipped_protocols
+from refiner_core.contract.protocols import (
+    FIELDS,
+    ProtocolFile,
+    config_under,
+    configs_under,
+    parse_protocol,
+    protocol_fingerprint,
+)
+from refiner_core.contract.records import from_json, to_json
+from refiner_core.evaluation.protocol import make_protocol
+from tests.support.recorded_run import RecordedRun
+
+LEXICAL = "judge: {kind: lexical, model: lexical-1}"
+SERVED = "judge: {kind: openai, model: %s, base_url: 'http://127.0.0.1:9/v1'}"
+
+
+def write(folder: Path, text: str, name: str = "mine") -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(f"name: {name}\n{text}\n")
+    return str(path)
+
+
+def tiny(*protocols: str, more: tuple[str, ...] = ()) -> RecipeConfig:
+    return load_recipe("tiny", [f"evaluate.protocols=[{','.join(protocols)}]", *more])
+
+
+def plan_of(config: RecipeConfig, sources: Mapping[str, str] | None = None) -> dict[str, Any]:
+    return dict(make_plan(check_config(config), sources or {}).by_name)
+
+
+def fingerprint(protocol: ProtocolFile) -> str:
+    return protocol_fingerprint(protocol, protocol_sources(protocol.over(RecipeConfig())))
+
+
+# ---------------------------------------------------------------- what a file fixes
+
+
+@pytest.mark.parametrize("name", list(shipped_protocols()))
+def test_a_shipped_protocol_can_be_used_with_every_shipped_recipe(name: str) -> None:
+    for recipe in ("tiny", "refiner-answer-only"):
+        config = check_config(load_recipe(recipe, [f"evaluate.protocols=[{name}]"]))
+        assert list(configs_under(config)) == [name], "the file is called as its protocol is"
+
+
+def test_a_section_that_is_named_is_fixed_whole(tmp_path: Path) -> None:
+    """Else an arm that changes the form of its judge's questions changes the yardstick."""
+    file = write(tmp_path, f"reward: {{rubric_source: instance}}\n{LEXICAL}")
+    served = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:9/v1")
+    arms = [
+        tiny(file),
+        tiny(file, more=("reward.paper_citation_weight=0.5", "reward.static_rubrics=reader-v1")),
+        tiny(file, more=(*served, "judge.form=batched", "judge.max_tokens=99")),
+    ]
+    measured = [configs_under(arm)["mine"] for arm in arms]
+    assert len({(m.reward, replace(m.judge, resources=m.judge.resources)) for m in measured}) == 1
+    assert len({make_protocol(m, [], "greedy", "d").fingerprint for m in measured}) == 1
+    own = {make_protocol(arm, [], "greedy", "d").with_reward(arm).fingerprint for arm in arms}
+    assert len(own) == 3, "by their own protocols the arms cannot be compared"
+
+
+def test_what_is_not_named_is_the_recipes(tmp_path: Path) -> None:
+    file = write(tmp_path, "grpo: {response_length: 32}")
+    config = tiny(file, more=("reward.paper_citation_weight=0.5", "evaluate.num_samples=3"))
+    measured = configs_under(config)["mine"]
+    assert measured.grpo == replace(config.grpo, response_length=32)
+    assert (measured.reward, measured.judge) == (config.reward, config.judge)
+    assert measured.evaluate == replace(config.evaluate, protocols=())
+
+
+def test_a_judge_that_is_the_recipes_own_is_asked_where_that_is(tmp_path: Path) -> None:
+    file = write(tmp_path, "judge: {kind: openai, model: m, form: batched}")
+    where = ("judge.kind=openai", "judge.base_url=http://10.0.0.7:8000/v1", "judge.concurrency=7")
+    mine = configs_under(tiny(file, more=(*where, "judge.model=m")))["mine"].judge
+    assert (mine.base_url, mine.concurrency, mine.form) == (where[1][15:], 7, "batched")
+    with pytest.raises(ConfigurationError, match=r"mine: `judge.kind` is openai"):
+        check_config(tiny(file, more=(*where, "judge.model=other")))
+
+
+def test_an_address_in_the_file_replaces_all_of_the_recipes(tmp_path: Path) -> None:
+    """Calls would else be spread over servers of another's choice."""
+    file = write(tmp_path, SERVED % "m")
+    more = ("judge.kind=openai", "judge.model=m", "judge.base_urls=[http://10.0.0.7:8000/v1]")
+    judge = configs_under(tiny(file, more=more))["mine"].judge
+    assert (judge.base_url, judge.base_urls) == ("http://127.0.0.1:9/v1", ())
+
+
+def test_the_fingerprint_is_of_what_is_measured_and_of_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        text = shipped_rubrics().replace("name: reader-v1", "name: mine")
+        (folder / "rubrics.yaml").write_text(text)
+    rubrics = "reward: {rubric_source: static, static_rubrics: rubrics.yaml}"
+    one = load_protocol(write(tmp_path, f"{rubrics}\n{LEXICAL}"))
+    same = [
+        load_protocol(write(tmp_path, f"{rubrics}\n{LEXICAL}", "another-name")),
+        load_protocol(write(tmp_path / "other", f"{LEXICAL}\n{rubrics}\ndescription: x")),
+        load_protocol(write(tmp_path, f"{rubrics[:-1]}, combination: convex}}\n{LEXICAL}", "c")),
+    ]
+    assert {fingerprint(p) for p in same} == {fingerprint(one)}
+    (tmp_path / "rubrics.yaml").write_text(text.replace("reader", "person"))
+    assert fingerprint(one) not in {fingerprint(p) for p in same[1:2]}
+
+
+def shipped_rubrics() -> str:
+    from refiner_core.rubrics.sets import rubric_set_path
+
+    return rubric_set_path("reader-v1").read_text()
+
+
+def test_what_a_configuration_holds_needs_no_file_any_more(tmp_path: Path) -> None:
+    file = write(tmp_path, f"{LEXICAL}\nreward: {{rubric_source: instance}}")
+    config = tiny(file)
+    Path(file).unlink()
+    again = from_json(RecipeConfig, json.loads(json.dumps(to_json(config))))
+    assert again == config
+    assert configs_under(again) == configs_under(config)
+    assert tiny(*(json.dumps(t) for t in config.evaluate.protocols)) == config
+
+
+def test_text_of_a_shell_comes_through_as_it_is(tmp_path: Path) -> None:
+    """What a server's command says of its variables is nothing that a recipe resolves."""
+    file = write(tmp_path, "judge:\n  kind: openai\n  model: m\n  serve:\n    engine: command\n"
+                 "  serve_command: serve \\${HOME:-x} --port {port}")  # fmt: skip
+    judge = configs_under(tiny(file))["mine"].judge
+    assert judge.serve_command == "serve ${HOME:-x} --port {port}"
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("grpo: {beta: 0.1}", "`grpo.beta`, which is no matter of measuring"),
+        ("sft: {learning_rate: 1.0}", "`sft.learning_rate`, which is no matter of measuring"),
+        ("evaluate: {models: [sft]}", "`evaluate.models`, which is no matter of measuring"),
+        ("evaluate: {decodng: [greedy]}", "Did you mean 'evaluate.decoding'"),
+        ("evaluate: {num_samples: many}", "Under protocol mine: `evaluate.num_samples` is 'many'"),
+        ("evaluate: {num_samples: 0}", "Under protocol mine: `evaluate.num_samples` is 0"),
+        (
+            "reward: {static_rubrics: gone.yaml, rubric_source: static}",
+            "Under protocol mine: .*rubric",
+        ),
+        ("data: {max_rl_rows: 3}", "without data.rl_path"),
+        ("data: {rl_path: some/set}", "Under protocol mine: .* has no revision"),
+        ("judge: {kind: openai, model: m}", "neither an address nor a server"),
+        ("description: nothing", "fixes nothing"),
+        ("evaluate:", "fixes nothing"),
+        ("- x", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(RefinerError, match=said):
+        make_recipe_plan("tiny", [f"evaluate.protocols=[{write(tmp_path, text)}]"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("[held-out-greedy-v1,held-out-greedy-v1]", "names held-out-greedy-v1 twice"),
+        ("[held-out-gredy-v1]", "Did you mean 'held-out-greedy-v1'"),
+        ("[nowhere/p.yaml]", "There is no protocol file"),
+        ("[3]", "`evaluate.protocols` has 3"),
+        ("held-out-greedy-v1", "a list"),
+        ("[{evaluate: {num_samples: 2}}]", "has the name None"),
+        ("[{name: 2nd, evaluate: {num_samples: 2}}]", "has the name '2nd'"),
+    ],
+)
+def test_a_list_that_cannot_be_meant_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_config(load_recipe("tiny", [f"evaluate.protocols={given}"]))
+
+
+def test_a_copy_that_kept_the_shipped_name_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "evaluate: {num_samples: 2}", "held-out-greedy-v1")
+    with pytest.raises(ConfigurationError, match="as a shipped one"):
+        load_protocol(file)
+
+
+def test_a_name_that_nobody_has_read_is_no_protocol() -> None:
+    config = replace_fields(RecipeConfig(), {"evaluate.protocols": ["held-out-greedy-v1"]})
+    with pytest.raises(ConfigurationError, match="no protocol that was read"):
+        check_config(config)
+
+
+# ---------------------------------------------------------------- the stages
+
+
+def test_each_model_is_evaluated_under_each_protocol() -> None:
+    before, after = plan_of(load_recipe("tiny")), plan_of(tiny("held-out-greedy-v1"))
+    new = {f"evaluate-{m}@held-out-greedy-v1" for m in ("base", "sft", "grpo")}
+    assert after.keys() - before.keys() == new
+    assert {n for n in before if before[n].id != after[n].id} == {"card"}, "nothing is done again"
+    assert {f"evaluation-{m}@held-out-greedy-v1" for m in ("base", "sft", "grpo")} < set(
+        after["card"].inputs
+    )
+
+
+def test_what_a_protocol_is_called_is_no_part_of_what_is_done(tmp_path: Path) -> None:
+    one = plan_of(tiny(write(tmp_path, "evaluate: {num_samples: 2}", "one")))
+    two = plan_of(tiny(write(tmp_path, "evaluate: {num_samples: 2}", "two")))
+    assert one["evaluate-sft@one"].id == two["evaluate-sft@two"].id
+
+
+def test_a_protocol_that_measures_as_the_recipe_does_adds_nothing(tmp_path: Path) -> None:
+    """Two stages would be one and the same, and two orchestrators in one would fight over it."""
+    same = write(tmp_path, "evaluate: {num_samples: 4}")
+    other = write(tmp_path, f"evaluate: {{num_samples: 2}}\n{LEXICAL}", "other")
+    twin = write(tmp_path, "evaluate: {num_samples: 2}", "twin")
+    names = plan_of(tiny(same, other, twin))
+    assert sorted(n for n in names if "@" in n) == [
+        f"evaluate-{m}@other" for m in ("base", "grpo", "sft")
+    ]
+    assert len({stage.id for stage in names.values()}) == len(names)
+
+
+def test_a_set_of_its_own_is_prepared_and_all_of_it_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    own = write(tmp_path, "data: {rl_path: rows.jsonl}", "own")
+    both = write(tmp_path, "data: {rl_path: rows.jsonl}\nevaluate: {num_samples: 2}", "both")
+    config = tiny(own, both)
+    stages = plan_of(config, {"data.rl": "a", "data.rl@own": "b", "data.rl@both": "b"})
+    assert stages["evaluate-sft@own"].inputs == {"data": "data@own", "weights": "sft"}
+    assert stages["evaluate-sft@both"].inputs["data"] == "data@own", "prepared once"
+    measured = configs_under(config)["own"]
+    assert (measured.data.all_held_out, measured.data.sft_path) == (True, None)
+    assert measured.data.rl_path == str(tmp_path / "rows.jsonl"), "a job works in another folder"
+    assert stages["sft"].inputs == {"data": "data"}
+
+
+def test_every_published_step_is_measured_under_every_protocol() -> None:
+    more = ("publish.which=every-save", "grpo.num_training_steps=30")
+    stages = plan_of(tiny("held-out-greedy-v1", more=more))
+    for step in (10, 20):
+        card = stages[f"card-step{step}"].inputs
+        assert card[f"evaluation-grpo-step{step}"] == f"evaluate-grpo-step{step}"
+        role = f"evaluation-grpo-step{step}@held-out-greedy-v1"
+        assert stages[card[role]].inputs["weights"] == f"export-step{step}"
+        assert not any(r.startswith("evaluation-grpo@") for r in card), "not of another step"
+        assert role in stages["card-progression"].inputs
+
+
+def test_the_best_checkpoint_has_its_numbers_of_every_protocol() -> None:
+    more = ("publish.which=best", "grpo.num_training_steps=20")
+    inputs = plan_of(tiny("held-out-greedy-v1", more=more))["publish-best"].inputs
+    assert {"evaluation-grpo-step10@held-out-greedy-v1", "evaluation-grpo-step10"} < set(inputs)
+
+
+def test_a_judge_that_is_served_has_a_server_of_its_own_unless_one_is_the_same(
+    tmp_path: Path,
+) -> None:
+    serve = "serve: {engine: vllm}, resources: {gpus: 1}"
+    own = write(tmp_path, f"judge: {{kind: openai, model: own, {serve}}}", "own")
+    shared = write(tmp_path, f"judge: {{kind: openai, model: mine, form: batched, {serve}}}", "sh")
+    mine = ("judge.kind=openai", "judge.model=mine", "judge.serve.engine=vllm")
+    stages = plan_of(tiny(own, shared, more=(*mine, "judge.resources.gpus=1")))
+    assert sorted(n for n, s in stages.items() if s.kind == "serve") == ["judge", "judge@own"]
+    assert stages["evaluate-sft"].after == stages["evaluate-sft@sh"].after == ("judge",)
+    assert stages["evaluate-sft@own"].after == ("judge@own",)
+    only = plan_of(tiny(own, more=("only=[evaluate-base@own]",)))
+    assert "judge@own" in only, "who asks for one evaluation gets the judge that it needs"
+
+
+def test_a_stage_works_with_the_configuration_of_its_protocol(tmp_path: Path) -> None:
+    file = write(tmp_path, "evaluate: {max_prompts: 3, decoding: [greedy]}")
+    run = RecordedRun(tmp_path / "ws", f"evaluate.protocols=[{file}]")
+    Path(file).unlink()
+    run.data()
+    run.claim("evaluate-base@mine")
+    paths = run.workspace.layout.attempt(run.stage("evaluate-base@mine").id, 1)
+    recorded = from_json(RecipeConfig, Workspace.open(tmp_path / "ws").read_control(paths.config))
+    assert recorded.evaluate.max_prompts == 3
+    assert recorded == run.plan.config_of(run.stage("evaluate-base@mine"))
+    assert evaluation_samples(recorded) == 3 * (recorded.evaluate.num_samples + 1)
+
+
+def test_sources_of_a_protocol_are_found_and_fetched_as_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path, "reward: {rubric_source: static, static_rubrics: reader-v1}\n"
+                 "data: {rl_path: some/set, rl_revision: abc, rl_split: test}\n"
+                 "judge: {kind: openai, model: some/judge, revision: r, serve: {engine: vllm, "
+                 "where: beside}}")  # fmt: skip
+    config = check_config(tiny(file))
+    sources = resolve_sources(config)
+    assert {k.removesuffix("@mine") for k in sources if k.endswith("@mine")} == {
+        *("data.rl", "rubrics", "judge_prompt", "judge.weights")
+    }
+    stages = make_plan(config, sources).by_name
+    assert set(stages["fetch"].sources) == {"data.rl@mine", "judge.weights@mine"}
+    assert "fetch" in stages["data@mine"].after
+    assert "fetch" not in stages["evaluate-base"].after
+    wanted = _wanted(config, "data.rl@mine")
+    assert (wanted.repo_id, wanted.revision, wanted.split) == ("some/set", "abc", "test")
+    assert _wanted(config, "judge.weights@mine").repo_id == "some/judge"
+    assert stages["evaluate-base@mine"].sources["rubrics"] == sources["rubrics@mine"]
+    assert "rubrics" not in stages["evaluate-base"].sources
+
+
+def test_prompts_that_are_all_held_out_are_nothing_to_train_on() -> None:
+    with pytest.raises(ConfigurationError, match="all_held_out"):
+        check_config(load_recipe("tiny", ["data.all_held_out=true"]))
+
+
+# ---------------------------------------------------------------- cards and what goes along
+
+
+def test_a_card_has_the_numbers_of_every_protocol_each_under_its_own(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "ws", "evaluate.protocols=[held-out-reader-v1]")
+    run.data()
+    run.train("sft")
+    run.train("grpo")
+    for model in ("base", "sft", "grpo"):
+        run.evaluate(f"evaluate-{model}", quality=0.5)
+        run.evaluate(f"evaluate-{model}@held-out-reader-v1", quality=0.5)
+    run.carry_out("publish")
+    run.carry_out("card")
+    card = (run.published("card") / "README.md").read_text()
+    own, other = card.split("### held-out-reader-v1/", 1)
+    assert "### held-out/greedy/" in own
+    assert "static (`reader-v1`)" in other
+    assert "static (`reader-v1`)" not in own
+    facts = json.loads((run.published("card") / "refiner.json").read_text())["facts"]
+    files = {p.get("file", "") for p in facts["protocols"].values()}
+    assert files == {"", "held-out-reader-v1"}
+
+
+def test_nothing_of_where_a_judge_is_or_files_lie_is_published(tmp_path: Path) -> None:
+    (tmp_path / "rubrics.yaml").write_text("x")
+    file = write(tmp_path, f"{SERVED % 'm'}\nreward: {{static_rubrics: rubrics.yaml}}")
+    config = tiny(file, more=("judge.kind=lexical",))
+    (text,) = config.evaluate.protocols
+    assert str(tmp_path) in text
+    assert "127.0.0.1:9" in text
+    public = public_protocol(text)
+    assert str(tmp_path) not in public
+    assert "127.0.0.1" not in public
+    assert public_protocol(public) == public
+    assert parse_protocol(public).fields["judge.model"] == "m"
+    said = said_again([f"evaluate.protocols=[{file}]"], config, load_recipe("tiny"))
+    assert str(tmp_path) not in said[0]
+    assert ":9/" not in said[0]
+    given = tmp_path / "recipe.yaml"
+    given.write_text(recipe_text(config))
+    assert str(tmp_path) not in given.read_text()
+    again = load_recipe(str(given)).evaluate.protocols
+    assert stands_for("evaluate.protocols", again, config.evaluate.protocols)
+    there = load_recipe("tiny", said).evaluate.protocols
+    assert stands_for("evaluate.protocols", there, again)
+
+
+def test_a_shipped_protocol_is_named_to_others_by_its_name() -> None:
+    config = tiny("held-out-greedy-v1")
+    said = said_again(["evaluate.protocols=[held-out-greedy-v1]"], config, load_recipe("tiny"))
+    assert said == ("evaluate.protocols=[held-out-greedy-v1]",)
+
+
+def test_fields_are_those_of_measuring() -> None:
+    """A new field of `reward` or `judge` is one at once; one of `evaluate` has to be decided on."""
+    assert {p.partition(".")[0] for p in FIELDS} == {"data", "grpo", "reward", "judge", "evaluate"}
+    known = {f"evaluate.{n}" for n in ("models", "protocols", "occasion")}
+    from refiner_core.contract.marks import walk
+
+    left = {
+        p
+        for p, info in walk(RecipeConfig)
+        if p.startswith("evaluate.") and info.mark == "identity" and p not in FIELDS
+    }
+    assert left == known, "say in contract/protocols.py whether a protocol fixes it"
+    assert config_under(RecipeConfig(), tiny("held-out-greedy-v1").evaluate.protocols[0])
