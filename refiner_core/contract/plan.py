@@ -29,15 +29,20 @@ that publishing never waits for an evaluation and an evaluation never blocks pub
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fingerprint import get_field, identity_values, stage_fingerprint
+from refiner_core.contract.fingerprint import (
+    canonical_json,
+    get_field,
+    identity_values,
+    stage_fingerprint,
+)
 from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.protocols import AT, configs_under, under
 from refiner_core.contract.publications import add_publications
@@ -207,7 +212,7 @@ class Plan:
         """The configuration that a stage works with: under its protocol, where it has one."""
         return self._under[stage.protocol] if stage.protocol else self.config
 
-    @cached_property
+    @functools.cached_property
     def _under(self) -> dict[str, RecipeConfig]:
         return configs_under(self.config)
 
@@ -236,12 +241,25 @@ class _Builder:
 
     def __init__(self, config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo) -> None:
         self.config, self.sources, self.memo = config, own_sources(sources), memo
-        self.under = {
-            name: (measured, sources_under(sources, name, measured))
-            for name, measured in configs_under(config).items()
-        }
+        self.under = self._under(sources) if config.evaluate.protocols else {}
+        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}
         self.stages: dict[str, PlannedStage] = {}
         self._evaluations: dict[str, str] = {}
+
+    def _under(self, sources: Mapping[str, str]) -> dict[str, tuple[RecipeConfig, dict[str, str]]]:
+        """By protocol file: the configuration under it, whose seed means nothing, and its sources.
+        No stage under a protocol depends on the run's seed."""
+        config = self.config
+        sections = (config.model, config.data, config.sft, config.grpo, config.reward)
+        others = (config.judge, config.publish, config.evaluate, config.dispatch)
+        made_of = ("under", self.memo.number((*sections, *others)), *sources.items())
+        return self.memo.once(
+            made_of,
+            lambda: {
+                name: (measured, sources_under(sources, name, measured))
+                for name, measured in configs_under(config).items()
+            },
+        )
 
     def add(
         self,
@@ -275,20 +293,22 @@ class _Builder:
         section = getattr(config, "publish" if kind in ("card", "export") else kind)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
-        parts = (config.judge.kind, *sources, *(get_field(config, field) for field in fields))
+        parts, best = self._number(protocol, fields), name == "publish-best"
+        steps = {f"{role}.step": step for role, step in at_step.items()}
 
-        def values() -> dict[str, Any]:
-            return _identity(config, sources, fields, name == "publish-best")
+        def identify() -> tuple[dict[str, Any], str]:
+            values = self._identity(protocol, fields, best) | steps
+            return values, canonical_json(values)
 
         def make() -> PlannedStage:
-            identity = self.memo.once((name == "publish-best", *fields, *parts), values)
-            if at_step:
-                identity = identity | {f"{role}.step": n for role, n in at_step.items()}
+            identity, text = self.memo.once(("identity", parts, best, *steps.items()), identify)
             version = STAGE_VERSIONS[kind]
             return PlannedStage(
                 name=name,
                 kind=kind,
-                fingerprint=stage_fingerprint(kind, version, identity, wanted, fingerprints),
+                fingerprint=stage_fingerprint(
+                    kind, version, identity, wanted, fingerprints, text=text
+                ),
                 identity=identity,
                 sources=wanted,
                 inputs=dict(inputs),
@@ -300,7 +320,27 @@ class _Builder:
             )
 
         named = (name, protocol, *inputs.items(), *at_step.items(), *wanted.items())
-        return self.memo.once((named, *fingerprints.values(), section, parts), make)
+        execution = self.memo.number((section,))
+        return self.memo.once((named, parts, execution, *fingerprints.values()), make)
+
+    def _number(self, protocol: str, fields: tuple[str, ...]) -> int:
+        """Of all that :meth:`_identity` goes by."""
+        if (protocol, fields) not in self._numbers:
+            config, sources = self.under.get(protocol, (self.config, self.sources))
+            values = (get_field(config, field) for field in fields)
+            parts = (*fields, *sources, config.judge.kind, *values)
+            self._numbers[protocol, fields] = self.memo.number(parts)
+        return self._numbers[protocol, fields]
+
+    def _identity(self, protocol: str, fields: tuple[str, ...], best: bool) -> dict[str, Any]:
+        """Identity fields of a stage; ``best``: of the one that publishes the best checkpoint."""
+        config, sources = self.under.get(protocol, (self.config, self.sources))
+        found: dict[str, Any] = {}
+        for part in fields:
+            made_of = ("part", self._number(protocol, (part,)), best)
+            read = functools.partial(_values, config, sources, (part,), best)
+            found |= self.memo.once(made_of, read)
+        return found
 
     def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
         """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
@@ -360,7 +400,9 @@ class _Builder:
             if stage.kind not in CONSUMERS:
                 continue
             config, _ = self.under.get(stage.protocol, (self.config, self.sources))
-            service = judge_service(config, stage.protocol)
+            made_of = ("serve", stage.protocol, self.memo.number((config.judge, config.dispatch)))
+            make = functools.partial(judge_service, config, stage.protocol)
+            service = self.memo.once(made_of, make)
             if service is not None:
                 service = servers.setdefault(service.id, service)
                 del found[name]
@@ -370,6 +412,9 @@ class _Builder:
 
     def with_fetch(self) -> tuple[PlannedStage, ...]:
         """The stages, with ``fetch`` before those that read what lies on a Hub."""
+        everywhere = (self.sources, *(sources for _, sources in self.under.values()))
+        if not any(d.startswith(HUB_DIGEST) for sources in everywhere for d in sources.values()):
+            return tuple(self.stages.values())
         reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
         wanted = {k: digest for found in reads.values() for k, digest in found.items()}
         if not wanted:
@@ -436,10 +481,10 @@ def make_plan(
     return _only(config, builder.with_fetch())
 
 
-def _identity(
+def _values(
     config: RecipeConfig, sources: Mapping[str, str], fields: tuple[str, ...], best: bool
 ) -> dict[str, Any]:
-    """The identity fields of a stage; ``best``: of the one that publishes the best."""
+    """The identity fields among ``fields``; see :meth:`_Builder._identity`."""
     return {
         path: value
         for path, value in identity_values(config, fields).items()

@@ -21,6 +21,21 @@ class PlanMemo:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self._by_id: dict[tuple[int, ...], tuple[int, tuple[Hashable, ...]]] = {}
+
+    def number(self, parts: tuple[Hashable, ...]) -> int:
+        """One number for equal parts: what is made of large ones is looked up by it.
+
+        Parts that are the same objects are known by their ids, without looking into them; the memo
+        keeps them, so that no id comes twice.
+        """
+        ids = tuple(map(id, parts))
+        if (known := self._by_id.get(ids)) is not None:
+            return known[0]
+        number = self._numbers.setdefault(parts, len(self._numbers))
+        self._by_id[ids] = (number, parts)
+        return number
 
     def once(self, made_of: Hashable, make: Callable[[], T]) -> T:
         """What was made of the same parts before, else what ``make`` makes of them."""
