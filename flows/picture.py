@@ -27,6 +27,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 from flows.feed import Drawing, Node, NothingMore, Watched
 from flows.news import News
 from flows.poster import Poster
+from flows.reporting.posted import ReportNews
+from infra.layout import is_sweep
 from refiner_core.contract.views import StageView
 
 _POLL_S = 1.0
@@ -66,16 +68,28 @@ def refiner(recipe: str, run: str, owner: str) -> State[Any]:
         for node in drawing.nodes:
             before = [_Ended(futures[name]) for name in node.inputs if name in futures]
             futures[node.name] = _stage_task(recipe, node, source).submit(wait_for=before)
-    _wait_for(list(futures.values()), News(drawing, drawing.story) if drawing.story else None)
+    _wait_for(list(futures.values()), _tellers(drawing))
     return _flow_state({name: future.state for name, future in futures.items()})
 
 
-def _wait_for(futures: list[PrefectFuture[Any]], news: News | None) -> None:
+def _tellers(drawing: Drawing) -> list[News | ReportNews]:
+    """Who tells what happens beside the stages."""
+    if drawing.story is None:
+        return []
+    tellers: list[News | ReportNews] = [News(drawing, drawing.story)]
+    if is_sweep(drawing.run):
+        tellers.append(ReportNews(drawing, drawing.story))
+    return tellers
+
+
+def _wait_for(futures: list[PrefectFuture[Any]], tellers: list[News | ReportNews]) -> None:
     """Wait for every stage, telling meanwhile what else happens."""
-    if news is not None:
-        while wait(futures, timeout=_NEWS_S).not_done:
-            news.tell()
-        news.tell()
+    while tellers:
+        over = not wait(futures, timeout=_NEWS_S).not_done
+        for teller in tellers:
+            teller.tell()
+        if over:
+            break
     wait(futures)
 
 

@@ -270,12 +270,12 @@ def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
         band[-1].append((x, place.y(low), place.y(high)))
         data.append(f"{curve.steps[i]} {mean:.4g} {low:.4g} {high:.4g}")
     areas = "".join(_area(part) for part in band if len(part) > 1)
-    name = escape(curve.arm)
+    name, mark = escape(curve.arm), _DOTS[drawn.index % len(_DOTS)]
     return (
         f'<g data-curve="{drawn.index}" data-name="{name}" data-p="{";".join(data)}"{off}>'
         f'<path class="b {style}" d="{areas}"/>'
         f'<path class="l {style} k{dash_of(drawn.index)}" d="{"".join(line)}"/>'
-        f'<path class="e {style}" d="{_DOTS[drawn.index % len(_DOTS)]}" transform="translate({at})"/>'
+        f'<path class="e {style}" d="{mark}" transform="translate({at or "0 0"})"/>'
         "</g>"
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -22,7 +22,15 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from refiner_core.report import drawing, printing, words
-from refiner_core.report.document import ArmNumber, Comparison, Curve, SweepReport
+from refiner_core.report.document import (
+    Agreement,
+    ArmNumber,
+    Comparison,
+    Curve,
+    MatrixCell,
+    MatrixRow,
+    SweepReport,
+)
 from refiner_core.report.rows import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import fitting, marked
 
@@ -184,51 +192,65 @@ def _last_row(drawn: drawing.Drawn) -> dict[str, Any]:
 
 def matrices(report: SweepReport) -> list[dict[str, Any]]:
     """Judges against arms, one table for each metric and decoding: judges are its columns."""
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for row in report.matrix:
-        groups.setdefault((row.metric, row.decoding), []).append(row)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, row in enumerate(report.matrix):
+        groups.setdefault((row.metric, row.decoding), []).append(place)
     made = []
-    for (metric, decoding), rows in groups.items():
+    for (metric, decoding), places in groups.items():
+        rows = [report.matrix[place] for place in places]
         cells = [{c.arm: c for c in row.cells} for row in rows]
+        pairs = [a for a in report.agreement if {a.first, a.second} <= set(places)]
         made.append(
             {
                 "name": f"{metric}, {decoding}" if decoding else metric,
                 "rows": rows,
                 "cells": cells,
                 "ranges": [_range(found.values()) for found in cells],
-                "said": list(rank_sentences(rows)),
+                "said": [*_first_places(rows), *_orders(report.matrix, pairs)],
             }
         )
     return made
 
 
-def _range(cells: Any) -> tuple[float, float]:
-    known = [c.value for c in cells if printing.finite(c.value) is not None]
+def _range(cells: Iterable[MatrixCell]) -> tuple[float, float]:
+    known = [v for v in (printing.finite(c.value) for c in cells) if v is not None]
     return (min(known), max(known)) if known else (0.0, 0.0)
 
 
-def rank_sentences(rows: Sequence[Any]) -> Iterator[str]:
-    """Which arm each judge puts first, and whether a judge that trains nobody agrees."""
-    first = {
-        f"{row.judge} + {row.rubrics}" if row.rubrics else row.judge: next(
-            (c.arm for c in row.cells if c.rank == 1), None
-        )
-        for row in rows
-    }
-    named = {judge: arm for judge, arm in first.items() if arm is not None}
-    if len(named) < 2:
-        return
-    if len(set(named.values())) == 1:
-        yield f"All of them put {next(iter(named.values()))} first."
-    else:
-        yield "; ".join(f"{judge} puts {arm} first" for judge, arm in named.items()) + "."
-    for row in rows:
-        best = next((c.arm for c in row.cells if c.rank == 1), None)
-        if best is not None and best in row.trains:
+def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
+    """Which arm each judge puts first, and what to think of one that it has trained."""
+    best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
+    named = [(row, arms) for row, arms in best.items() if arms]
+    if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
+        yield f"All of them put {words.listed(named[0][1])} first."
+    elif len(named) > 1:
+        said = (f"{judge_name(row)} puts {words.listed(arms)} first" for row, arms in named)
+        yield f"{'; '.join(said)}."
+    for row, arms in named:
+        if own := [arm for arm in arms if arm in row.trains]:
             yield (
-                f"{row.judge} is what {best}, which it puts first, was trained on: look at a "
-                "judge that trains nobody before believing it."
+                f"{judge_name(row)} puts {words.listed(own)} first, which it has trained: look at "
+                "a judge that trains nobody before believing it."
             )
+
+
+def _orders(rows: Sequence[MatrixRow], pairs: Sequence[Agreement]) -> Iterator[str]:
+    """How far two judges agree on the order of arms."""
+    for pair in pairs:
+        both = f"{judge_name(rows[pair.first])} and {judge_name(rows[pair.second])}"
+        if pair.tau is None:
+            yield f"{both}: one of them tells no arms apart."
+        else:
+            yield (
+                f"{both} order {pair.arms} arms with Kendall's tau {printing.number(pair.tau, 2)} "
+                f"(1 is the same order, {printing.MINUS}1 the reverse)."
+            )
+
+
+def judge_name(row: MatrixRow) -> str:
+    """A judge with its rubric set and the protocol in which it asks."""
+    rubrics = f" with {row.rubrics}" if row.rubrics else ""
+    return f"{row.judge or 'no judge'}{rubrics} ({row.protocol})"
 
 
 # ---------------------------------------------------------------- small things

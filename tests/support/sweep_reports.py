@@ -13,6 +13,7 @@ from typing import Any
 
 from refiner_core.report.document import (
     REPORT_VERSION,
+    Agreement,
     Answer,
     ArmNumber,
     Comparison,
@@ -156,6 +157,7 @@ class _Made:
             comparisons=self.comparisons(),
             curves=self.curves(),
             matrix=self.matrix(),
+            agreement=self.agreement(),
             rubrics=self.rubrics(),
             flips=self.flips(),
             side_by_side=self.side_by_side(),
@@ -297,9 +299,7 @@ class _Made:
             ("gpt-oss-120b", "persistent-v2", []),
         )
         for judge, rubrics, trains in judges:
-            known = {
-                arm: 0.6 + 2 * self.effect[arm] + self.random.gauss(0, 0.02) for arm in self.arms
-            }
+            known = {arm: 0.6 + self.effect[arm] + self.random.gauss(0, 0.05) for arm in self.arms}
             order = sorted((a for a in self.arms if a != self.failed), key=lambda a: -known[a])
             cells = tuple(
                 MatrixCell(arm, None, None, None, None)
@@ -310,9 +310,16 @@ class _Made:
                 for arm in self.arms
             )
             rows.append(
-                MatrixRow(HELD_OUT, judge, rubrics, "rubric_score", "sampled", tuple(trains), cells)
+                MatrixRow(
+                    "held-out", judge, rubrics, "rubric_score", "sampled", tuple(trains), cells
+                )
             )
         return tuple(rows)
+
+    def agreement(self) -> tuple[Agreement, ...]:
+        if len(self.arms) < 3:
+            return ()
+        return (Agreement(0, 2, 0.6, len(self.arms) - 1), Agreement(1, 2, None, 2))
 
     def rubrics(self) -> tuple[RubricRow, ...]:
         texts = (
