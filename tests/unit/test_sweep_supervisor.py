@@ -1,0 +1,392 @@
+"""All trials of a sweep in one process: what begins when, what is held, what is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.sweeping.reading import trial_states
+from flows.sweeping.versions import record_version
+from infra.history import read_events
+from infra.layout import sweep_call
+from infra.workspace import Workspace
+from refiner_core.contract.sweep_records import SweepRecord
+from sweeps.forecast import SweepForecast, forecast_sweep
+from sweeps.history import History
+from sweeps.values import Limits, SweepPlan
+from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
+
+SCRIPT = {"grpo": TRAINED, "sft": TRAINED}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "w")
+
+
+def recorded(workspace: Workspace, plan: SweepPlan) -> SweepRecord:
+    return record_version(plan, workspace, (), {})
+
+
+def events(workspace: Workspace, name: str) -> list[dict]:
+    found = read_events(workspace.layout.run(sweep_call("small")).events)
+    return [e for e in found if e["event"] == name]
+
+
+def hours(plan: SweepPlan, each: float) -> SweepForecast:
+    """A forecast of so many GPU-hours for every GRPO stage, and nothing for the others."""
+    forecast = forecast_sweep(plan, History(), frozenset())
+    stages = (
+        replace(s, gpu_hours=each if s.kind == "grpo" else 0.0, judge_calls=100)
+        for s in forecast.stages
+    )
+    return replace(forecast, stages=tuple(stages))
+
+
+def on_gpus(plan: SweepPlan, gpus: int) -> SweepPlan:
+    def changed(trial):
+        config = trial.plan.config
+        grpo = replace(config.grpo, resources=replace(config.grpo.resources, gpus=gpus))
+        return replace(trial, plan=replace(trial.plan, config=replace(config, grpo=grpo)))
+
+    return replace(plan, trials=tuple(map(changed, plan.trials)))
+
+
+# ---------------------------------------------------------------- what runs
+
+
+def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, SCRIPT)
+    assert set(told.run().values()) == {"done"}
+    assert told.supervisor.exit_code == 0
+    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
+    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
+
+
+def test_every_trial_is_a_run_that_knows_its_place(workspace: Workspace) -> None:
+    plan = small_sweep()
+    bench(workspace, plan, SCRIPT).run()
+    runs = [workspace.read_run(run_id) for run_id in workspace.run_ids()]
+    places = {(r.provenance["sweep"]["arm"], r.provenance["sweep"]["seed"]) for r in runs}
+    assert places == {(t.arm, t.seed) for t in plan.trials}
+    first = workspace.trial_run("small", plan.trials[0].name)
+    assert workspace.read_orchestrator(first)["state"] == "ended"
+
+
+def test_no_more_local_jobs_run_at_once_than_the_recipe_allows(workspace: Workspace) -> None:
+    plan = small_sweep(seeds=(1, 2, 3), limits=Limits(concurrency=6))
+    told = bench(
+        workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 9, "done")}
+    )
+    told.run()
+    assert told.jobs.most == plan.trials[0].plan.config.dispatch.max_parallel == 2
+
+
+def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) -> None:
+    plan = small_sweep(seeds=(1, 2, 3), limits=Limits(concurrency=1))
+    told = bench(workspace, plan, SCRIPT)
+    told.supervisor.begin()
+    most = 0
+    while not told.supervisor.step():
+        most = max(most, len(told.supervisor.live))
+    assert most == 1
+
+
+def test_a_second_call_begins_nothing(workspace: Workspace) -> None:
+    plan = small_sweep()
+    bench(workspace, plan, SCRIPT).run()
+    again = bench(workspace, plan, SCRIPT)
+    assert set(again.run().values()) == {"done"}
+    assert again.jobs.begun == []
+    assert len(workspace.run_ids()) == len(plan.trials)
+    said = [e for e in events(workspace, "trial") if e["state"] == "done"]
+    assert len(said) == len(plan.trials), "what was said once is not said again"
+
+
+def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
+    workspace: Workspace,
+) -> None:
+    """They came about through another sweep; status, card and why need the run all the same."""
+    plan = small_sweep()
+    bench(workspace, plan, SCRIPT).run()
+    twin = replace(plan, sweep=replace(plan.sweep, name="twin"))
+    again = bench(workspace, twin, SCRIPT)
+    again.run()
+    assert again.jobs.begun == []
+    run = workspace.read_run(workspace.trial_run("twin", plan.trials[0].name))
+    assert run.provenance["sweep"]["name"] == "twin"
+
+
+def test_another_seed_runs_what_is_new_alone(workspace: Workspace) -> None:
+    bench(workspace, small_sweep(), SCRIPT).run()
+    more = small_sweep(seeds=(1, 2, 3))
+    again = bench(workspace, more, SCRIPT)
+    assert set(again.run().values()) == {"done"}
+    assert {name.rpartition("/")[0] for name in again.jobs.begun} == {
+        t.name for t in more.trials if t.seed == 3
+    }
+
+
+# ---------------------------------------------------------------- what fails
+
+
+def test_a_trial_that_fails_stops_no_other(workspace: Workspace) -> None:
+    plan = small_sweep()
+    bad = plan.trials[1].name
+    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
+    states = told.run()
+    assert states.pop(bad) == "failed"
+    assert set(states.values()) == {"done"}
+    assert told.supervisor.exit_code == 1
+    assert "told to end" in told.supervisor.standing()[bad].reason
+
+
+def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_each(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep(betas=(0.1, 0.2, 0.3))
+    second = next(t for t in plan.trials if t.seed == 2)
+    told = bench(workspace, plan, {**SCRIPT, f"{second.name}/sft": ("bad_data",)})
+    states = told.run()
+    assert {s for t, s in states.items() if t.endswith("seed2")} == {"failed"}
+    assert {s for t, s in states.items() if t.endswith("seed1")} == {"done"}
+    assert told.jobs.begun.count(f"{second.name}/sft") == 1
+
+
+def test_what_failed_is_tried_again_by_the_next_call_as_a_new_run(workspace: Workspace) -> None:
+    """The code may have been mended meanwhile; a run that was only stopped keeps its own."""
+    plan = small_sweep()
+    bad = plan.trials[1].name
+    bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)}).run()
+    before = workspace.trial_run("small", bad)
+    again = bench(workspace, plan, SCRIPT)
+    assert set(again.run().values()) == {"done"}
+    assert again.jobs.begun == [f"{bad}/grpo"]
+    assert workspace.trial_run("small", bad) != before
+
+
+def test_an_error_in_one_trials_records_is_its_own_trouble(workspace: Workspace) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, SCRIPT)
+    bad = plan.trials[2]
+    damaged = workspace.layout.stage(bad.plan.by_name["grpo"].id)
+    damaged.control.mkdir(parents=True)
+    damaged.spec.write_text("{ half")
+    states = told.run()
+    assert states.pop(bad.name) == "failed"
+    assert set(states.values()) == {"done"}
+
+
+# ---------------------------------------------------------------- the canary
+
+
+def test_one_trial_goes_ahead_until_it_has_trained_two_steps_and_saved(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, SCRIPT)
+    told.supervisor.begin()
+    first = plan.trials[0]
+    alone = 0
+    while len(told.supervisor.live) < 2:
+        told.supervisor.step()
+        alone += 1
+        assert alone < 50
+    assert told.jobs._steps, "two steps of GRPO were done before anybody else began"
+    assert [n for n in told.jobs.begun if not n.startswith(first.name)] == []
+    config = told.supervisor.live[first.name].campaign.plan.config
+    assert (config.grpo.first_save, config.sft.first_save) == (2, 2)
+    assert any("5 s a step, 1.5 s a save" in text for text in told.said)
+    other = next(x for n, x in told.supervisor.live.items() if n != first.name)
+    assert other.campaign.plan.config.grpo.first_save is None
+
+
+def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, {**SCRIPT, "grpo": ("bad_configuration",)})
+    states = told.run()
+    assert states.pop(plan.trials[0].name) == "failed"
+    assert set(states.values()) == {"held"}
+    assert told.jobs.begun == [f"{plan.trials[0].name}/{s}" for s in ("data", "sft", "grpo")]
+    assert told.supervisor.exit_code == 1
+    assert "nothing else was begun" in told.supervisor.held
+
+
+def test_past_the_canary_the_others_go_on_whatever_it_shows(workspace: Workspace) -> None:
+    plan = small_sweep()
+    first = plan.trials[0].name
+    script = {**SCRIPT, f"{first}/grpo": ("bad_configuration",)}
+    states = bench(workspace, plan, script, past_canary=True).run()
+    assert states.pop(first) == "failed"
+    assert set(states.values()) == {"done"}
+
+
+def test_a_canary_whose_loss_is_not_finite_says_nothing_of_the_others(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep()
+    first = plan.trials[0].name
+    states = bench(workspace, plan, {**SCRIPT, f"{first}/grpo": ("not_finite",)}).run()
+    assert states.pop(first) == "failed"
+    assert set(states.values()) == {"done"}
+
+
+def test_where_training_was_measured_in_an_earlier_call_nobody_goes_ahead(
+    workspace: Workspace,
+) -> None:
+    bench(workspace, small_sweep(), SCRIPT).run()
+    again = bench(workspace, small_sweep(seeds=(1, 2, 3)), SCRIPT)
+    again.supervisor.begin()
+    again.supervisor.step()
+    assert len(again.supervisor.live) == 2
+
+
+def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_sweep(
+    workspace: Workspace,
+) -> None:
+    """Its work is saved, and the same command goes on once somebody has decided."""
+    plan = small_sweep()
+
+    def passed(forecast: SweepForecast) -> list[str]:
+        return ["needs 310 GPU-hours, limit 200"] if forecast.canary else []
+
+    script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "wait", "done")}
+    told = bench(workspace, plan, script, passed=passed)
+    states = told.run()
+    assert states.pop(plan.trials[0].name) == "interrupted"
+    assert set(states.values()) == {"held"}
+    assert told.supervisor.exit_code == 6
+    assert "needs 310 GPU-hours" in told.supervisor.held
+    again = bench(workspace, plan, SCRIPT, passed=passed)
+    assert set(again.run().values()) == {"done"}, "it is measured now, and was agreed to"
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_no_trial_begins_that_would_pass_a_limit_and_raising_it_goes_on(
+    workspace: Workspace,
+) -> None:
+    def launched(limit: float) -> Bench:
+        plan = on_gpus(small_sweep(limits=Limits(gpu_hours=limit, concurrency=4)), 1)
+        jobs = Jobs(workspace, plan, SCRIPT, seconds=3600.0)
+        return bench(workspace, plan, jobs=jobs, forecast=lambda: hours(plan, 1.0))
+
+    told = launched(2.5)
+    states = told.run()
+    assert sorted(states.values()) == ["done", "done", "held", "held"]
+    assert told.supervisor.exit_code == 6
+    assert "limits.gpu_hours is 2.5 GPU-hours: 2 used, 1 forecast for it" in told.supervisor.held
+    again = launched(4.0)
+    assert set(again.run().values()) == {"done"}
+    assert len([n for n in again.jobs.begun if n.endswith("grpo")]) == 2
+
+
+def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
+    """Else as many would begin as there is room for one."""
+    plan = on_gpus(small_sweep(limits=Limits(gpu_hours=2.5, concurrency=4)), 1)
+    script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
+    jobs = Jobs(workspace, plan, script, seconds=36.0)
+    told = bench(workspace, plan, jobs=jobs, forecast=lambda: hours(plan, 1.0))
+    told.supervisor.begin()
+    for _ in range(20):
+        told.supervisor.step()
+        assert len(told.supervisor.live) <= 2
+
+
+def test_judge_calls_and_disk_are_limits_too(workspace: Workspace) -> None:
+    plan = small_sweep(limits=Limits(judge_calls=50))
+    budget = bench(workspace, plan, SCRIPT).supervisor.budget
+    budget.expect(hours(plan, 0.0))
+    why = budget.why_held(plan.trials[0], (), ())
+    assert why == "limits.judge_calls is 50 judge calls: 0 used, 300 forecast for it"
+    small = small_sweep(limits=Limits(disk_gb=0.5))
+    held = bench(workspace, small, SCRIPT).supervisor.budget.why_held(small.trials[0], (), ())
+    assert held == "limits.disk_gb is 0.5 GiB: 0 used, 1 forecast for it"
+
+
+# ---------------------------------------------------------------- stopping, and reading it
+
+
+def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) -> None:
+    plan = small_sweep()
+    script = {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99, "done")}
+    told = bench(workspace, plan, script)
+    told.supervisor.begin()
+    while len(told.supervisor.live) < 2:
+        told.supervisor.step()
+    told.supervisor.request_stop("Ctrl-C")
+    while not told.supervisor.step():
+        pass
+    assert sorted(told.states().values()) == ["interrupted", "interrupted", "waiting", "waiting"]
+    assert told.supervisor.exit_code == 6
+    runs = dict.fromkeys(workspace.run_ids())
+    again = bench(workspace, plan, SCRIPT)
+    assert set(again.run().values()) == {"done"}
+    assert set(runs) < set(workspace.run_ids()), "stopped trials go on as the runs that they were"
+    assert len(workspace.run_ids()) == 4
+
+
+def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
+    told.supervisor.begin()
+    for _ in range(8):
+        told.supervisor.step()
+    workspace.ask_cancel(sweep_call("small"), "somebody")
+    while not told.supervisor.step():
+        pass
+    assert "interrupted" in told.states().values()
+    asked = workspace.stop_asked(*told.jobs.stopped[0])
+    assert asked["failure"] == "cancelled"
+
+
+def test_a_version_is_written_only_when_something_has_changed(workspace: Workspace) -> None:
+    first = recorded(workspace, small_sweep())
+    assert recorded(workspace, small_sweep()).number == first.number == 1
+    assert recorded(workspace, small_sweep(seeds=(1, 2, 3))).number == 2
+    assert recorded(workspace, small_sweep(seeds=(1, 2, 3), limits=Limits(gpu_hours=3))).number == 3
+    assert workspace.read_sweep("small", 1).seeds == (1, 2)
+
+
+def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspace) -> None:
+    plan = on_gpus(small_sweep(), 2)
+    record = recorded(workspace, plan)
+    bad = plan.trials[3].name
+    jobs = Jobs(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
+    bench(workspace, plan, jobs=jobs).run()
+    found = {t.name: t for t in trial_states(workspace, record)}
+    assert [t.state for t in found.values()] == ["done", "done", "done", "failed"]
+    assert "grpo" in found[bad].reason
+    first, second = (found[t.name] for t in plan.trials[:2])
+    assert first.use.attempts == 3
+    assert (second.use.attempts, second.shared) == (1, ("data", "sft")), "shared: with the first"
+    assert first.use.gpu_hours == 2.0
+    assert found[bad].use.incidents == 1
+
+
+def test_the_picture_has_every_stage_once_and_ends_with_the_sweep(workspace: Workspace) -> None:
+    plan = small_sweep()
+    bad = plan.trials[1].name
+    told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
+    names = [node.name for node in told.supervisor.graph.nodes()]
+    assert len(names) == len(set(names)) == 1 + 2 + 4
+    assert f"{bad}/grpo" in names
+    assert "data" in names
+    told.run()
+    views = told.supervisor.views()
+    assert all(view.terminal for view in views.values())
+    assert views[f"{bad}/grpo"].state == "failed"
+    assert views["data"].state == "done"
+
+
+def test_a_large_sweep_is_pictured_by_trials_and_a_very_large_one_by_arms() -> None:
+    from flows.sweeping.picture import Graph
+
+    plan = small_sweep(seeds=(1, 2, 3))
+    assert Graph(plan, most=100).level == "stages"
+    assert len(Graph(plan, most=8).nodes()) == 6
+    assert [n.name for n in Graph(plan, most=2).nodes()] == [a.name for a in plan.arms]
