@@ -21,6 +21,7 @@ from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import digest
+from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, to_json
 from refiner_core.judges import judge_prompts_digest
@@ -225,7 +226,7 @@ def questions_under(
 
 
 def _judge_name(config: RecipeConfig) -> str:
-    return "lexical" if config.judge.kind == "lexical" else config.judge.model
+    return "lexical" if config.judge.model == LEXICAL_MODELS[0] else config.judge.model
 
 
 def baseline_of(planned: Planned, policy: Policy) -> str:

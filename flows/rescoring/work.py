@@ -26,7 +26,7 @@ from flows.rescoring.planning import (
 from flows.rescoring.reading import Policy
 from flows.rescoring.settings import AGAIN, Setting, own_setting
 from refiner_core.contract.types import Judgement
-from refiner_core.judges import LexicalJudge
+from refiner_core.judges import build_judge
 from refiner_core.rescoring.agreement import CriterionAgreement, judges_agree
 from refiner_core.rescoring.compare import Comparison, compare
 from refiner_core.rescoring.matrix import Matrix, make_matrix
@@ -168,7 +168,7 @@ def _own_again(planned: Planned, policy: Policy) -> Scores:
     """The run's own settings once more, from what was stored with the rollouts alone; the lexical
     judge, which costs nothing, judges what was not."""
     config = policy.config
-    rest = LexicalJudge() if config.judge.kind == "lexical" else NobodyToAsk()
+    rest = build_judge(config.judge) if config.judge.kind == "lexical" else NobodyToAsk()
     known = planned.recorded[policy.name].known
     judge = RecordedJudge(known, rest, batched=is_batched(config.judge))
     normalization = config.grpo.advantage_normalization_type
@@ -181,7 +181,7 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     if policy.config.judge.kind == "lexical":
         questions = questions_under(planned, policy, policy.config.reward)
         requests = [q.request for asked in questions for q in asked if q.request in found.known]
-        today = LexicalJudge().judge(requests)
+        today = build_judge(policy.config.judge).judge(requests)
         rejudged = len(requests)
         alike = sum(
             now.score == found.known[request][0].score

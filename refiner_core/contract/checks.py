@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.command_checks import check_command
-from refiner_core.contract.config import JudgeConfig, RecipeConfig, RetryConfig
+from refiner_core.contract.config import RecipeConfig, RetryConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import serves as serves
@@ -33,7 +34,6 @@ class Check(NamedTuple):
     fix: str
 
 
-_LEXICAL = JudgeConfig().model
 #: Fields of a request to a judge that have a field of their own, or are none of the user's.
 _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
@@ -226,20 +226,20 @@ CHECKS: tuple[Check, ...] = (
         "set judge.base_url=http://127.0.0.1:8000/v1",
     ),
     Check(
-        lambda c: c.judge.kind == "lexical" or c.judge.model != _LEXICAL,
-        lambda c: f"`judge.kind` is openai, but `judge.model` is still {_LEXICAL!r}.",
+        lambda c: c.judge.kind == "lexical" or c.judge.model not in LEXICAL_MODELS,
+        lambda c: f"`judge.kind` is openai, but `judge.model` is still {c.judge.model!r}.",
         "the name by which the server knows its model",
         "set judge.model=NAME",
     ),
     Check(
-        lambda c: c.judge.kind != "lexical" or c.judge.model == _LEXICAL,
+        lambda c: c.judge.kind != "lexical" or c.judge.model in LEXICAL_MODELS,
         lambda c: (
             f"`judge.model` is {c.judge.model!r}, but `judge.kind` is lexical: word overlap would "
             "be recorded under the name of a model."
         ),
-        f"{_LEXICAL} for the lexical judge, or a judge that is a model",
+        f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
         "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
-        f"judge.model={_LEXICAL}",
+        f"judge.model={LEXICAL_MODELS[0]}",
     ),
     Check(
         lambda c: c.judge.serve.engine != "command" or bool(c.judge.serve_command),

@@ -11,6 +11,9 @@ from typing import Literal
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
 
+#: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
+LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
+
 
 @dataclass(frozen=True)
 class RewardConfig:
@@ -94,7 +97,11 @@ class JudgeConfig:
         "lexical",
         doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
     )
-    model: str = identity("lexical-1", doc="name of the judge model")
+    model: str = identity(
+        LEXICAL_MODELS[0],
+        doc="name of the judge model; of the lexical one `lexical-1`, or `lexical-loose-1`, which "
+        "is content with less",
+    )
     revision: str | None = identity(None, doc="revision of the judge model")
     prompt: str = identity(
         "v1", doc="version of the judge's prompts, or a folder with prompts of your own"

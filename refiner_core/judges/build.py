@@ -44,7 +44,7 @@ def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judg
         ``openai`` without ``base_url``, or with an unknown version of the prompts.
     """
     if config.kind == "lexical":
-        return LexicalJudge()
+        return LexicalJudge(config.model)
     from refiner_core.judges.openai import OpenAIJudge  # aiohttp only where it is used
 
     return OpenAIJudge(config, around)

@@ -1,4 +1,4 @@
-"""The embedded judge: word overlap, deterministic, without model or network.
+"""The embedded judges: word overlap, deterministic, without model or network.
 
 In: judge requests. Out: judgements, always scored. It is a stand-in that makes the whole loop run
 and be tested anywhere, not a measure of quality: it knows words, not meaning, and negation, numbers
@@ -17,6 +17,11 @@ citation_needed    0 for at most three words (titles, connectives); else 1 from 
                    or with a finite verb of :data:`FINITE_VERBS`; else 0.
 ================== ==============================================================================
 
+This is `lexical-1`. `lexical-loose-1` is a second judge to ablate and to compare judges with: it is
+content with less, so that a policy which it trains can please it without being right. Of quoted
+phrases it takes the share of their *words* that the answer contains, in any order and anywhere; all
+other thresholds are lower (:data:`STANDARDS`); ``citation_needed`` is the same.
+
 Content words are words without :data:`STOPWORDS`, lightly stemmed. A text without content words has
 share 0: nothing supports a claim that says nothing. Of an answer counts what stands inside
 ``<answer>`` (all of it where the request carries the inside alone), and nothing that is in a tag.
@@ -27,8 +32,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from refiner_core.answers import strip_tags
+from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.types import Judgement, JudgeRequest
 
 
@@ -60,9 +67,34 @@ FINITE_VERBS = _words(
     should"""
 )
 
-RUBRIC_FULL, RUBRIC_PARTIAL = 0.6, 0.3
-RECALL_FULL, RECALL_PARTIAL = 0.8, 0.5
-PRECISION_RELEVANT = 0.5
+
+class Standard(NamedTuple):
+    """With how much a judge is content: shares of content words, all in [0, 1].
+
+    Attributes
+    ----------
+    rubric_full, rubric_partial
+        From here on a rubric without quotes has score 1, or 0.5.
+    recall_full, recall_partial
+        From here on, or above this, evidence supports a claim whole, or in part.
+    precision_relevant
+        Above this a snippet bears on a claim.
+    whole_phrases
+        Whether a quoted phrase counts only as it stands, or each of its words by itself.
+    """
+
+    rubric_full: float = 0.6
+    rubric_partial: float = 0.3
+    recall_full: float = 0.8
+    recall_partial: float = 0.5
+    precision_relevant: float = 0.5
+    whole_phrases: bool = True
+
+
+#: By the judge's name, in the order of :data:`~refiner_core.contract.judge_config.LEXICAL_MODELS`.
+STANDARDS = dict(
+    zip(LEXICAL_MODELS, (Standard(), Standard(0.4, 0.2, 0.6, 0.3, 0.3, False)), strict=True)
+)
 LEAD_WORDS = 3
 NEEDED_CONTENT_WORDS = 4
 
@@ -99,9 +131,11 @@ _INSTRUCTION_STEMS = frozenset(map(stem, INSTRUCTIONS))
 
 
 class _Texts:
-    """What was made of texts during one call: groups of rollouts share prompts and rubrics."""
+    """What was made of texts during one call (groups of rollouts share prompts and rubrics), and by
+    which standard they are judged."""
 
-    def __init__(self) -> None:
+    def __init__(self, standard: Standard) -> None:
+        self.standard = standard
         self.content = functools.cache(content_words)
         self.criterion = functools.cache(_criterion_words)
         self.answer = functools.cache(_answer_words)
@@ -109,11 +143,20 @@ class _Texts:
 
 
 class LexicalJudge:
-    """Implements :class:`~refiner_core.contract.types.Judge`; never fails."""
+    """Implements :class:`~refiner_core.contract.types.Judge`; never fails.
+
+    Parameters
+    ----------
+    model
+        One of :data:`STANDARDS`.
+    """
+
+    def __init__(self, model: str = LEXICAL_MODELS[0]) -> None:
+        self.standard = STANDARDS[model]
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """One judgement per request, in order; identical requests are judged once."""
-        texts = _Texts()
+        texts = _Texts(self.standard)
         known: dict[tuple[str, str, str], Judgement] = {}
         judgements = []
         for request in requests:
@@ -159,11 +202,16 @@ def _share(wanted: frozenset[str], found: frozenset[str]) -> float:
 
 def _rubric(request: JudgeRequest, texts: _Texts) -> float:
     answer = texts.answer(request.text)
-    phrases = texts.phrases(request.reference)
+    phrases, standard = texts.phrases(request.reference), texts.standard
+    words = frozenset(word for phrase in phrases for word in _WORD.findall(phrase))
+    if words and not standard.whole_phrases:
+        return _share(words, frozenset(_WORD.findall(answer)))
     if phrases:
         return sum(contains_phrase(answer, phrase) for phrase in phrases) / len(phrases)
     share = _share(texts.criterion(request.reference), texts.content(answer))
-    return 1.0 if share >= RUBRIC_FULL else 0.5 if share >= RUBRIC_PARTIAL else 0.0
+    return (
+        1.0 if share >= standard.rubric_full else 0.5 if share >= standard.rubric_partial else 0.0
+    )
 
 
 def _supported(request: JudgeRequest, texts: _Texts) -> float:
@@ -172,11 +220,12 @@ def _supported(request: JudgeRequest, texts: _Texts) -> float:
 
 def _recall(request: JudgeRequest, texts: _Texts) -> float:
     share = _supported(request, texts)
-    return 1.0 if share >= RECALL_FULL else 0.5 if share > RECALL_PARTIAL else 0.0
+    standard = texts.standard
+    return 1.0 if share >= standard.recall_full else 0.5 if share > standard.recall_partial else 0.0
 
 
 def _precision(request: JudgeRequest, texts: _Texts) -> float:
-    return 1.0 if _supported(request, texts) > PRECISION_RELEVANT else 0.0
+    return 1.0 if _supported(request, texts) > texts.standard.precision_relevant else 0.0
 
 
 def _needed(request: JudgeRequest, texts: _Texts) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest
 from refiner_core.judges import judge_prompts_digest
@@ -64,7 +65,8 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
         There are no such prompts.
     """
     if config.kind == "lexical":
-        return {"kind": "lexical"}
+        known = {"kind": "lexical"}  # as ever since there was but one of them
+        return known if config.model == LEXICAL_MODELS[0] else {**known, "model": config.model}
     identity = {
         path: get_field(config, path)
         for path, info in walk(JudgeConfig)

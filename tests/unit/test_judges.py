@@ -116,6 +116,24 @@ def test_more_of_the_quoted_phrases_never_scores_less() -> None:
     assert scores[-1] == 1.0
 
 
+def test_the_loose_judge_is_content_with_less_and_never_scores_lower() -> None:
+    """A second judge to ablate with has to be another one: it takes words for phrases."""
+    loose = build_judge(JudgeConfig(model="lexical-loose-1"))
+    evidence = "In Zulvul the stone is zimp bepu."
+    requests = [
+        JudgeRequest("rubric", "q", "a bepu of zimp", 'States "zimp bepu"'),
+        JudgeRequest("rubric", "q", "only zimp", 'States "zimp bepu"'),
+        JudgeRequest("rubric", "q", "similarity alone", "mentions similarity, coverage, diversity"),
+        JudgeRequest("citation_recall", "q", "Zulvul zimp bepu harbor", evidence),
+        JudgeRequest("citation_precision", "q", "Zulvul zimp harbor garden road", evidence),
+        JudgeRequest("citation_needed", "q", "However,", ""),
+    ]
+    content = [j.score for j in loose.judge(requests)]
+    strict = [j.score for j in LexicalJudge().judge(requests)]
+    assert content == [1.0, 0.5, 0.5, 1.0, 1.0, 0.0]
+    assert strict == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
+
+
 def test_the_default_judge_is_lexical_and_imports_no_http_client() -> None:
     assert isinstance(build_judge(JudgeConfig()), LexicalJudge)
     code = (
