@@ -22,9 +22,11 @@ class Page:
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._count = socket, 0
+        #: Events of domains that were enabled, oldest first.
+        self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol; events in between are dropped."""
+        """One command of the DevTools protocol; events in between are kept."""
         self._count += 1
         self._socket.send(json.dumps({"id": self._count, "method": method, "params": params}))
         while True:
@@ -32,6 +34,53 @@ class Page:
             if answer.get("id") == self._count:
                 assert "error" not in answer, answer["error"]
                 return dict(answer["result"])
+            self.events.append(answer)
+
+    def run(self, expression: str) -> Any:
+        """The value of a script's expression; a promise is waited for.
+
+        Raises
+        ------
+        AssertionError
+            The script failed; says how.
+        """
+        found = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def show(self, url: str) -> None:
+        """Load a page and wait until it has. Another fragment of the same page is a new load."""
+        for target in ("about:blank", url):
+            before = len(self.events)
+            self.call("Page.navigate", url=target)
+            self.wait_for("Page.loadEventFired", before)
+
+    def wait_for(self, event: str, since: int) -> None:
+        """Wait for an event that comes after the first ``since`` ones."""
+        while not any(e["method"] == event for e in self.events[since:]):
+            self.events.append(json.loads(self._socket.recv(timeout=30)))
+
+    def press(self, key: str) -> None:
+        """One key, as from a keyboard."""
+        for kind in ("rawKeyDown", "keyUp"):
+            code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Escape": 27}[key]
+            text = {"text": "\r"} if key == "Enter" and kind == "rawKeyDown" else {}
+            kind = "keyDown" if text else kind
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text
+            )
+
+    def hover(self, selector: str) -> None:
+        """Move the pointer onto the middle of the first element that fits and is seen."""
+        x, y = self.run(
+            f"(() => {{ const e = [...document.querySelectorAll({json.dumps(selector)})]"
+            ".find(e => e.getClientRects().length); e.scrollIntoView({block: 'center'}); "
+            "const b = e.getBoundingClientRect(); "
+            "return [b.x + b.width / 2, b.y + b.height / 2] })()"
+        )
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def open(self, url: str, *, local_storage: dict[str, str]) -> None:
         """Load a page whose scripts find these values in their storage."""

@@ -1,0 +1,356 @@
+"""The page of a report in a real browser, as somebody uses it: from a file, without a network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.report.html import VIEWS, page
+from tests.support import sweep_reports
+from tests.support.browser import Page, chromium
+
+pytestmark = pytest.mark.browser
+
+SEEN = "e => e.getClientRects().length > 0"
+Show = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("profile")) as tab:
+        for domain in ("Runtime", "Network", "Log", "Security"):
+            tab.call(f"{domain}.enable")
+        tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        yield tab
+
+
+@pytest.fixture
+def show(browser: Page, tmp_path: Path) -> Iterator[Show]:
+    """Opens a made-up report's page; afterwards nothing must have gone wrong or gone out."""
+    made: dict[str, Path] = {}
+
+    def opened(name: str, choice: str = "", *, reload_s: int = 0) -> None:
+        if name not in made:
+            made[name] = tmp_path / f"{name}.html"
+            text = page(getattr(sweep_reports, name)(), reload_s=reload_s)
+            made[name].write_text(text, encoding="utf-8")
+        browser.show(f"{made[name].as_uri()}#{choice}")
+
+    browser.events.clear()
+    yield opened
+    browser.run("0")
+    for event in browser.events:
+        name, details = event["method"], event["params"]
+        assert name != "Runtime.exceptionThrown", details
+        assert name != "Runtime.consoleAPICalled", details
+        assert name != "Log.entryAdded", details["entry"]
+        if name == "Network.requestWillBeSent":
+            url = details["request"]["url"]
+            assert url.startswith(("file://", "about:")), f"the page has asked for {url}"
+
+
+def seen(browser: Page, selector: str) -> list[str]:
+    """The text of elements that somebody can see, in their order."""
+    found: list[str] = browser.run(
+        f"[...document.querySelectorAll({json.dumps(selector)})].filter({SEEN})"
+        ".map(e => e.textContent.trim())"
+    )
+    return found
+
+
+def go(browser: Page, view: str) -> None:
+    """Choose a view."""
+    browser.run(f"document.querySelector('nav a[data-view={view}]').click()")
+
+
+def choose(browser: Page, name: str, value: str) -> None:
+    """Choose an entry of a list, as a person does."""
+    browser.run(
+        f"(() => {{ const e = document.querySelector('select[name={name}]'); "
+        f"e.value = [...e.options].find(o => o.text.startsWith({json.dumps(value)})).value; "
+        "e.dispatchEvent(new Event('change', {bubbles: true})) })()"
+    )
+
+
+def test_every_view_opens_alone_and_can_be_linked_to(browser: Page, show: Show) -> None:
+    show("full_report", "flips")
+    assert seen(browser, ".view > h2") == ["Prompts that flip"]
+    for view, title in VIEWS:
+        go(browser, view)
+        assert seen(browser, ".view > h2") == [title]
+        assert seen(browser, "nav a[aria-current]")[0].startswith(title)
+
+
+def test_the_summary_says_question_answer_and_warnings_first(browser: Page, show: Show) -> None:
+    show("full_report")
+    words = browser.text()
+    assert words.index("Before you read on") < words.index("Do instance rubrics")
+    assert "mixed-0 is better than static-0 by +0.029 [0.012, 0.046] (adjusted p = 0.038" in words
+    assert "All its trials failed: no room left on the disk." in words
+
+
+def test_a_number_is_chosen_by_protocol_decoding_and_metric(browser: Page, show: Show) -> None:
+    show("full_report", "arms")
+    assert seen(browser, ".cmp h3") == ["oracle of grpo (sampled, protocol held-out) decides"]
+    choose(browser, "metric", "citation_f1")
+    choose(browser, "decoding", "greedy")
+    choose(browser, "protocol", "own")
+    assert seen(browser, ".cmp h3") == ["citation_f1 of grpo (greedy, protocol own)"]
+    assert "Judge `qwen` moved." in browser.text()
+    assert "◆ judge moved" in seen(browser, ".cmp .says")
+
+
+def test_arms_are_sorted_by_what_is_asked_and_missing_ones_come_last(
+    browser: Page, show: Show
+) -> None:
+    show("full_report", "arms")
+    choose(browser, "order", "largest gain first")
+    first = ["mixed-0", "static-0.2", "mixed-0.2", "instance-0.2"]
+    assert seen(browser, ".cmp tbody .arm")[:4] == first
+    assert set(seen(browser, ".cmp tbody .arm")[4:]) == {"static-0", "instance-0"}
+    browser.run("document.querySelector('.cmp.on th[data-sort=arm] button').click()")
+    assert seen(browser, ".cmp tbody .arm")[0] == "static-0"
+    assert browser.run("document.querySelector('.cmp.on th[data-sort=arm]').ariaSort")
+
+
+def test_arms_are_filtered_by_the_levels_of_factors_in_every_view(
+    browser: Page, show: Show
+) -> None:
+    show("full_report", "v=arms&h=1")
+    browser.run('document.querySelector(\'[data-factor="1"] [data-level="1"]\').click()')
+    assert seen(browser, ".cmp tbody .arm") == ["static-0", "mixed-0", "instance-0"]
+    assert seen(browser, "#shown-count") == ["3 of 6"]
+    browser.run("document.querySelector('a[data-view=judges]').click()")
+    assert seen(browser, ".matrix tbody .arm") == ["static-0", "mixed-0", "instance-0"]
+    browser.run("document.querySelector('#all-arms').click()")
+    assert len(seen(browser, ".matrix tbody .arm")) == 6
+
+
+def test_hovering_tells_the_seeds_behind_a_point(browser: Page, show: Show) -> None:
+    show("full_report", "arms")
+    browser.hover(".cmp.on tr:nth-child(3) svg.strip")
+    assert seen(browser, "#tip")[0].startswith("mixed-0: 0.635 [0.611, 0.659]; seed 1: 0.6")
+    assert "seed 3: — (missing)" in seen(browser, "#tip")[0]
+
+
+def test_curves_tell_their_values_by_pointer_and_by_keyboard(browser: Page, show: Show) -> None:
+    show("full_report", "curves")
+    browser.hover("svg.curves")
+    assert re.match(r"step 4\d\nstatic-0: [\d.]+ \([\d.]+ to [\d.]+\)", seen(browser, "#tip")[0])
+    browser.run("document.querySelector('.plot-of.on svg.curves').focus()")
+    assert seen(browser, "#tip")[0].startswith("step")
+    step = int(seen(browser, "#tip")[0].split()[1])
+    browser.press("ArrowLeft")
+    assert int(seen(browser, "#tip")[0].split()[1]) < step
+    browser.press("Escape")
+    assert seen(browser, "#tip") == []
+
+
+def test_a_curve_that_is_taken_away_leaves_room_for_the_others(browser: Page, show: Show) -> None:
+    show("full_report", "curves")
+    ticks = seen(browser, ".plot-of.on .ys text")
+    browser.run("document.querySelector('.plot-of.on input[data-line=\"2\"]').click()")
+    assert seen(browser, ".plot-of.on .ys text") != ticks
+    assert "x=-2" in browser.run("location.hash")
+    choose(browser, "curve", "objective/kl3_avg")
+    assert seen(browser, ".plot-of h3") == ["objective/kl3_avg (grpo)"]
+
+
+def test_the_matrix_says_who_trains_on_what_and_who_is_held_out(browser: Page, show: Show) -> None:
+    show("full_report", "judges")
+    heads = seen(browser, ".matrix thead th")
+    assert "● trains static-0 and static-0.2" in heads[1]
+    assert "held out" in heads[3]
+    assert any("#1" in cell for cell in seen(browser, ".matrix td"))
+    assert "Kendall's tau 0.60" in browser.text()
+
+
+def test_a_flipped_prompt_leads_to_its_answers(browser: Page, show: Show) -> None:
+    show("full_report", "flips")
+    browser.run("document.querySelectorAll('#flips a[data-goto]')[4].click()")
+    assert seen(browser, ".prompt h3")[0].startswith("Who founded the observatory")
+    assert [c.split()[0] for c in seen(browser, ".answer-card h4")] == ["static-0", "mixed-0"]
+    assert seen(browser, ".answer-card mark")[0].startswith("<snippet id=S_")
+    browser.run("document.querySelector('.prompt.on .answer-card:not([hidden]) summary').click()")
+    assert "Answers first" in browser.text()
+
+
+def test_answers_are_chosen_by_arm_and_seed_and_prompt(browser: Page, show: Show) -> None:
+    show("full_report", "answers")
+    choose(browser, "right", "instance-0.2")
+    choose(browser, "seed", "2")
+    heads = seen(browser, ".answer-card h4")
+    assert [" ".join(h.split()) for h in heads] == [
+        "static-0 baseline seed 2",
+        "instance-0.2 seed 2",
+    ]
+    choose(browser, "right", "instance-0")
+    assert len(seen(browser, ".answer-card h4")) <= 1
+    choose(browser, "left", "all arms")
+    assert len(seen(browser, ".answer-card")) == 5
+    browser.run("document.querySelector('#next').click()")
+    assert seen(browser, ".prompt h3")[0].startswith("Who founded")
+
+
+def test_what_was_chosen_survives_a_reload(browser: Page, show: Show) -> None:
+    show("full_report", "arms")
+    choose(browser, "metric", "rubric_score")
+    choose(browser, "order", "largest loss first")
+    before = seen(browser, ".cmp tbody .arm")
+    browser.show(browser.run("location.href"))
+    assert seen(browser, ".cmp h3") == ["rubric_score of grpo (sampled, protocol held-out)"]
+    assert seen(browser, ".cmp tbody .arm") == before
+
+
+def test_the_keyboard_reaches_views_and_choices(browser: Page, show: Show) -> None:
+    show("full_report")
+    reached = []
+    for _ in range(14):
+        browser.press("Tab")
+        reached.append(browser.run("document.activeElement.textContent.trim()"))
+    assert reached[0] == "Skip to the content"
+    assert "Learning curves" in reached
+    browser.run("document.querySelector('nav a[data-view=cost]').focus()")
+    browser.press("Enter")
+    assert seen(browser, ".view > h2") == ["Cost and waste"]
+
+
+def test_a_page_of_a_running_sweep_loads_itself_again_and_stays_where_it_was(
+    browser: Page, show: Show
+) -> None:
+    show("running_report", "cost", reload_s=1)
+    assert "refreshes itself every 1 s" in browser.text()
+    before = len(browser.events)
+    browser.run("window.first = true; scrollTo(0, 300)")
+    browser.wait_for("Page.loadEventFired", before)
+    assert browser.run("window.first") is None
+    assert seen(browser, ".view > h2") == ["Cost and waste"]
+    assert browser.run("scrollY") == 300
+    assert browser.run("document.querySelector('#pause').click(), true")
+    assert seen(browser, "#pause") == ["Go on"]
+
+
+def test_the_page_of_a_sweep_that_is_over_stays(browser: Page, show: Show) -> None:
+    show("full_report", reload_s=1)
+    assert browser.run("document.body.dataset.reload") is None
+    assert seen(browser, "#pause") == []
+
+
+def test_hostile_text_is_shown_and_does_nothing(browser: Page, show: Show) -> None:
+    show("hostile_report")
+    for view, _ in VIEWS:
+        go(browser, view)
+        assert browser.run("document.title").startswith("Rubrics </script>")
+        assert browser.run("getComputedStyle(document.body).display") == "block"
+    assert browser.run("document.querySelectorAll('img, main script, main style').length") == 0
+    go(browser, "answers")
+    assert "characters more are in report.json" in browser.text()
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.run(wide) <= 0
+
+
+@pytest.mark.parametrize("name", ["one_arm_report", "nothing_done_report", "long_names_report"])
+def test_small_and_strange_sweeps_have_a_whole_page(browser: Page, show: Show, name: str) -> None:
+    show(name)
+    for view, title in VIEWS:
+        go(browser, view)
+        assert seen(browser, ".view > h2") == [title]
+        assert not re.search(r"\b(NaN|nan|None|undefined)\b", browser.text())
+
+
+def test_nothing_runs_out_of_a_narrow_screen(browser: Page, show: Show) -> None:
+    size: dict[str, Any] = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        show("full_report")
+        for view, _ in VIEWS:
+            go(browser, view)
+            assert browser.run("document.documentElement.scrollWidth") <= 400, view
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_text_can_be_read_on_its_ground_in_light_and_dark(browser: Page, show: Show) -> None:
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.call("Emulation.setEmulatedMedia", features=[feature])
+        show("full_report")
+        for view, _ in VIEWS:
+            go(browser, view)
+            poor = browser.run(_POOR_CONTRAST)
+            assert poor == [], f"{scheme}, {view}"
+    browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_it_prints_with_all_views_and_without_controls(browser: Page, show: Show) -> None:
+    show("full_report")
+    printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
+    assert printed.startswith(b"%PDF")
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= len(VIEWS)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert seen(browser, ".view > h2") == [title for _, title in VIEWS]
+    assert seen(browser, "nav, form, #filter, #prev, #next") == []
+    browser.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_without_scripts_everything_can_be_read(browser: Page, show: Show) -> None:
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        show("full_report")
+        words = browser.text()
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    for _, title in VIEWS:
+        assert title in words
+    assert "citation_f1 of grpo (greedy, protocol own)" in words
+    assert "Which number" not in words
+
+
+def test_a_thousand_trials_can_be_looked_at(browser: Page, show: Show) -> None:
+    show("large_report", "arms")
+    took = browser.run(
+        "(() => { const t = performance.now(); "
+        "const e = document.querySelector('select[name=order]'); "
+        "e.value = 'difference-d'; e.dispatchEvent(new Event('change', {bubbles: true}));"
+        "document.body.getBoundingClientRect(); return performance.now() - t })()"
+    )
+    assert took < 5_000, "sorting 200 arms takes seconds"
+    assert len(seen(browser, ".cmp tbody tr")) == 200
+    browser.run(
+        "(() => { const q = document.querySelector('#q'); q.value = 'lr3-';"
+        "q.dispatchEvent(new Event('input', {bubbles: true})) })()"
+    )
+    assert len(seen(browser, ".cmp tbody tr")) == 11, "ten arms and the baseline"
+
+
+#: Texts that are seen with a contrast below 4.5 (3 where they are large) against their ground.
+_POOR_CONTRAST = """
+(() => {
+  const rgb = s => (s.match(/[\\d.]+/g) || []).map(Number);
+  const part = v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = c => .2126 * part(c[0]) + .7152 * part(c[1]) + .0722 * part(c[2]);
+  const over = (top, under) => [0, 1, 2].map(
+    i => top[i] * (top[3] ?? 1) + under[i] * (1 - (top[3] ?? 1)));
+  const up = e => e ? [e, ...up(e.parentElement)] : [];
+  const ground = e => up(e).map(n => rgb(getComputedStyle(n).backgroundColor))
+    .reduceRight((under, c) => c.length ? over(c, under) : under, [255, 255, 255]);
+  const poor = new Set();
+  for (const e of document.querySelectorAll('body *')) {
+    const says = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+    if (!says || !e.getClientRects().length || e.closest('svg, select, .vh')) continue;
+    const style = getComputedStyle(e), under = ground(e), ink = rgb(style.color);
+    const alpha = up(e).reduce((a, n) => a * Number(getComputedStyle(n).opacity), ink[3] ?? 1);
+    const [a, b] = [light(over([...ink.slice(0, 3), alpha], under)), light(under)];
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5))
+      poor.add(`${e.className || e.tagName}: ${e.textContent.trim()} ${ratio.toFixed(2)}`);
+  }
+  return [...poor];
+})()
+"""
