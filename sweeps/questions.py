@@ -3,7 +3,7 @@
 In: a planned sweep. Out: warnings, or a refusal that says what would make the number comparable.
 Numbers of different protocols are never compared, so an arm that changes its own yardstick (the
 judge, the rubrics, how long an answer may be) has to be measured by one that it does not change: a
-protocol file, or a metric that no judge has a part in.
+protocol file. How judgements become one reward is part of the metric `reward` alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,6 @@ from refiner_core.evaluation.samples import METRICS
 from sweeps.power import Aim, aim_of
 from sweeps.values import Question, SweepPlan
 
-#: What no judge has a part in: by form, by counting, or by what the generator of the rows knows.
-WITHOUT_JUDGE = frozenset(
-    (
-        *("format_valid", "claims", "uncited", "length_tokens", "stop_rate"),
-        *("oracle", "oracle_given_valid", "fact_recall", "truth_citation_f1"),
-    )
-)
 #: Of the reward these decide what a rubric's score is; the others, how scores make one number.
 _RUBRICS = frozenset(
     f"reward.{name}"
@@ -125,16 +118,13 @@ def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
             expected="one yardstick for all arms",
             fix="fix it in the protocol's file",
         )
-    ways = "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
-    ways += "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`"
-    if not any(_measures(f, "format_valid") for f in fields):
-        ways += ", or take a metric that no judge has a part in (oracle, format_valid, …)"
     raise ConfigurationError(
         f"Arms of sweep {plan.sweep.name} differ in {named}, which is part of how {aim.metric} is "
         "measured: each would be measured by a yardstick of its own, and the numbers could not be "
         "compared.",
         expected="one yardstick for all arms",
-        fix=ways,
+        fix="name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
+        "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`",
     )
 
 
@@ -144,12 +134,8 @@ def _measures(field: str, metric: str) -> bool:
         return True
     if field not in FIELDS:
         return False
-    section = field.partition(".")[0]
-    if section == "judge" or field in _RUBRICS:
-        return metric not in WITHOUT_JUDGE
-    if section == "reward":
-        return metric == "reward"
-    return True
+    combined = field.startswith("reward.") and field not in _RUBRICS
+    return metric == "reward" or not combined
 
 
 def _is_fixed(field: str, protocol: ProtocolFile | None) -> bool:

@@ -146,5 +146,5 @@ def _escaped(text: str) -> str:
 #: Text that OmegaConf takes for an interpolation, with the escapes before it.
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 #: Text that YAML takes for nothing else, wherever it stands; and what it does take for another.
-_PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+_PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
 _NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "inf", "nan")
