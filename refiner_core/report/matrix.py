@@ -80,12 +80,9 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
     """Arm -> judge and rubrics of its reward, as its evaluation under its own protocol has them."""
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
-        for stage in trial.evaluations:
-            evaluation = evidence.evaluations[stage]
-            own = evaluation.model == model and not evaluation.protocol_file
-            if own and evaluation.measured and trial.row.arm not in found:
-                protocol = evidence.protocols.get(evaluation.measured[0].protocol, {})
-                found[trial.row.arm] = _asked(protocol)
+        own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
+        if own is not None and own.measured and trial.row.arm not in found:
+            found[trial.row.arm] = _asked(evidence.protocols.get(own.measured[0].protocol, {}))
     return found
 
 
