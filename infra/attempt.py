@@ -42,7 +42,7 @@ from infra.provenance import job_provenance
 from infra.restart import AttemptClosed as AttemptClosed
 from infra.signals import SlurmJob, StopFlag, why_stopped
 from infra.stage_io import AttemptIO
-from infra.tracking import TrackedRun, Tracker
+from infra.tracking import TrackedRun, Tracker, without_paths
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
@@ -377,10 +377,10 @@ class AttemptRun:
         return TrackedRun(
             run_id=self.stage_id,
             name=f"{self.spec.name}-{self.spec.fingerprint[:8]}",
-            group=self.config.recipe,
+            group=self.config.tracking.group or self.config.recipe,
             job_type=self.spec.kind,
             folder=self.paths.tracker,
-            config=self.spec.identity,
+            config=without_paths(self.spec.identity),
         )
 
     def _redirect_output(self) -> None:

@@ -1,9 +1,10 @@
 """W&B as a second place for metrics; our own JSON lines are the truth.
 
 In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
-group is the recipe and whose job type is the stage's kind. It starts with the first metric
-(starting costs a second or two), and whatever goes wrong in it is one warning in the log, never an
-error. Of an online run, ``tracking.json`` beside its files says where it can be looked at.
+group is ``tracking.group`` (a sweep's name; else the recipe's) and whose job type is the stage's
+kind. It starts with the first metric (starting costs a second or two), and whatever goes wrong in
+it is one warning in the log, never an error. Of an online run, ``tracking.json`` beside its files
+says where it can be looked at; offline ones are sent later (:mod:`infra.tracked_sync`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ class TrackedRun:
     job_type: str
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's identity as others may see it: where something lies on this machine is masked."""
+    return {
+        name: "(a path)" if isinstance(value, str) and value.startswith(("/", "~")) else value
+        for name, value in values.items()
+    }
 
 
 class Tracker:

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("report", "Say what the arms of a sweep have shown: page, Markdown, CSV, JSON."),
     "diff": ("diff", "Compare two runs: configuration, data, code, judge, metrics, first step."),
     "nightly": ("nightly", "Evaluate checkpoints every night, and tell change from noise."),
+    "track": ("track", "Send what W&B has logged offline, from a node with network."),
     "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
     "adopt": ("adopt", "Take over a dead run of anybody's: go on with it, or publish it."),
     "publish": ("publish", "Publish checkpoints of a run, by hand."),

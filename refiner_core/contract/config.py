@@ -317,6 +317,9 @@ class TrackingConfig:
     wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
     project: str = execution("refiner", doc="W&B project")
     entity: str | None = execution(None, doc="W&B entity; none is your default")
+    group: str | None = execution(
+        None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""`refiner track`: what experiment tracking has kept offline, and where it goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
+
+if TYPE_CHECKING:
+    from infra.tracked_sync import OfflineRun
+    from infra.workspace import Workspace
+
+
+@click.group("track")
+def track_command() -> None:
+    """Send what W&B has logged offline, from a node with network."""
+
+
+@track_command.command("sync")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP]... [workspace=DIR]")
+@click.option("--dry-run", is_flag=True, help="say what would be sent; send nothing")
+@json_option
+def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Send the offline W&B runs of RUNs or SWEEPs (default: the newest run) to the W&B server.
+
+    Compute nodes without internet log offline; run this where the network is, with WANDB_API_KEY
+    set or after `wandb login`. It may be run again at any time, also while training goes on: only
+    what is new is sent. All attempts at a stage are one W&B run, under the stage's id.
+    """
+    from infra.tracked_sync import send
+    from infra.workspace import Workspace
+
+    where, names = split_workspace(words)
+    workspace = Workspace.read_only(where)
+    runs = _runs(workspace, names)
+    new = [run for run in runs if run.is_new]
+    if dry_run:
+        _show(runs, new, as_json, sent=0)
+        return
+    sent = send(runs, _tell)
+    _show(runs, new, as_json, sent=sent)
+
+
+def _runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
+    """Offline runs of everything that is named, each once."""
+    from flows.status import find_run
+    from infra.tracked_sync import offline_runs, offline_runs_in
+    from refiner_core.contract.errors import ConfigurationError
+
+    stages: list[str] = []
+    reports: list[OfflineRun] = []
+    wanted: Sequence[str | None] = names or (None,)
+    for name in wanted:
+        if name is not None and workspace.sweep_versions(name):
+            stages += _stages_of_sweep(workspace, name)
+            reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)
+            continue
+        run = find_run(workspace, name)
+        if run is None:
+            raise ConfigurationError(
+                f"{workspace.root} has no runs.",
+                expected="a workspace in which something was trained",
+                fix="name another one with workspace=DIR",
+            )
+        stages += run.stages.values()
+    return [*offline_runs(workspace, stages), *reports]
+
+
+def _stages_of_sweep(workspace: Workspace, name: str) -> Iterable[str]:
+    """Of all versions: what an earlier one has trained belongs to it, too."""
+    for number in workspace.sweep_versions(name):
+        for trial in workspace.read_sweep(name, number).trials:
+            yield from trial.stages.values()
+
+
+def _tell(done: int, total: int) -> None:
+    if sys.stderr.isatty() or done == total:
+        click.echo(f"{done} of {total} sent", err=True)
+
+
+def _show(
+    runs: Sequence[OfflineRun], new: Sequence[OfflineRun], as_json: bool, *, sent: int
+) -> None:
+    if as_json:
+        print_json(
+            {
+                "version": 1,
+                "offline": len(runs),
+                "new": len(new),
+                "sent": sent,
+                "runs": [_run_json(run) for run in runs],
+            }
+        )
+        return
+    with until_nobody_reads():
+        if not runs:
+            click.echo("Nothing was logged offline: tracking was online or disabled.")
+        elif not new:
+            click.echo(f"All of {len(runs)} offline runs are sent.")
+        elif sent:
+            click.echo(f"Sent {sent} of {len(runs)} offline runs.")
+        else:
+            click.echo(f"{len(new)} of {len(runs)} offline runs have something new:")
+            for run in new:
+                click.echo(f"  {run.stage_id} #{run.attempt}  {run.folder}")
+
+
+def _run_json(run: OfflineRun) -> dict[str, Any]:
+    return {
+        "stage_id": run.stage_id,
+        "attempt": run.attempt,
+        "folder": str(run.folder),
+        "bytes": run.bytes,
+        "new": run.is_new,
+    }
