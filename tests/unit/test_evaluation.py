@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from refiner_core.contract.config import EvaluateConfig, GrpoConfig, JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted, JudgeOutage
 from refiner_core.contract.types import (
     Completion,
+    FreshJudge,
     GenerationRequest,
     Judgement,
     JudgeRequest,
@@ -28,9 +31,13 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.evaluation.compare import compare_results
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import load_results
-from refiner_core.evaluation.run import evaluate_model
+from refiner_core.evaluation.run import Circumstances, evaluate_model
 from refiner_core.evaluation.samples import METRICS, load_samples, metric_kind
 from refiner_core.judges import LexicalJudge
+from refiner_core.judges.build import Surroundings
+from refiner_core.judges.openai import OpenAIJudge
+from refiner_core.judges.store import MemoryStore
+from tests.support.judge_server import JudgeServer, score
 from tests.support.threaded_judge import ThreadedJudge
 
 END = 0
@@ -176,6 +183,7 @@ class Bench:
         config: RecipeConfig = CONFIG,
         judge: Any = None,
         stop_before: int | None = None,
+        around: Circumstances | None = None,
     ) -> tuple[Path, Script]:
         script = Script(self.rows, answer or (lambda row, _: good_answer(row)))
         output = self.folder / name
@@ -190,6 +198,7 @@ class Bench:
             judge=judge or LexicalJudge(),
             generator=script,
             tokenizer=Letters(),
+            circumstances=around,
         )
         return output, script
 
@@ -482,6 +491,121 @@ def test_a_judge_that_ends_keeps_what_was_judged_and_what_was_sampled(
 def test_too_many_failures_name_what_the_judge_answered(bench: Bench) -> None:
     with pytest.raises(JudgeOutage, match=r"answers: timeout \(\d+ times\)"):
         bench.run("sft", judge=ThreadedJudge(FailingJudge("crop")))
+
+
+@pytest.mark.parametrize("part", ["waiting", "judged"])
+def test_a_checkpoint_says_what_is_sampled_and_what_is_judged(bench: Bench, part: str) -> None:
+    """Whatever it was that ended the evaluation, no more is sampled again than one batch."""
+    judge = ThreadedJudge()
+    judge.error = (18, JudgeOutage("nobody is there"))
+    with pytest.raises(JudgeOutage):
+        bench.run("sft", judge=judge)
+    folder = max((bench.folder / "sft-checkpoints").iterdir(), key=lambda p: int(p.name))
+    kept = json.loads((folder / "sampled.json").read_text())
+    assert {"waiting": len(kept["waiting"]), "judged": kept["judged"]}[part] == {
+        "waiting": 2,  # batches of sampled answers
+        "judged": 4,  # the copier's two and the greedy ones
+    }[part]
+
+
+def test_a_checkpoint_of_an_older_version_is_gone_on_from(bench: Bench) -> None:
+    with pytest.raises(Interrupted):
+        bench.run("sft", stop_before=5)
+    folder = bench.folder / "sft-checkpoints"
+    newest = max(folder.iterdir(), key=lambda p: int(p.name))
+    (newest / "sampled.json").unlink()
+    for path in folder.iterdir():
+        if path != newest:
+            shutil.rmtree(path)
+    newest.rename(folder / "4")  # they were counted by batches
+    _, script = bench.run("sft")
+    assert len(script.seen) == 24
+
+
+# ---------------------------------------------------------------- a judge that drifts
+
+
+class Drifting:
+    """A served judge behind a store that outlives evaluations; ``mood`` is what it answers."""
+
+    def __init__(self) -> None:
+        self.mood, self.store = 2.0, MemoryStore()
+        self.server = JudgeServer(lambda body, call: score(self.mood))
+
+    def run(
+        self, bench: Bench, name: str, mark: str, config: RecipeConfig = CONFIG
+    ) -> tuple[dict[str, Any], int]:
+        """An evaluation's results, and how many calls it took."""
+        served = JudgeConfig(kind="openai", model="m", base_url=self.server.base_url)
+        served = replace(served, structured_output="none")
+        before = len(self.server.bodies)
+        with OpenAIJudge(served, Surroundings(store=self.store)) as judge:
+            around = Circumstances("", mark)
+            config = replace(config, judge=served)
+            folder, _ = bench.run(name, config=config, judge=judge, around=around)
+        return load_results(folder), len(self.server.bodies) - before
+
+
+@pytest.fixture
+def drifting() -> Iterator[Drifting]:
+    judge = Drifting()
+    with judge.server:
+        yield judge
+
+
+def rubric_score(results: dict[str, Any], part: str) -> float:
+    entries = (e for e in results[part] if e["metric"] == "rubric_score")
+    return float(next(e for e in entries if e["decoding"] == "greedy")["value"])
+
+
+def test_a_judge_that_drifts_shows_in_the_reference_though_the_store_answers_for_the_model(
+    bench: Bench, drifting: Drifting
+) -> None:
+    first, calls = drifting.run(bench, "sft", "monday")
+    drifting.mood = 0.0
+    second, again = drifting.run(bench, "grpo", "tuesday")
+    assert (rubric_score(first, "reference"), rubric_score(second, "reference")) == (1.0, 0.0)
+    assert rubric_score(first, "evaluations") == rubric_score(second, "evaluations") == 1.0
+    assert first["reference_fresh"] is second["reference_fresh"] is True
+    assert 0 < again < calls
+    assert second["judge_usage"]["calls"] == again
+    asked = {b["messages"][1]["content"] for b in drifting.server.bodies[-again:]}
+    copied = load_samples(bench.folder / "grpo" / "samples-random_copier.parquet")
+    assert len(copied) == 8, "one answer a prompt"
+    assert len(asked) == again, "each question once"
+
+
+def test_who_wants_the_store_to_answer_for_the_reference_too_is_told_so(
+    bench: Bench, drifting: Drifting
+) -> None:
+    config = replace(CONFIG, evaluate=replace(CONFIG.evaluate, fresh_reference=False))
+    drifting.run(bench, "sft", "monday", config)
+    results, calls = drifting.run(bench, "grpo", "tuesday", config)
+    assert (results["reference_fresh"], calls) == (False, 0)
+
+
+def test_attempts_of_one_evaluation_ask_about_the_reference_once(
+    bench: Bench, drifting: Drifting
+) -> None:
+    drifting.run(bench, "sft", "monday")
+    shutil.rmtree(bench.folder / "sft-checkpoints")  # as if all had been lost but the store
+    _, calls = drifting.run(bench, "sft", "monday")
+    assert calls == 0
+
+
+def test_a_fresh_answer_is_given_to_nobody_else(drifting: Drifting) -> None:
+    served = JudgeConfig(kind="openai", model="m", base_url=drifting.server.base_url)
+    request = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
+    with OpenAIJudge(served, Surroundings(store=drifting.store)) as judge:
+        fresh = judge.fresh("monday")
+        assert fresh.judge([request])[0].score == 1.0
+        drifting.mood = 0.0
+        assert fresh.submit([request]).result()[0].score == 1.0, "under its mark it is known"
+        assert judge.judge([request])[0].score == 0.0
+        assert judge.fresh("tuesday").judge([request])[0].score == 0.0
+        assert fresh.fresh("tuesday").judge([request])[0].score == 0.0
+        assert (judge.usage(), judge.usage().calls) == (fresh.usage(), 4)
+    assert isinstance(judge, FreshJudge)
 
 
 def test_progress_counts_batches_to_the_end(bench: Bench) -> None:

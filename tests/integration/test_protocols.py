@@ -1,0 +1,97 @@
+"""A protocol file in the hands of a user: a set of its own, a worker that is killed, another file
+of the same content."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.workspace import Workspace
+from refiner_core.evaluation.results import load_results
+from tests.support.command import SMALL, Finished, Stage, refiner, start, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+PROTOCOL = """\
+name: {name}
+evaluate: {{decoding: [greedy], max_prompts: 10, batch_size: 1, bootstrap_samples: 100}}
+reward: {{rubric_source: static, static_rubrics: reader-v1}}
+judge: {{kind: lexical, model: lexical-1}}
+data: {{rl_path: "builtin:synthetic", synthetic_rl_rows: 12, synthetic_seed: 77}}
+"""
+
+
+def call(folder: Path, name: str) -> list[str]:
+    """Of the protocol's evaluation alone, and what it needs."""
+    (folder / f"{name}.yaml").write_text(PROTOCOL.format(name=name))
+    stages = f"only=[data@{name},evaluate-base@{name}]"
+    words = ["stages=[data,evaluate]", "evaluate.models=[base]", stages]
+    return [
+        *("run", "tiny", f"workspace={folder}/ws", *SMALL, *words),
+        *(f"evaluate.protocols=[{name}.yaml]", "--no-server", "--json"),
+    ]
+
+
+def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
+    tmp_path: Path,
+) -> None:
+    words = call(tmp_path, "mine")
+    running = start(*words, cwd=tmp_path)
+    stage = Stage(tmp_path / "ws", "evaluate")
+
+    def steps() -> list[Path]:
+        return sorted(stage.folder.glob("checkpoints/step-*")) if stage.folder else []
+
+    wait_until(steps, "the first batch that is kept", 60)
+    (tmp_path / "mine.yaml").unlink()  # what it said is recorded
+    stage.kill()
+    out, _ = running.communicate(timeout=90)
+    assert running.returncode == 0
+    numbers = json.loads(out)["evaluations"]
+    assert {(n["stage"], n["under"], n["n"]) for n in numbers} == {
+        ("base", "mine", 10),
+        ("random_copier", "mine", 10),
+    }
+    assert numbers[0]["protocol_name"].startswith("mine/greedy/")
+    assert len(stage.attempts) == 2
+    assert stage.folder is not None
+    record = Workspace.read_only(tmp_path / "ws").read_record(stage.folder.name)
+    assert record is not None
+    assert (record.attempts[1].resumed_from_step or 0) > 0
+    killed, results = stage.hashes(), load_results(next(stage.folder.glob("attempts/*/output")))
+
+    shutil.rmtree(stage.folder)
+    again = Finished(*_finished(call(tmp_path, "renamed"), tmp_path))
+    assert again.code == 0, again.stderr
+    states = {s["name"]: s["state"] for s in again.json["stages"]}
+    assert states == {"data@renamed": "skipped", "evaluate-base@renamed": "done"}
+    whole = stage.hashes()
+    samples = {name for name in whole if name.endswith(".parquet")}
+    assert len(samples) == 2
+    assert {n: whole[n] for n in samples} == {n: killed[n] for n in samples}
+    assert stage.folder is not None
+    named = load_results(next(stage.folder.glob("attempts/*/output")))
+    assert named["protocols"].keys() == results["protocols"].keys(), "a name is no part of it"
+    assert {e["under"] for e in named["evaluations"]} == {"renamed"}
+
+
+def _finished(words: list[str], cwd: Path) -> tuple[int, str, str]:
+    done = refiner(*words, cwd=cwd)
+    return done.code, done.stdout, done.stderr
+
+
+def test_protocols_are_listed_shown_and_checked_by_a_command(tmp_path: Path) -> None:
+    call(tmp_path, "mine")
+    call(tmp_path, "other")
+    listed = refiner("protocols", "list", "--json").json["protocols"]
+    shown = refiner("protocols", "show", "held-out-reader-v1", "--json").json
+    assert shown["fingerprint"] in {p["fingerprint"] for p in listed}
+    checked = [refiner("protocols", "check", f"{n}.yaml", "--json", cwd=tmp_path).json
+               for n in ("mine", "other")]  # fmt: skip
+    assert len({c["fingerprint"] for c in checked}) == 1
+    (tmp_path / "mine.yaml").write_text("name: mine\ngrpo: {beta: 1}\n")
+    refused = refiner("protocols", "check", "mine.yaml", cwd=tmp_path)
+    assert (refused.code, "no matter of measuring" in refused.stderr) == (2, True)
