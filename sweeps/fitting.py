@@ -91,23 +91,14 @@ def passed_limits(
     return tuple(found)
 
 
-def refuse_what_cannot_fit(
-    forecast: SweepForecast,
-    limits: Limits,
-    *,
-    used_gpu_hours: float = 0.0,
-    used_judge_calls: int = 0,
-) -> None:
-    """Refuse a sweep that would pass a limit.
+def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
+    """Refuse a sweep that would pass a limit (see :func:`passed_limits`).
 
     Raises
     ------
     ConfigurationError
         Names each limit, what is needed, and what would fit.
     """
-    passed = passed_limits(
-        forecast, limits, used_gpu_hours=used_gpu_hours, used_judge_calls=used_judge_calls
-    )
     if not passed:
         return
     ways = [f"raise limits.{p.field} to {_number(p.needed, up=True)}" for p in passed]

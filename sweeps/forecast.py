@@ -138,14 +138,6 @@ def forecast_sweep(
     return _summed(plan, found, tuple(canary))
 
 
-def updated(
-    plan: SweepPlan, forecast: SweepForecast, canary: Sequence[CanaryMeasure]
-) -> SweepForecast:
-    """The forecast, corrected by what the sweep's first steps have shown."""
-    found = _summed(plan, _with_canary(forecast.stages, canary), tuple(canary))
-    return replace(found, disk_bytes=forecast.disk_bytes, disk_basis=forecast.disk_basis)
-
-
 # ---------------------------------------------------------------- one stage
 
 

@@ -57,7 +57,8 @@ def look_before(plan: SweepPlan, workspace: Workspace) -> Before:
     history = read_history(workspace, plan)
     forecast = forecast_of(plan, workspace, history=history)
     found = detectable_of(plan, workspace, history)
-    return Before(forecast, passed_by(forecast, plan), found, _free(plan, workspace))
+    passed = passed_by(forecast, plan, workspace)
+    return Before(forecast, passed, found, _free(plan, workspace))
 
 
 def detectable_of(

@@ -64,7 +64,9 @@ def _with_mean(evidence: Evidence, groups: Sequence[_Group]) -> Evidence:
     """One evaluation says nothing of the spread of a difference, but where the metric stands."""
     if not groups:
         return evidence
-    text = evidence.text.replace("no earlier evaluation was found", "earlier ones are of one arm")
+    text = evidence.text.replace(
+        "no earlier evaluation was found", "earlier ones say nothing of it"
+    )
     mean = float(np.mean(groups[0].values))
     return Evidence(evidence.components, evidence.basis, text, mean)
 
@@ -143,6 +145,8 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         able.sort(key=lambda p: -len(p[2]))
         layouts = [_difference(a, b, seeds, metric) for a, b, seeds in able[:MOST_PAIRS]]
         known = _pooled([variance_components(x) for x in layouts])
+        if _nothing_spreads(known):
+            continue  # all of it at the floor or the ceiling: no news of a spread
         seeds = len(able[0][2])
         text = (
             f"measured: {len(layouts)} {_plural('pair', len(layouts))} of earlier arms, "
@@ -152,8 +156,14 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
             text += "; how much seeds differ is not known"
         return Evidence(known, basis, text, mean)  # type: ignore[arg-type]
     if arms and len(arms[0]) >= 2:
-        return _of_one_arm(arms[0], metric, mean)
+        found = _of_one_arm(arms[0], metric, mean)
+        if found.components is not None and not _nothing_spreads(found.components):
+            return found
     return None
+
+
+def _nothing_spreads(known: Components) -> bool:
+    return known.prompt + known.residual + (known.seed or 0.0) == 0.0
 
 
 def _of_one_arm(arm: Mapping[int, Path], metric: str, mean: float) -> Evidence:

@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.disk import size_of_model
 from flows.sweeping.history import done_stages, read_history
+from flows.sweeping.use import UseReader
 from infra.disk.forecast import Knowledge, forecast_disk
 from infra.timeline import rough, size_text
 from infra.workspace import Workspace
@@ -200,6 +201,18 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(v for v in values if v is not None)
 
 
-def passed_by(forecast: SweepForecast, plan: SweepPlan) -> tuple[Passed, ...]:
-    """The limits of the sweep file that it would pass."""
-    return passed_limits(forecast, plan.sweep.limits)
+def passed_by(
+    forecast: SweepForecast, plan: SweepPlan, workspace: Workspace | None = None
+) -> tuple[Passed, ...]:
+    """The limits of the sweep file that it would pass, with what its stages have used so far, where
+    a workspace is given."""
+    limits = plan.sweep.limits
+    if workspace is None or (limits.gpu_hours is None and limits.judge_calls is None):
+        return passed_limits(forecast, limits)
+    used = UseReader(workspace).total(plan.stages())
+    return passed_limits(
+        forecast,
+        limits,
+        used_gpu_hours=used.gpu_hours,
+        used_judge_calls=used.judge_calls or 0,
+    )
