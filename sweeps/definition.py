@@ -409,7 +409,8 @@ class _Reader:
         return found
 
     def _label(self, key: str, label: Any) -> None:
-        if not LABEL.fullmatch(value_text(label)):
+        text = label if isinstance(label, str) else value_text(label)
+        if not LABEL.fullmatch(text):
             raise bad_name(f"The label {label!r} of `{key}` in {self.where}", label, label=True)
 
     def _at(self, key: str) -> str:

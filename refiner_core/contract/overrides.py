@@ -16,11 +16,9 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import (
     FILE_FIELDS,
     JSON_FIELDS,
-    field_info,
     field_value,
     leaves,
     parse_override,
-    settled,
     whole_path,
 )
 
@@ -35,20 +33,12 @@ def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> di
     ConfigurationError
         Unknown field, wrong type, or an interpolation, which nothing here could resolve.
     """
-    from omegaconf import OmegaConf
-
-    written = dict(leaves("", _json_fields_as_text(values)))
-    nested: dict[str, Any] = {}
-    for path, value in written.items():
-        field_info(path, origin)
-        *sections, leaf = path.split(".")
-        place = nested
-        for name in sections:
-            place = place.setdefault(name, {})
-        place[leaf] = value
-    node = settled(OmegaConf.create(nested), folder)
-    found = dict(leaves("", OmegaConf.to_container(node, resolve=False)))
-    return {path: field_value(path, _plain(path, found[path]), origin) for path in written}
+    found = {}
+    for path, value in leaves("", _json_fields_as_text(values)):
+        if path in FILE_FIELDS and isinstance(value, str):
+            value = whole_path(value, folder)
+        found[path] = field_value(path, _plain(path, value), origin)
+    return found
 
 
 def read_overrides(texts: Sequence[str], folder: Path, origin: str = "") -> dict[str, Any]:
@@ -135,7 +125,8 @@ def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
         return json.dumps(value)
     if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _NOT_TEXT:
         return value
-    return json.dumps(prepare(value), ensure_ascii=not value.isprintable())
+    quoted = json.dumps(prepare(value), ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def _escaped(text: str) -> str:
