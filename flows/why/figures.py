@@ -96,15 +96,21 @@ class Figure:
     stage_id: str = ""
 
     @property
+    def under(self) -> str:
+        """The protocol file that it was measured under; empty for the recipe's own protocol."""
+        return str(self.entry.get("under") or "")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The words that it can be asked for by."""
-        return tuple(n for n in (self.metric, self.model, self.decoding, self.stage_id) if n)
+        found = (self.metric, self.model, self.decoding, self.under, self.stage_id)
+        return tuple(n for n in found if n)
 
     @property
     def words(self) -> list[str]:
         """The words that mean it, and no other of its run."""
         step = [f"step{self.step}"] if self.step is not None else []
-        return [n for n in (self.metric, self.model, self.decoding) if n] + step
+        return [n for n in (self.metric, self.model, self.decoding, self.under) if n] + step
 
 
 def parse_query(words: Sequence[str]) -> Query:
@@ -280,9 +286,12 @@ def _stage_of(record: str) -> str:
 
 
 def _asked_for(found: list[Figure], query: Query) -> list[Figure]:
-    """Those that bear all names; values before ends of intervals."""
+    """Those that bear all names; values before ends of intervals, and where names alone are given
+    that no protocol file has, the recipe's own protocol."""
     hits = [f for f in found if all(name in f.names for name in query.names)]
-    hits.sort(key=lambda f: (_rank(f.model), f.metric, f.decoding, f.step or 0))
+    hits.sort(key=lambda f: (_rank(f.model), f.metric, f.decoding, f.under, f.step or 0))
+    if query.number is None and not any(f.under in query.names for f in hits if f.under):
+        hits = [f for f in hits if not f.under] or hits
     if any(f.matched == "value" for f in hits):
         hits = [f for f in hits if f.matched == "value"]
     return hits

@@ -37,8 +37,10 @@ def one_line(figure: Figure) -> str:
     if figure.kind == "training":
         return f"{value}  {figure.metric} of {figure.model} at step {figure.step}, in training"
     interval = f" {_interval(figure.entry)}".rstrip()
-    n = figure.entry.get("n")
-    return f"{value}{interval}  {figure.metric} of {figure.model}, {figure.decoding}, n = {n}"
+    how = f"{figure.decoding}, {figure.under}" if figure.under else figure.decoding
+    return (
+        f"{value}{interval}  {figure.metric} of {figure.model}, {how}, n = {figure.entry.get('n')}"
+    )
 
 
 def candidate_lines(figures: Sequence[Figure], asked: str) -> Iterator[str]:

@@ -41,7 +41,7 @@ _NOT_LISTED = ("README.md", "refiner.json")
 #: What is kept of each evaluation.
 _OF_EVALUATIONS = (
     *("stage", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n"),
-    *("numerator", "denominator", "interval", "samples_file"),
+    *("numerator", "denominator", "interval", "samples_file", "under"),
 )
 _FIX = "take the refiner.json that lies beside the card"
 

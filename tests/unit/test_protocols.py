@@ -19,6 +19,7 @@ from flows.calls import make_recipe_plan
 from flows.fetch import _wanted
 from flows.recipe_text import recipe_text, said_again, stands_for
 from flows.sources import protocol_sources, resolve_sources
+from flows.why.figures import Figure, figures_of_stages, parse_query
 from infra.disk.judged import evaluation_samples
 from infra.workspace import Workspace
 from refiner_core.cards.public import public_protocol
@@ -348,9 +349,16 @@ def test_a_card_has_the_numbers_of_every_protocol_each_under_its_own(tmp_path: P
     assert "### held-out/greedy/" in own
     assert "static (`reader-v1`)" in other
     assert "static (`reader-v1`)" not in own
+    here, named = ((f.under for f in _why(run, *words)) for words in ((), ("held-out-reader-v1",)))
+    assert (set(here), set(named)) == ({""}, {"held-out-reader-v1"})
     facts = json.loads((run.published("card") / "refiner.json").read_text())["facts"]
     files = {p.get("file", "") for p in facts["protocols"].values()}
     assert files == {"", "held-out-reader-v1"}
+
+
+def _why(run: RecordedRun, *words: str) -> list[Figure]:
+    query = parse_query(["rubric_score", "grpo", "greedy", *words])
+    return figures_of_stages(query, run.workspace, run.run.stages.values())
 
 
 def test_nothing_of_where_a_judge_is_or_files_lie_is_published(tmp_path: Path) -> None:
