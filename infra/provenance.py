@@ -6,6 +6,7 @@ a command line are masked; what is uncommitted in a checkout is kept as text bes
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -83,13 +84,19 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the distributions that decide numbers, as far as they are installed."""
-    found = {}
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Of this process: read once, which takes a while where many runs are recorded."""
+    found = []
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            found.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return tuple(found)
 
 
 def host() -> dict[str, Any]:

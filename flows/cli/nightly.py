@@ -220,16 +220,13 @@ def _nightlies(files: tuple[str, ...], workspace: str | None) -> list[Nightly]:
 
 
 def _read(file: str, overrides: tuple[str, ...]) -> tuple[Workspace, NightlyRecords, Reading]:
-    from pathlib import Path
-
-    from flows.nightly.files import find_nightly, in_folder_of, workspace_of
+    from flows.nightly.files import find_nightly, workspace_of
     from flows.nightly.reading import read_history
     from infra.nightly_records import NightlyRecords
     from infra.workspace import Workspace
 
     nightly = find_nightly(file, overrides)
-    with in_folder_of(nightly):
-        workspace = Workspace.read_only(Path(workspace_of(nightly)))
+    workspace = Workspace.read_only(workspace_of(nightly))
     return workspace, NightlyRecords(workspace, nightly.name), read_history(nightly, workspace)
 
 

@@ -25,6 +25,8 @@ from typing import Any
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.values import Alarm
 
+#: Name of the event in Prefect.
+ALERT = "refiner.nightly.alert"
 _COMMAND_S, _POST_S, _EVENT_S = 120.0, 20.0, 120.0
 _TRIES, _PAUSE_S = 3, 1.0
 _LONGEST = 400

@@ -14,7 +14,7 @@ from typing import Any
 from prefect.client.orchestration import get_client
 from prefect.events import Event, Resource
 
-NAME = "refiner.nightly.alert"
+from flows.nightly.channels import ALERT
 
 
 def event_of(alert: dict[str, Any]) -> Event:
@@ -24,7 +24,7 @@ def event_of(alert: dict[str, Any]) -> Event:
         "prefect.resource.name": str(alert["nightly"]),
         **{f"refiner.{k}": str(alert[k]) for k in ("kind", "cause", "checkpoint", "metric")},
     }
-    return Event(event=NAME, resource=Resource(labels), payload=alert)
+    return Event(event=ALERT, resource=Resource(labels), payload=alert)
 
 
 async def tell(alert: dict[str, Any]) -> None:

@@ -81,11 +81,11 @@ def in_folder_of(nightly: Nightly) -> Iterator[None]:
         yield
 
 
-def workspace_of(nightly: Nightly) -> str:
-    """The folder of the workspace that its recipe and overrides name; to be asked within
-    :func:`in_folder_of`."""
-    config = load_recipe(nightly.recipe, nightly.overrides)
-    return str(Path(config.workspace).expanduser().absolute())
+def workspace_of(nightly: Nightly) -> Path:
+    """The folder of the workspace that its recipe and overrides name."""
+    with in_folder_of(nightly):
+        config = load_recipe(nightly.recipe, nightly.overrides)
+        return Path(config.workspace).expanduser().absolute()
 
 
 def recorded_nightly(name: str, workspace: Workspace) -> Nightly | None:

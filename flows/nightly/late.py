@@ -85,7 +85,7 @@ def _complete(at: At, night: str) -> str:
 def _canary(at: At, night: str) -> None:
     canary = at.nightly.canary
     found = resolve(canary, at.workspace)
-    plan = night_plan(at.nightly, found, night)
+    plan = night_plan(at.nightly, found, night, at.base)
     if is_done(plan, at.workspace):
         # Who has measured it did so in that night: nobody begins a canary later.
         _keep(at, night, night, found, plan)
@@ -96,7 +96,7 @@ def _canary(at: At, night: str) -> None:
 def _frozen(at: At, night: str, checkpoint: Checkpoint) -> bool:
     try:
         found = resolve(checkpoint, at.workspace)
-        plan = night_plan(at.nightly, found, night)
+        plan = night_plan(at.nightly, found, night, at.base)
     except RefinerError as error:
         at.tell(f"{checkpoint.name}: {error}")
         return False

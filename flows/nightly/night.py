@@ -21,11 +21,12 @@ from flows.nightly.files import in_folder_of, workspace_of
 from flows.nightly.harvest import Occasion, harvest
 from flows.nightly.late import look_after
 from flows.nightly.page import write_page
-from flows.nightly.plans import is_done, night_plan
+from flows.nightly.plans import base_config, is_done, night_plan
 from flows.nightly.reading import read_history
 from flows.nightly.work import begin_jobs, carry_out
 from infra.nightly_records import NightlyRecords
 from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,
@@ -96,6 +97,7 @@ class At:
     workspace: Workspace
     records: NightlyRecords
     current: str
+    base: RecipeConfig
     tell: Tell
 
 
@@ -135,9 +137,10 @@ def run_night(
             fix="wait, or drop --night",
         )
     with in_folder_of(nightly):
-        workspace = Workspace.open(Path(workspace_of(nightly)))
+        base = base_config(nightly)
+        workspace = Workspace.open(Path(base.workspace).absolute(), base.data_root)
         records = NightlyRecords(workspace, nightly.name)
-        at = At(nightly, schedule, workspace, records, current, tell)
+        at = At(nightly, schedule, workspace, records, current, base, tell)
         resolve(nightly.canary, workspace)  # refuses one that is not what it was
         records.note_version(_version(nightly))
         with _held(records, wanted, take_over) as refusal:
@@ -182,7 +185,7 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
     for checkpoint in at.nightly.everybody:
         try:
             found = resolve(checkpoint, at.workspace)
-            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night))
+            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night, at.base))
         except NothingYet as error:
             at.records.miss(night, checkpoint.name, error.what)
             entries[checkpoint.name] = Entry(checkpoint.name, "missing", error.what)
@@ -201,7 +204,7 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
     known = at.records.rows()
     for name, (found, plan) in plans.items():
         run = runs.get(name) or _earlier_run(at, night, name)
-        ours = bool(run)
+        ours = bool(run) or found.checkpoint == at.nightly.canary  # its stage is this night's
         occasion = Occasion(at.nightly, night, night, run=run, measured=ours)
         harvest(plan, found, occasion, at.workspace, at.records, known)
         entries[name] = _entry(name, plan, run if name in runs else "", views.get(name), at)
@@ -261,7 +264,8 @@ def check_nightly(nightly: Nightly) -> list[str]:
     """
     warnings: list[str] = []
     with in_folder_of(nightly):
-        workspace = Workspace.read_only(Path(workspace_of(nightly)))
+        base = base_config(nightly)
+        workspace = Workspace.read_only(workspace_of(nightly))
         canary = resolve(nightly.canary, workspace)
         if not nightly.canary.source.digest and not nightly.canary.source.is_commit:
             raise ConfigurationError(
@@ -269,7 +273,7 @@ def check_nightly(nightly: Nightly) -> list[str]:
                 expected="the `digest` of its weights",
                 fix=f"write `digest: {canary.digest}` beside it, if these are the right ones",
             )
-        plan = night_plan(nightly, canary, "2026-01-01")
+        plan = night_plan(nightly, canary, "2026-01-01", base)
         unknown = _unknown_metrics(nightly)
         if unknown:
             raise unknown

@@ -8,11 +8,16 @@ canary has an occasion of its own in each night, and is sampled and judged afres
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from flows.calls import check_supported, make_recipe_plan
+from flows.calls import check_supported
 from flows.nightly.checkpoints import Resolved
+from flows.sources import resolve_sources
 from infra.workspace import Workspace
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.nightly.values import Nightly
 
 
@@ -21,33 +26,50 @@ def occasion_of(nightly: Nightly, night: str) -> str:
     return f"{nightly.name}/{night}"
 
 
-def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
-    """What the recipe is given beside the file's own overrides."""
-    more = [
-        "stages=[data,evaluate]",
-        "only=[]",
-        "evaluate.models=[base]",
-        "data.sft_path=null",  # nothing is trained; what is held out does not depend on it
-        f"model.name_or_path={json.dumps(found.ref)}",
-    ]
+def base_config(nightly: Nightly) -> RecipeConfig:
+    """The recipe with the file's own overrides: read once for all checkpoints of a night.
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown recipe, key or value.
+    """
+    return load_recipe(nightly.recipe, nightly.overrides)
+
+
+def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
+    """What the recipe is given beside that."""
+    changes: dict[str, Any] = {
+        "stages": ["data", "evaluate"],
+        "only": [],
+        "evaluate.models": ["base"],
+        "data.sft_path": None,  # nothing is trained; what is held out does not depend on it
+        "model.name_or_path": found.ref,
+    }
     if found.revision:
-        more.append(f'model.revision="{found.revision}"')
+        changes["model.revision"] = found.revision
     if found.checkpoint == nightly.canary:
-        more.append(f"evaluate.occasion={json.dumps(occasion_of(nightly, night))}")
-    return [*nightly.overrides, *more]
+        changes["evaluate.occasion"] = occasion_of(nightly, night)
+    return changes
 
 
-def night_plan(nightly: Nightly, found: Resolved, night: str) -> Plan:
-    """The plan of one checkpoint in one night.
+def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
+    """The same as words of a command line, for the call's record."""
+    changes = _changes(nightly, found, night)
+    return [*nightly.overrides, *(f"{k}={json.dumps(v)}" for k, v in changes.items())]
+
+
+def night_plan(nightly: Nightly, found: Resolved, night: str, base: RecipeConfig) -> Plan:
+    """The plan of one checkpoint in one night; ``base`` is :func:`base_config`.
 
     Raises
     ------
     ConfigurationError, DataError
         The recipe cannot be carried out as it stands.
     """
-    plan = make_recipe_plan(nightly.recipe, night_overrides(nightly, found, night))
-    check_supported(plan.config)
-    return plan
+    config = check_config(replace_fields(base, _changes(nightly, found, night)))
+    check_supported(config)
+    return make_plan(config, resolve_sources(config))
 
 
 def evaluations_in(plan: Plan) -> list[PlannedStage]:

@@ -132,7 +132,7 @@ def night_noise(means: Sequence[float]) -> Noise:
     if len(means) < 2:
         return _NONE
     steps = np.abs(np.diff(np.asarray(means, dtype=float)))
-    freedom = max(1, len(steps) // _STEPS_A_DEGREE)
+    freedom = 1 + len(steps) // _STEPS_A_DEGREE
     return Noise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
 
 

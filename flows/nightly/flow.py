@@ -1,0 +1,109 @@
+"""The Prefect flow of a night: `refiner nightly run`, started when the server's clock says so.
+
+In: which file, and the moment for which the run was scheduled. Out: the night's records, by the
+same command that cron would call, in a process of its own: what Prefect does to this process (it
+may be ended at any time) leaves records whole, and the next run goes on. Imports Prefect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, State
+
+from flows.artifacts import artifact_key
+
+#: How long a night gets to save when its flow run is cancelled, seconds.
+_GRACE_S = 120.0
+
+
+@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
+    name="refiner-nightly",
+    flow_run_name="{name}",
+    retries=0,
+    persist_result=False,
+    validate_parameters=False,
+)
+def nightly(name: str, file: str, folder: str, overrides: list[str], night: str = "") -> State[Any]:
+    """Work on the night that was scheduled, or on ``night``."""
+    log = get_run_logger()
+    wanted = night or _scheduled_night(file, folder)
+    code, said = _run(["nightly", "run", file, *overrides, "--night", wanted, "--json"], folder)
+    if not said or "night" not in said:
+        return Failed(message=str(said.get("error") or f"it ended with code {code}"))
+    create_markdown_artifact(
+        _markdown(said), key=artifact_key("nightly", name, "night"), description=f"Night {wanted}"
+    )
+    for alert in said["alerts"]:
+        log.warning("%s", alert["title"])
+    words = f"{name}, night of {said['night']}: {said['state']}"
+    log.info("%s", words)
+    return Failed(message=words) if code else Completed(message=words)
+
+
+def _scheduled_night(file: str, folder: str) -> str:
+    """The night whose occasion this run is, however late it has come."""
+    from flows.nightly.files import load_nightly
+    from refiner_core.nightly.schedule import Schedule
+
+    loaded = load_nightly(file)
+    moment = flow_run.scheduled_start_time or datetime.now(UTC)
+    return Schedule(loaded.schedule, loaded.timezone).night_at(moment)
+
+
+def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
+    """The command, to its end; exit code, and what it printed."""
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stderr
+    # In a thread: Prefect's logger knows its run by the context of this one.
+    log = get_run_logger()
+    listener = threading.Thread(target=_listen, args=(process.stderr, log), daemon=True)
+    listener.start()
+    try:
+        text = process.stdout.read()
+        code = process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait(_GRACE_S)
+        raise
+    listener.join(5)
+    try:
+        return code, dict(json.loads(text))
+    except ValueError:
+        return code or 70, {}
+
+
+def _listen(stream: IO[str], log: Any) -> None:
+    for line in stream:
+        log.info("%s", line.rstrip())
+
+
+def _markdown(said: dict[str, Any]) -> str:
+    rows = [f"| {c['checkpoint']} | {c['state']} | {c['why']} |" for c in said["checkpoints"]]
+    alerts = [f"- **{a['title']}** {a['text']}" for a in said["alerts"]]
+    table = ["| checkpoint | state | why |", "| --- | --- | --- |", *rows] if rows else []
+    head = f"Night of {said['night']}: **{said['state']}**{' (late)' if said['late'] else ''}"
+    page = [f"Trend page: `{said['page']}`"] if said["page"] else []
+    return "\n".join([head, "", *table, "", *alerts, "", *page])

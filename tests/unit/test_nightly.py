@@ -1,0 +1,321 @@
+"""Nights: each is worked on once, history never counts double, change is told from noise."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
+from flows.nightly.night import check_nightly
+from infra.processes import ProcessId
+from refiner_core.contract.errors import ConfigurationError
+from tests.support.nightly import NightLab
+
+DAYS = [f"2026-11-{day:02d}" for day in range(1, 31)]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> NightLab:
+    return NightLab(tmp_path)
+
+
+# ---------------------------------------------------------------- once
+
+
+def test_a_night_is_a_line_for_each_checkpoint_and_a_second_call_changes_nothing(
+    lab: NightLab,
+) -> None:
+    first = lab.both(DAYS[0])
+    assert (first.state, [e.state for e in first.entries]) == ("done", ["kept", "kept"])
+    before = {p: p.read_bytes() for p in lab.records.folder.rglob("*.json")}
+    again = lab.night(DAYS[0], at="23:00")
+    assert again.state == "done"
+    after = {p: p.read_bytes() for p in lab.records.folder.rglob("*.json")}
+    assert [r.key for r in lab.records.rows()] == sorted(r.key for r in lab.records.rows())
+    assert len(lab.records.rows()) == 2
+    assert {p: after[p] for p in before} == before, "history is never rewritten"
+
+
+def test_unchanged_weights_keep_their_numbers_and_the_canary_is_another_stage_each_night(
+    lab: NightLab,
+) -> None:
+    for day in DAYS[:3]:
+        lab.both(day)
+    rows = lab.records.rows()
+    model = [r for r in rows if not r.canary]
+    canary = [r for r in rows if r.canary]
+    assert len({r.stage for r in model}) == 1
+    assert len({r.stage for r in canary}) == 3
+    assert len({r.protocol for r in rows}) == 1, "the occasion is no part of the protocol"
+
+
+def test_who_finds_a_night_in_other_hands_leaves_it_there(lab: NightLab) -> None:
+    lab.measure("canary", DAYS[0])
+    lab.measure("model", DAYS[0])
+    assert lab.records.take_night(DAYS[0], 0)  # this very process: it lives
+    busy = lab.night(DAYS[0])
+    assert (busy.state, busy.exit_code) == ("busy", 0)
+    assert str(ProcessId.of()) in busy.message
+    assert lab.records.rows() == []
+    lab.records.leave_night(DAYS[0], 1)
+    assert lab.night(DAYS[0]).state == "done"
+
+
+def test_a_night_that_a_dead_process_has_left_goes_on(lab: NightLab) -> None:
+    lab.measure("canary", DAYS[0])
+    lab.measure("model", DAYS[0])
+    path = lab.records.folder / "nights" / DAYS[0] / "turns" / "0001.json"
+    path.parent.mkdir(parents=True)
+    gone = ProcessId(ProcessId.of().host, os.getpid(), 1.0)
+    path.write_text(json.dumps({"process": str(gone)}))
+    assert lab.night(DAYS[0]).state == "done"
+
+
+def test_two_that_write_one_line_leave_one(lab: NightLab) -> None:
+    lab.both(DAYS[0])
+    row = lab.records.rows()[0]
+    assert not lab.records.add_row(row)
+    assert len(lab.records.rows()) == 2
+
+
+# ---------------------------------------------------------------- late
+
+
+def test_a_night_is_the_occasion_and_not_the_moment(tmp_path: Path) -> None:
+    lab = NightLab(tmp_path, timezone="America/New_York")
+    lab.measure("canary", DAYS[0])
+    lab.measure("model", DAYS[0])
+    # Three in the morning of the first in New York is 07:00 UTC (after the clocks change: 08:00).
+    assert lab.night(DAYS[1], at="05:00").night == DAYS[0]
+
+
+def test_missed_nights_are_looked_after_without_inventing_anything(lab: NightLab) -> None:
+    lab.both(DAYS[0])
+    for name in ("canary", "model"):
+        lab.measure(name, DAYS[4])
+    outcome = lab.night(DAYS[4])
+    assert outcome.looked_after == dict.fromkeys(DAYS[1:4], "done")
+    rows = {(r.night, r.checkpoint): r for r in lab.records.rows()}
+    assert sorted(rows) == [(d, c) for d in (DAYS[0], DAYS[4]) for c in ("canary", "model")]
+    assert lab.records.missed(DAYS[2]).keys() == {"canary", "model"}
+
+
+def test_frozen_weights_have_their_numbers_in_missed_nights_too(tmp_path: Path) -> None:
+    lab = NightLab(tmp_path, catch_up=2)
+    pinned = lab.root / "lab.yaml"
+    from flows.sources import model_digest
+
+    digest = model_digest(str(lab.root / "model"), "")
+    text = pinned.read_text().replace('model"}', f'model", digest: "{digest}"}}')
+    pinned.write_text(text)
+    lab.nightly = load_nightly(str(pinned))
+    lab.both(DAYS[0])
+    lab.both(DAYS[4])
+    rows = {(r.night, r.checkpoint): r for r in lab.records.rows()}
+    assert (DAYS[1], "model") not in rows, "further back than catch_up"
+    late = rows[DAYS[3], "model"]
+    assert (late.late, late.fresh, late.stage) == (True, False, rows[DAYS[0], "model"].stage)
+    assert (DAYS[3], "canary") not in rows
+    assert "cannot be now" in lab.records.missed(DAYS[3])["canary"]
+    assert lab.records.ended(DAYS[3]) is not None
+    assert lab.night(DAYS[4]).looked_after == {}, "once"
+
+
+# ---------------------------------------------------------------- change
+
+
+def told(lab: NightLab) -> list[tuple[str, str, str, str]]:
+    return [(a["checkpoint"], a["kind"], a["cause"], a["night"]) for a in lab.records.alerts()]
+
+
+def test_quiet_nights_tell_nothing(lab: NightLab) -> None:
+    for number, day in enumerate(DAYS[:8]):
+        lab.train(f"weights {number}")
+        assert lab.both(day).alerts == ()
+    assert told(lab) == []
+
+
+def test_a_regression_is_told_once_with_its_weights_and_so_is_the_recovery(lab: NightLab) -> None:
+    for number, day in enumerate(DAYS[:12]):
+        bad = 4 <= number < 8
+        lab.train(f"weights {number}")
+        lab.both(day, model=0.35 if bad else 0.5)
+    assert told(lab) == [
+        ("model", "change", "model", DAYS[5]),
+        ("model", "recovery", "model", DAYS[9]),
+    ]
+    first = lab.records.alerts()[0]
+    assert first["difference"] == pytest.approx(-0.15, abs=0.02)
+    assert (first["weights_changed"], first["direction"]) == (True, "drop")
+    assert "The canary has not moved: the model has changed." in first["text"]
+
+
+def test_a_lenient_judge_is_drift_and_no_progress(lab: NightLab) -> None:
+    for number, day in enumerate(DAYS[:12]):
+        lenient = 0.1 if number >= 8 else 0.0
+        lab.train(f"weights {number}")
+        served = "judge-2" if lenient else "judge-1"
+        lab.both(day, 0.5 + lenient, 0.5 + lenient, served=served)
+    assert told(lab) == [("canary", "change", "drift", DAYS[9])]
+    alert = lab.records.alerts()[0]
+    assert alert["changed"]["judge.served"] == ["judge-1", "judge-2"]
+    assert "no change of a model" in alert["text"]
+    assert "model" in alert["text"].rpartition("compare with older ones: ")[2]
+
+
+def test_one_bad_night_is_no_change(lab: NightLab) -> None:
+    for number, day in enumerate(DAYS[:8]):
+        lab.train(f"weights {number}")
+        lab.both(day, model=0.3 if number == 4 else 0.5)
+    assert told(lab) == []
+
+
+def test_another_protocol_begins_another_series(lab: NightLab) -> None:
+    for day in DAYS[:3]:
+        lab.both(day, model=0.5)
+    lab.write(overrides="- evaluate.seed=99\n  - grpo.response_length=40")
+    for day in DAYS[3:6]:
+        lab.both(day, canary=0.2, model=0.2)
+    assert told(lab) == [], "numbers of two protocols are never held against each other"
+    keys = [s.key for s in lab.reading().series]
+    assert len({k.protocol for k in keys}) == 2
+
+
+def test_only_the_direction_that_matters_is_told(tmp_path: Path) -> None:
+    lab = NightLab(tmp_path, alerts="when: drop")
+    for number, day in enumerate(DAYS[:6]):
+        lab.train(f"weights {number}")
+        lab.both(day, model=0.5 if number < 3 else 0.7)
+    assert told(lab) == []
+
+
+# ---------------------------------------------------------------- channels
+
+
+class Hook(HTTPServer):
+    """Takes alerts, or answers with ``status``."""
+
+    status = 500
+
+    def __enter__(self) -> Hook:
+        self.bodies: list[dict[str, Any]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, Hook)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.bodies.append(body)
+        self.send_response(server.status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.nightly.channels._PAUSE_S", 0.0)
+    command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
+    alarms = f"channels: [{{command: '{command}'}}, {{webhook: LAB_HOOK}}]"
+    lab = NightLab(tmp_path / "lab", alerts=alarms)
+    with Hook(("127.0.0.1", 0), _Answer) as hook:
+        secret = f"http://127.0.0.1:{hook.server_port}/secret-path"
+        monkeypatch.setenv("LAB_HOOK", secret)
+        for number, day in enumerate(DAYS[:6]):
+            lab.train(f"weights {number}")
+            outcome = lab.both(day, model=0.5 if number < 3 else 0.3)
+            if number == 4:
+                assert (outcome.state, len(outcome.alerts)) == ("done", 1)
+                (why,) = outcome.undelivered.values()
+                assert "HTTP 500" in why
+                hook.status = 200
+            if number == 5:
+                assert outcome.undelivered == {}
+    said = (tmp_path / "told").read_text().strip().splitlines()
+    assert [json.loads(line)["checkpoint"] for line in said] == ["model"], "once"
+    assert len(hook.bodies) == 4, "three tries in one night, one in the next"
+    assert hook.bodies[-1]["text"].startswith("lab: oracle (greedy) of model dropped by")
+    whole = "".join(p.read_text() for p in lab.workspace.root.rglob("*.json"))
+    assert "secret-path" not in whole
+
+
+# ---------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("schedule:", "shedule:", "Did you mean 'schedule'"),
+        ('"0 3 * * *"', '"0 3,4 * * *"', "two occasions in one night"),
+        ("timezone: UTC", "timezone: Mars/Base", "no time zone"),
+        ("name: model,", "name: canary,", "Two checkpoints are called canary"),
+        ("metrics: [oracle]", "metrics: [orcale]", "Did you mean 'oracle'"),
+        ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field 'xfolder'"),
+        ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
+        ("catch_up: 3", "catch_up: -1", "catch_up"),
+        ("- tracking.wandb=disabled", "- model.name_or_path=x", "said by `checkpoints`"),
+        ("  metrics: [oracle]", "  channels: [{webhook: 'http://x/y'}]", "name of the environment"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_its_field(
+    lab: NightLab, old: str, new: str, says: str
+) -> None:
+    path = lab.root / "lab.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ConfigurationError, match=says):
+        check_nightly(load_nightly(str(path)))
+
+
+def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
+    path = lab.root / "lab.yaml"
+    text = path.read_text()
+    line = next(li for li in text.splitlines() if li.startswith("canary:"))
+    moving = text.replace(line, "canary: {hub: org/name, revision: main}")
+    path.write_text(moving)
+    with pytest.raises(ConfigurationError, match="which may move"):
+        load_nightly(str(path))
+    path.write_text(text.replace(line, line.partition(", digest")[0] + "}"))
+    with pytest.raises(ConfigurationError, match=r"digest: [0-9a-f]{64}"):
+        check_nightly(load_nightly(str(path)))
+    path.write_text(text)
+    lab.both(DAYS[0])
+    (lab.root / "canary" / "model.safetensors").write_text("something else")
+    with pytest.raises(ConfigurationError, match="not those that were pinned"):
+        lab.night(DAYS[1])
+
+
+def test_the_shipped_file_can_be_carried_out(tmp_path: Path) -> None:
+    assert list(shipped_nightlies()) == ["tiny-nightly"]
+    notes = check_nightly(load_nightly("tiny-nightly", [f"workspace={tmp_path}/none"]))
+    assert any("latest" in note for note in notes)
+    assert not (tmp_path / "none").exists(), "to check changes nothing"
+
+
+def test_a_workspace_remembers_the_file(lab: NightLab) -> None:
+    lab.both(DAYS[0])
+    found = find_nightly("lab", [f"workspace={lab.workspace.root}"])
+    assert (found.name, found.checkpoints) == ("lab", lab.nightly.checkpoints)
+    with pytest.raises(ConfigurationError, match="Did you mean 'lab'"):
+        find_nightly("labb", [f"workspace={lab.workspace.root}"])
+
+
+def test_there_are_no_nights_to_come(lab: NightLab) -> None:
+    with pytest.raises(ConfigurationError, match="has not begun"):
+        lab.night(DAYS[0], wanted=DAYS[2])
