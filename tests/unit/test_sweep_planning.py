@@ -1,0 +1,341 @@
+"""A sweep is planned as the runs that one would type, and what is wrong with it is said first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.calls import make_recipe_plan
+from flows.sweeping.planning import make_sweep_plan, plan_of
+from flows.sweeping.showing import look_at_sweep, show_sweep_plan, sweep_json
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import make_plan
+from sweeps.definition import parse_sweep, shipped_sweeps
+from sweeps.planning import plan_sweep
+from sweeps.values import SweepPlan
+
+WEIGHTS = "reward.paper_citation_weight"
+NO_PUBLISH = ["stages=[data, sft, grpo, evaluate]"]
+
+
+def planned(typed: Sequence[str] = (), **keys: Any) -> SweepPlan:
+    keys = {"recipe": "tiny", "seeds": 2, "question": {"metric": "oracle"}, **keys}
+    return plan_of(parse_sweep(keys, "mine"), typed)
+
+
+def fingerprints(plan: SweepPlan) -> dict[str, dict[str, str]]:
+    return {t.name: {s.name: s.fingerprint for s in t.plan.stages} for t in plan.trials}
+
+
+def test_seeds_come_first_so_that_a_sweep_that_ends_early_has_pairs() -> None:
+    found = planned(factors={WEIGHTS: {"none": 0, "some": 0.2}})
+    assert [t.name for t in found.trials] == [
+        "none/seed1",
+        "some/seed1",
+        "none/seed2",
+        "some/seed2",
+    ]
+    assert found.baseline == "none"
+
+
+@pytest.mark.parametrize("name", shipped_sweeps())
+def test_a_trial_is_the_run_that_its_overrides_stand_for(name: str) -> None:
+    """What is planned for thousands at once is what `refiner run` would plan for each."""
+    found = make_sweep_plan(name)
+    for trial in (found.trials[0], found.trials[-1]):
+        alone = make_recipe_plan(found.sweep.recipe, trial.overrides)
+        assert trial.plan.config == alone.config
+        assert trial.plan.stages == alone.stages
+
+
+def test_every_kind_of_value_survives_as_an_override() -> None:
+    odd = "{{ m }}: 'é' ${x} \n#"
+    found = planned(
+        factors={
+            "grpo.beta": [1e-5, 2],
+            "grpo.mask_truncated_completions": [True, False],
+            "sft.max_train_steps": {"all": None, "few": 50},
+            "command.env": {"none": [], "two": ["A=1", "B=x y"]},
+        },
+        arms={
+            "odd": {"sft.lr_scheduler_type": "linear", "command.version": odd.replace("${", "\\${")}
+        },
+        overrides=["stages=[data, sft, grpo, command, evaluate]", "command.run='t {seed} {model}'"],
+    )
+    for trial in found.trials:
+        alone = make_recipe_plan(found.sweep.recipe, trial.overrides)
+        assert trial.plan.config == alone.config
+        assert alone.config.command.version == odd
+
+
+def test_the_successor_of_the_seed_run_is_one_of_its_arms() -> None:
+    found = make_sweep_plan("static-vs-instance")
+    trial = next(t for t in found.trials if t.name == "instance-only/seed42")
+    recipe = make_recipe_plan("refiner-instance-only")
+    assert trial.plan.by_name["grpo"].fingerprint == recipe.by_name["grpo"].fingerprint
+
+
+def test_shared_stages_are_one_stage_and_one_object() -> None:
+    found = planned(factors={WEIGHTS: [0, 0.2, 0.5]})
+    names = [s.name for s in found.stages().values()]
+    assert names.count("data") == 1
+    assert names.count("sft") == 2, "one for each seed"
+    assert names.count("grpo") == 6
+    assert len({id(t.plan.by_name["sft"]) for t in found.trials}) == 2
+
+
+def test_what_was_there_stays_what_it_was_when_a_sweep_grows() -> None:
+    """Only new work runs: the rest is found by its fingerprints."""
+    before = fingerprints(planned(factors={WEIGHTS: [0, 0.2]}))
+    grown = planned(factors={WEIGHTS: [0.5, 0.2, 0]}, seeds=[7, 2, 1], limits={"concurrency": 1})
+    after = fingerprints(grown)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 9
+
+
+def test_overrides_of_the_command_line_are_every_trials() -> None:
+    found = planned(
+        ["workspace=/elsewhere", "sft.max_train_steps=9"], overrides=["log_level=debug"]
+    )
+    for trial in found.trials:
+        assert trial.plan.config.workspace == "/elsewhere"
+        assert trial.plan.config.sft.max_train_steps == 9
+        assert trial.overrides[:3] == (
+            *("log_level=debug", "workspace=/elsewhere", "sft.max_train_steps=9"),
+        )
+
+
+def test_a_field_that_follows_from_another_follows_in_every_trial(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "include: tiny\n"
+        "grpo: {temperature: 1.0}\n"
+        "evaluate: {temperature: '${grpo.temperature}'}\n"
+        "publish: {repo_id: 'me/run-${seed}-{fingerprint}'}\n"
+    )
+    found = planned(
+        recipe=str(recipe),
+        overrides=["evaluate.protocols=[held-out-reader-v1]"],
+        factors={"grpo.temperature": [0.5, 1]},
+        question={"metric": "oracle", "protocol": "held-out-reader-v1"},
+    )
+    for trial in found.trials:
+        config = trial.plan.config
+        assert config.evaluate.temperature == config.grpo.temperature
+        assert config.publish.repo_id == f"me/run-{trial.seed}-{{fingerprint}}"
+        assert trial.plan.stages == make_recipe_plan(str(recipe), trial.overrides).stages
+
+
+def test_planning_with_a_memo_changes_nothing_but_the_time() -> None:
+    base, asked = load_recipe("tiny"), list[object]()
+
+    def sources(config: object) -> Mapping[str, str]:
+        asked.append(config)
+        return {"data.sft": "rows", "data.rl": "synthetic:rows", "model": "weights"}
+
+    sweep = parse_sweep(
+        {"recipe": "tiny", "factors": {WEIGHTS: [0, 0.5], "grpo.beta": [0, 0.1]}}, "mine"
+    )
+    found = plan_sweep(sweep, base, sources)
+    for trial in found.trials:
+        assert trial.plan == make_plan(trial.plan.config, sources(trial.plan.config))
+
+
+def test_thousands_of_trials_take_no_longer_each() -> None:
+    """Counted in calls, which no other load on the machine changes."""
+    import sys
+
+    base = load_recipe("tiny")
+
+    def calls(levels: int) -> int:
+        keys = {
+            "recipe": "tiny",
+            "factors": {"grpo.learning_rate": [1e-5 * (i + 1) for i in range(levels)]},
+            "question": {"metric": "oracle"},
+        }
+        sweep, count = parse_sweep(keys, "mine"), 0
+
+        def profile(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            plan_sweep(sweep, base, lambda _: {"data.rl": "synthetic:x", "model": "w"})
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls(2)
+    few, many = calls(20), calls(80)
+    assert many < 4.3 * few
+    assert many / 240 < 1000, "function calls for each trial"
+
+
+# ---------------------------------------------------------------- what is said before a launch
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"factors": {"grpo.resources.gpus": [1, 2]}},
+            r"varies `grpo.resources.gpus`.*never what is computed.*overrides: \[grpo.resources",
+        ),
+        ({"arms": {"a": [], "b": ["workspace=x"]}}, r"`arms: b`.*varies `workspace`"),
+        ({"factors": {"evaluate.models": [["sft"], ["grpo"]]}}, r"not measured alike"),
+        (
+            {"factors": {"judge.form": ["per_rubric", "batched"]}},
+            r"Arm form=batched.*changes nothing against the baseline form=per_rubric.*`judge.form` "
+            r"means nothing to the lexical judge",
+        ),
+        (
+            {"factors": {"grpo.kl_estimator": ["kl2", "kl3"], "grpo.beta": [0, 0.1]}},
+            r"beta=0\+kl_estimator=kl3.*`grpo.kl_estimator`.*`grpo.beta` is 0",
+        ),
+        (
+            {"factors": {"reward.static_rubrics": ["v3", "grounded-v1"]}},
+            r"`reward.static_rubrics` is not asked: `reward.rubric_source`",
+        ),
+        (
+            {"arms": {"a": [], "b": [f"{WEIGHTS}=0.2"]}},
+            r"Arm b.*changes nothing against the baseline a.*same fields to the same values",
+        ),
+        (
+            {"arms": {"a": [f"{WEIGHTS}=0"], "b": [], "c": [f"{WEIGHTS}=0.2"]}},
+            r"Arms b and c of sweep mine are the same",
+        ),
+        (
+            {"overrides": NO_PUBLISH, "factors": {"publish.license": ["mit", "apache-2.0"]}},
+            r"`publish.license` belongs to a stage that the recipe does not have",
+        ),
+        ({"factors": {"publish.license": ["mit", "apache-2.0"]}}, r"no number depends on"),
+        (
+            {"overrides": ["stages=[data, evaluate]"], "question": {}},
+            r"seeds 1, 2 of sweep mine do not reach arm recipe.*trained with a seed",
+        ),
+        (
+            {
+                "overrides": ["stages=[command, publish]", "command.run='train --out {output}'"],
+                "question": {},
+            },
+            r"do not reach arm recipe: `command.run` does not name \{seed\}",
+        ),
+        (
+            {"overrides": ["publish.repo_id=me/one"], "factors": {WEIGHTS: [0, 1]}},
+            r"Trials paper_citation_weight=0/seed1 and paper_citation_weight=0/seed2.*"
+            r"one repository, 'me/one'.*\{fingerprint\}",
+        ),
+        (
+            {"overrides": ["publish.repo_id=me/{seed}"], "factors": {WEIGHTS: [0, 1]}},
+            r"paper_citation_weight=0/seed1 and paper_citation_weight=1/seed1.*'me/1'",
+        ),
+        ({"factors": {"grpo.temperature": [1, 0]}}, r"Arm temperature=0 .*`grpo.temperature` is 0"),
+        ({"overrides": ["grpo.bta=1"]}, r"The recipe of sweep mine: .*'grpo.bta'.*'grpo.beta'"),
+        ({"question": {"metric": "orakle"}}, r"`question: metric`.*'orakle'.*'oracle'"),
+        ({"question": {"decoding": "beam"}}, r"`question: decoding`.*'beam'.*greedy, sampled"),
+        ({"question": {"model": "rft"}}, r"`question: model`.*'rft'.*base, grpo, sft"),
+        ({"question": {"protocol": "x"}}, r"`question: protocol`.*'x'.*evaluate.protocols=\[x\]"),
+        (
+            {"overrides": ["stages=[data, sft]"]},
+            r"asks for oracle, but its recipe evaluates nothing",
+        ),
+        (
+            {"factors": {"judge.model": ["lexical-1", "lexical-loose-1"]}},
+            r"differ in `judge.model`.*yardstick of its own.*held-out-reader-v1",
+        ),
+        (
+            {"factors": {WEIGHTS: [0, 0.5]}, "question": {"metric": "reward"}},
+            r"differ in `reward.paper_citation_weight`.*how reward is measured",
+        ),
+        (
+            {"factors": {"data.held_out_fraction": [0.1, 0.2]}},
+            r"differ in `data.held_out_fraction`",
+        ),
+        (
+            {
+                "overrides": ["evaluate.protocols=[held-out-reader-v1]"],
+                "factors": {"grpo.response_length": [32, 48]},
+                "question": {"metric": "oracle", "protocol": "held-out-reader-v1"},
+            },
+            r"`grpo.response_length`, which protocol held-out-reader-v1 leaves to the recipe",
+        ),
+        (
+            {"factors": {WEIGHTS: [0, 0.5]}, "question": {"model": "sft"}},
+            r"has the same model sft as the baseline.*cannot differ",
+        ),
+    ],
+)
+def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
+    keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RefinerError, match=rf"(?s){said}"):
+        planned(**keys)
+
+
+def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
+    with pytest.raises(ConfigurationError, match=r"varied by `factors`.*set for all trials"):
+        planned([f"{WEIGHTS}=1"], factors={WEIGHTS: [0, 0.5]})
+    with pytest.raises(ConfigurationError, match="`seed` is set for all trials"):
+        planned(["seed=3"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "nothing is compared"),
+        ({"factors": {WEIGHTS: [0, 1]}, "seeds": 1}, "One seed"),
+        ({"factors": {WEIGHTS: [0, 1]}, "question": {}}, "No `question: metric`"),
+        (
+            {
+                "overrides": ["stages=[data, sft]"],
+                "arms": {"a": [], "b": ["sft.weight_decay=1"]},
+                "question": {},
+            },
+            "evaluates nothing",
+        ),
+    ],
+)
+def test_what_is_only_doubtful_is_a_warning(keys: dict[str, Any], said: str) -> None:
+    assert any(said in warning for warning in planned(**keys).warnings)
+
+
+def test_arms_that_change_their_judge_are_compared_under_a_protocol_file() -> None:
+    assert (
+        planned(
+            overrides=["evaluate.protocols=[held-out-reader-v1]"],
+            factors={"judge.model": ["lexical-1", "lexical-loose-1"]},
+            question={"metric": "rubric_score", "protocol": "held-out-reader-v1"},
+            seeds=3,
+        ).warnings
+        == ()
+    )
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_the_dry_run_says_what_is_shared_and_what_would_run(tmp_path: Path) -> None:
+    found = planned([f"workspace={tmp_path / 'none'}", *NO_PUBLISH], factors={WEIGHTS: [0, 0.2]})
+    text = "\n".join(show_sweep_plan(found))
+    assert "2 arms x 2 seeds = 4 trials; baseline paper_citation_weight=0" in text
+    assert "24 stages, 17 to make, since 7 are shared: 17 to run, 0 running, 0 done" in text
+    assert "paper_citation_weight=0.2" in text
+    assert not (tmp_path / "none").exists(), "a dry run writes nothing"
+
+
+def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path) -> None:
+    found = planned([f"workspace={tmp_path / 'none'}"], factors={WEIGHTS: [0, 0.2]})
+    value = sweep_json(found, look_at_sweep(found))
+    assert value["version"] == 1
+    assert value["baseline"] == "paper_citation_weight=0"
+    assert value["arms"][1]["changes"] == {WEIGHTS: 0.2}
+    assert [t["name"] for t in value["trials"]] == [t.name for t in found.trials]
+    stage = value["trials"][0]["stages"][1]
+    assert (stage["name"], stage["action"], stage["reason"]) == ("sft", "run", "never run")
+    assert value["stages"] == {"planned": 32, "unique": 25, "to_run": 25, "running": 0, "done": 0}
+    assert {"forecast", "detectable", "warnings", "limits", "question"} <= value.keys()
