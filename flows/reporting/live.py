@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.reporting.writing import report_folder, write_report
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -42,6 +41,8 @@ def refresh_page(workspace: Workspace, sweep: str) -> Path:
     RefinerError
         There is no such sweep, no room, or records cannot be read.
     """
+    from flows.reporting.writing import write_report  # templates are of no use to who only ticks
+
     return write_report(workspace, sweep).page
 
 
@@ -71,16 +72,17 @@ class LivePage:
         self._every_s, self._warn, self._clock = every_s, warn, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._began = self._due = self._clock()
-        self._warned = False
+        self._due += every_s / 3
+        self._watched = self._warned = False
 
     @property
     def folder(self) -> Path:
         """Where the report lies."""
-        return report_folder(self._workspace, self._sweep)
+        return self._workspace.layout.reports / self._sweep
 
     def tick(self) -> None:
         """Begin another report if it is time for one. Takes milliseconds."""
-        now = self._clock()
+        now, self._watched = self._clock(), True
         if self._process is not None:
             if self._process.poll() is None:
                 if now - self._began > LONGEST_S:
@@ -91,7 +93,10 @@ class LivePage:
             self._begin(now)
 
     def end(self, timeout_s: float = 60.0) -> None:
-        """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``."""
+        """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``.
+        Where nothing was ever at work (no :meth:`tick`), the report that there is still holds."""
+        if not self._watched:
+            return
         deadline = self._clock() + timeout_s
         self._wait(deadline)  # one that has begun before the end says that the sweep still runs
         self._begin(self._clock())

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.calls import check_hub_access, check_supported, with_room
+from flows.reporting.live import LivePage
 from flows.sweeping.canary import find_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
@@ -195,6 +196,7 @@ def supervisor_of(
         poll_s=config.dispatch.poll_s,
         graph=Graph(plan),
         clock=time.monotonic,
+        page=LivePage(workspace, plan.sweep.name),
     )
 
 

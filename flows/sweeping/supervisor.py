@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flows.reporting.live import LivePage
 from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
@@ -103,6 +104,8 @@ class Supervisor:
         Hears how stages and trials are, for a picture.
     tell
         Hears what people should know.
+    page
+        Keeps the report fresh while trials are at work.
     """
 
     plan: SweepPlan
@@ -116,6 +119,7 @@ class Supervisor:
     graph: Graph
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
+    page: LivePage | None = None
     live: dict[str, Live] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
@@ -249,12 +253,18 @@ class Supervisor:
     def _run(self) -> None:
         try:
             while not self.step():
+                if self.page is not None and self.live:
+                    self.page.tick()
                 self._wake.wait(self.wake_after())
                 self._wake.clear()
+            if self.page is not None:
+                self.page.end()
         except BaseException as error:  # it surfaces in join()
             log.debug("the sweep ends with an error", exc_info=error)
             self._error = error
             self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+            if self.page is not None:
+                self.page.close()
         self._ended.set()
 
     def _hear_cancel(self) -> None:

@@ -104,6 +104,8 @@ def hours(value: float | None) -> str:
     """Hours of something."""
     if value is None or not math.isfinite(value):
         return MISSING
+    if 0 < value < 0.001:
+        return "< 0.001"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 else f"{value:.2g}"
 
 

@@ -26,6 +26,7 @@ from refiner_core.report.printing import (
     decimals_for,
     decimals_of,
     finite,
+    hours,
     interval,
     number,
     p_phrase,
@@ -217,9 +218,9 @@ def cost_text(report: SweepReport) -> str:
     """``21.3 GPU-hours, 4.1 CPU-hours; 36 steps done again``."""
     whole = cost_of("", report.trials)
     parts = [
-        f"{value:,.1f} {name}"
+        f"{hours(value)} {name}"
         for value, name in ((whole.gpu_hours, "GPU-hours"), (whole.cpu_hours, "CPU-hours"))
-        if value is not None
+        if value
     ]
     if whole.judge_calls:
         parts.append(f"{count(whole.judge_calls)} judge calls")

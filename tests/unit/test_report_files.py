@@ -1,0 +1,307 @@
+"""What a report says and how its files are written; how its page is used is tested in a browser."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from flows.reporting.live import LOG, LivePage
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.sweep_records import (
+    SWEEP_VERSION,
+    ArmRecord,
+    SweepRecord,
+    TrialRecord,
+)
+from refiner_core.report.document import SweepReport
+from refiner_core.report.html import page
+from refiner_core.report.markdown import escaped, markdown
+from refiner_core.report.printing import (
+    decimals_for,
+    duration,
+    hours,
+    number,
+    p_text,
+    plain,
+    with_interval,
+)
+from refiner_core.report.table import document, number_rows, numbers_csv, trials_csv
+from refiner_core.report.words import answer
+from tests.support.sweep_reports import (
+    HOSTILE,
+    full_report,
+    hostile_report,
+    large_report,
+    nothing_done_report,
+    one_arm_report,
+    running_report,
+)
+
+NAN = float("nan")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (0.61337, 0.58937, 0.63737, "0.613 [0.589, 0.637]"),
+        (0.61337, 0.3, 0.9, "0.61 [0.30, 0.90]"),
+        (249.81, 240.2, 259.4, "249.8 [240.2, 259.4]"),
+        (24981.0, 24020.0, 25940.0, "24981 [24020, 25940]"),
+        (-0.0001, -0.02, 0.02, "0.000 [−0.020, 0.020]"),
+        (None, 0.1, 0.2, "— [0.100, 0.200]"),
+        (0.5, None, 0.2, "0.500"),
+        (0.5, NAN, 0.2, "0.500"),
+    ],
+)
+def test_digits_follow_from_how_well_a_number_is_known(
+    value: float | None, low: float | None, high: float | None, text: str
+) -> None:
+    width = None if low is None or high is None else high - low
+    assert with_interval(value, low, high, decimals_for(width, value)) == text
+
+
+def test_what_is_no_number_is_a_dash() -> None:
+    for text in (number(NAN), number(None), p_text(NAN), hours(None), duration(float("inf"))):
+        assert text == "—"
+    assert (p_text(0.0004), p_text(0.0312), p_text(0.4)) == ("< 0.001", "0.031", "0.40")
+    assert (duration(0), duration(59.6), duration(3725)) == ("0 s", "1 min", "1 h 2 min")
+
+
+def test_page_markdown_and_tables_print_the_same_numbers() -> None:
+    report = full_report()
+    html, text = page(report), markdown(report)
+    for shown in ("0.635", "[0.611, 0.659]", "+0.029", "[0.012, 0.046]", "0.038"):
+        assert shown in html, shown
+        assert shown in text, shown
+    row = next(r for r in csv.DictReader(io.StringIO(numbers_csv(report))) if r["arm"] == "mixed-0")
+    assert round(float(row["difference"]), 3) == 0.029
+    assert (row["seed_3"], row["verdict"], row["factor_rubrics"]) == ("", "better", "mixed")
+    values = json.loads(document(report))
+    assert values["version"] == report.version
+    found = values["comparisons"][0]["numbers"][2]
+    assert (found["arm"], found["difference"]) == ("mixed-0", float(row["difference"]))
+
+
+def test_a_missing_number_says_why_and_is_never_nan() -> None:
+    report = full_report()
+    broken = replace(report.comparisons[0].numbers[1], value=NAN, low=NAN, difference=NAN, p=NAN)
+    first = replace(report.comparisons[0], numbers=(broken, *report.comparisons[0].numbers[2:]))
+    report = replace(report, comparisons=(first,))
+    for text in (page(report), markdown(report), numbers_csv(report), document(report)):
+        shown = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL)
+        assert not re.search(r"\b(nan|NaN|inf|None)\b", shown)
+        assert "All its trials failed: no room left on the disk." in shown
+
+
+def test_tables_have_a_row_per_arm_and_number_and_per_trial() -> None:
+    report = full_report()
+    assert len(list(number_rows(report))) == 6 * len(report.comparisons)
+    trials = list(csv.DictReader(io.StringIO(trials_csv(report))))
+    assert [(t["arm"], t["seed"]) for t in trials][:2] == [("static-0", "1"), ("static-0.2", "1")]
+    assert trials[1]["queue_seconds"] == "", "nobody knows it: an empty cell, not 0"
+
+
+def test_a_spreadsheet_is_given_no_formula() -> None:
+    report = full_report()
+    evil = replace(report.trials[0], reason='=HYPERLINK("http://evil.example")')
+    row = next(csv.DictReader(io.StringIO(trials_csv(replace(report, trials=(evil,))))))
+    assert row["reason"].startswith("'=")
+
+
+# ---------------------------------------------------------------- the answer
+
+
+def test_the_answer_claims_what_is_clear_and_names_what_is_not() -> None:
+    said = answer(full_report())
+    assert said.startswith(
+        "On oracle of grpo (sampled, protocol held-out), mixed-0 is better than static-0 by +0.029 "
+        "[0.012, 0.046] (adjusted p = 0.038; 2 seeds × 200 prompts)"
+    )
+    assert "For the other arm the difference is not clear" in said
+    assert said.endswith("Without a comparison: instance-0.")
+
+
+def with_verdicts(verdict: Any) -> SweepReport:
+    report = full_report()
+    assert report.primary is not None
+    numbers = tuple(
+        n if n.difference is None else replace(n, verdict=verdict) for n in report.primary.numbers
+    )
+    return replace(report, comparisons=(replace(report.primary, numbers=numbers),))
+
+
+def test_where_nothing_is_clear_the_answer_says_what_could_have_been_seen() -> None:
+    said = answer(with_verdicts("not clear"))
+    assert said.startswith("No arm differs clearly from the baseline static-0")
+    assert "an effect of 0.021 would have been seen in 80\u00a0% of such sweeps" in said
+    assert "better" not in said
+
+
+def test_where_the_judge_moved_nothing_is_claimed() -> None:
+    said = answer(with_verdicts("judge moved"))
+    assert "nothing is claimed: the judge scored the same answers differently" in said
+    assert "is better" not in said
+
+
+def test_the_answer_of_an_unfinished_sweep_says_so() -> None:
+    assert answer(running_report()).endswith("The sweep still runs; this may change.")
+    assert "18 trials: 18 waiting." in answer(nothing_done_report())
+    assert answer(one_arm_report()).startswith("The sweep has one arm, so nothing is compared.")
+
+
+# ---------------------------------------------------------------- texts of others
+
+
+def test_the_page_runs_no_script_but_its_own() -> None:
+    html = page(hostile_report())
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', html)
+    script = re.search(r"<script>(.*?)</script>", html, flags=re.DOTALL)
+    assert policy
+    assert script
+    assert html.count("<script>") == 1
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy[1].replace("&#39;", "'")
+    assert "default-src 'none'" in policy[1]
+    assert HOSTILE not in html
+    assert html.encode(), "a half of a character in an answer is no reason to fail"
+
+
+def test_markdown_obeys_no_text() -> None:
+    text = markdown(hostile_report())
+    assert "<script" not in text
+    assert "<img" not in text
+    assert escaped("a|b `c` [x](http://e) @all #1 snake_case") == (
+        r"a\|b \`c\` \[x](http://e) &#64;all \#1 snake_case"
+    )
+    assert plain("a\x1b[31m\ud800") == "a␛[31m\ufffd"
+
+
+def test_a_thousand_trials_make_a_page_of_less_than_ten_megabytes() -> None:
+    report = large_report()
+    began = time.process_time()
+    html = page(report)
+    assert time.process_time() - began < 10
+    assert len(html.encode()) < 10e6
+    assert len(re.findall('class="trial (done|failed|interrupted)"', html)) == 1000
+    assert "more would make this page too large; report.csv has them" in html
+
+
+# ---------------------------------------------------------------- files and command
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A workspace with a sweep of which nothing has begun."""
+    made = Workspace.open(tmp_path / "runs")
+    arms = tuple(ArmRecord(a, {"weight": a[1:]}, {"reward.w": float(a[1:])}) for a in ("w0", "w1"))
+    made.write_sweep(
+        SweepRecord(
+            version=SWEEP_VERSION,
+            number=1,
+            name="weights",
+            recipe="tiny",
+            folder=str(tmp_path),
+            text="",
+            arms=arms,
+            baseline="w0",
+            seeds=(1, 2),
+            trials=tuple(TrialRecord(a.name, s, (), {}) for s in (1, 2) for a in arms),
+            limits={},
+            question={"text": "Do weights matter?"},
+            forecast={},
+            code="",
+            started_at=now_text(),
+        )
+    )
+    return made
+
+
+def test_a_sweep_with_nothing_done_has_a_report_that_says_so(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", f"workspace={workspace.root}"]) == 0
+    printed = capsys.readouterr()
+    assert "There is no answer yet" in printed.out
+    folder = workspace.layout.reports / "weights"
+    assert f"Page: {folder}/report.html" in printed.err
+    assert {p.name for p in folder.iterdir()} == {
+        *("report.html", "report.md", "report.csv", "trials.csv", "report.json")
+    }
+    assert "No evaluation of this sweep has ended" in (folder / "report.html").read_text()
+
+
+def test_the_report_can_go_elsewhere_and_to_scripts(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "elsewhere" / "here"
+    words = ["report", "weights", f"workspace={workspace.root}", "--out", str(out), "--json"]
+    assert main(words) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["version"], values["sweep"], values["folder"]) == (1, "weights", str(out))
+    assert values["question"] == "Do weights matter?"
+    assert not workspace.layout.reports.exists()
+    (out / "report.md").write_text("mine\n")
+    assert main(words) == 0, "a second report takes the place of the first"
+    assert "mine" not in (out / "report.md").read_text()
+
+
+def test_watching_a_sweep_that_nobody_works_on_ends_at_once(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "weights", f"workspace={workspace.root}", "--watch"]) == 0
+    assert (
+        "refreshes itself" not in (workspace.layout.reports / "weights" / "report.html").read_text()
+    )
+    capsys.readouterr()
+
+
+def test_a_sweep_that_is_not_there_is_named_with_the_nearest(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "wieghts", f"workspace={workspace.root}"]) == 2
+    assert "Did you mean 'weights'?" in capsys.readouterr().err
+    assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
+    assert "refiner sweep FILE" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_page_is_kept_fresh_by_another_process(workspace: Workspace) -> None:
+    clock, said = [0.0], list[str]()
+    live = LivePage(workspace, "weights", every_s=30, warn=said.append, clock=lambda: clock[0])
+    path = live.folder / "report.html"
+    live.end()
+    assert not path.exists(), "nothing was at work, so there is nothing new to say"
+    live.tick()
+    live.end(timeout_s=100)
+    first = path.stat().st_mtime_ns
+    clock[0] += 5
+    live.tick()
+    live.close()
+    assert path.stat().st_mtime_ns == first, "it was made again before it was due"
+    assert said == []
+
+
+def test_a_report_that_cannot_be_made_is_said_once_and_stops_nothing(workspace: Workspace) -> None:
+    said: list[str] = []
+    live = LivePage(workspace, "gone", warn=said.append)
+    live.tick()
+    live.end(timeout_s=100)
+    live.end(timeout_s=100)
+    live.close()
+    assert len(said) == 1
+    assert "`refiner report gone` makes it by hand" in said[0]
+    assert "has no sweep 'gone'" in (live.folder / LOG).read_text()
