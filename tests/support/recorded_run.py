@@ -78,7 +78,7 @@ class RecordedRun:
 
     def data(self) -> None:
         """Six held-out prompts, and six to train on."""
-        prompts = _prompts(2 * PROMPTS)
+        prompts = prompt_rows(2 * PROMPTS)
 
         def work(attempt: AttemptRun) -> dict[str, Any]:
             write_prompts(attempt.output_dir / "rl_test.parquet", prompts[:PROMPTS])
@@ -126,7 +126,7 @@ class RecordedRun:
 
         def work(attempt: AttemptRun) -> dict[str, Any]:
             config = attempt.config
-            asked = _prompts(prompts)
+            asked = prompt_rows(prompts)
             measured = [
                 self._measured(config, asked, d, quality, stage.protocol)
                 for d in config.evaluate.decoding
@@ -216,7 +216,7 @@ class RecordedRun:
 
     def _rollouts(self, step: int) -> list[dict[str, Any]]:
         rows = []
-        for row in _answers(self.config, _prompts(2 * PROMPTS)[PROMPTS : PROMPTS + 2], 1.0):
+        for row in _answers(self.config, prompt_rows(2 * PROMPTS)[PROMPTS : PROMPTS + 2], 1.0):
             rows.append(
                 {
                     "step": step,
@@ -255,7 +255,8 @@ def training_report(name: str, steps: int) -> dict[str, Any]:
     }
 
 
-def _prompts(count: int) -> list[PromptRow]:
+def prompt_rows(count: int) -> list[PromptRow]:
+    """The prompts of a recorded run: the first half is held out."""
     found = []
     for number, row in enumerate(generate_rows("rl", count, seed=0)):
         text = row["conversations"][-1]["content"]
