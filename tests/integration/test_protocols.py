@@ -1,16 +1,18 @@
-"""A protocol file in the hands of a user: a set of its own, a worker that is killed, another file
-of the same content."""
+"""A protocol file in the hands of a user: a set and a judge of its own, a worker that is killed,
+another file of the same content."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from infra.workspace import Workspace
 from refiner_core.evaluation.results import load_results
+from tests.support import served_judge
 from tests.support.command import SMALL, Finished, Stage, refiner, start, wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,15 +21,24 @@ PROTOCOL = """\
 name: {name}
 evaluate: {{decoding: [greedy], max_prompts: 10, batch_size: 1, bootstrap_samples: 100}}
 reward: {{rubric_source: static, static_rubrics: reader-v1}}
-judge: {{kind: lexical, model: lexical-1}}
+judge:
+  kind: openai
+  model: m
+  structured_output: none
+  serve: {{engine: command, idle_timeout_s: 2.0}}
+  serve_command: >-
+    {python} {served} --host {{host}} --port {{port}} --model {{model}} --log {log}
 data: {{rl_path: "builtin:synthetic", synthetic_rl_rows: 12, synthetic_seed: 77}}
 """
 
 
 def call(folder: Path, name: str) -> list[str]:
     """Of the protocol's evaluation alone, and what it needs."""
-    (folder / f"{name}.yaml").write_text(PROTOCOL.format(name=name))
-    stages = f"only=[data@{name},evaluate-base@{name}]"
+    log = folder / "judged.log"
+    (folder / f"{name}.yaml").write_text(
+        PROTOCOL.format(name=name, python=sys.executable, served=served_judge.__file__, log=log)
+    )
+    stages = f"only=[data@{name},evaluate-base@{name}]"  # and the judge's server, by itself
     words = ["stages=[data,evaluate]", "evaluate.models=[base]", stages]
     return [
         *("run", "tiny", f"workspace={folder}/ws", *SMALL, *words),
@@ -67,6 +78,7 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
     again = Finished(*_finished(call(tmp_path, "renamed"), tmp_path))
     assert again.code == 0, again.stderr
     states = {s["name"]: s["state"] for s in again.json["stages"]}
+    assert states.pop("judge@renamed") in ("done", "skipped")
     assert states == {"data@renamed": "skipped", "evaluate-base@renamed": "done"}
     whole = stage.hashes()
     samples = {name for name in whole if name.endswith(".parquet")}
@@ -75,6 +87,9 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_numbers_of_one_that_is_not(
     assert stage.folder is not None
     named = load_results(next(stage.folder.glob("attempts/*/output")))
     assert named["protocols"].keys() == results["protocols"].keys(), "a name is no part of it"
+    assert named["reference_fresh"] is True
+    assert named["judge_usage"]["stored"] == 0, "the model says nothing to be judged"
+    assert named["judge_usage"]["calls"] > 0, "but the reference is asked about again"
     assert {e["under"] for e in named["evaluations"]} == {"renamed"}
 
 
