@@ -1,0 +1,180 @@
+"""What a sweep will take: by what was measured, never by a number that nobody has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flows.calls import make_recipe_plan
+from flows.sweeping.forecasting import forecast_json, forecast_lines
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import Plan, PlannedStage
+from sweeps.fitting import passed_limits, refuse_what_cannot_fit, what_fits
+from sweeps.forecast import SweepForecast, forecast_sweep
+from sweeps.history import CanaryMeasure, History, Measured, judge_of, shape_of, work_of
+from sweeps.values import Limits, SweepFile, SweepPlan, Trial
+from sweeps.wall import Job, wall_seconds
+
+BASE = (
+    *("sft.max_train_steps=10", "sft.save_freq=5", "grpo.num_training_steps=20"),
+    *("grpo.save_freq=10", "grpo.resources.gpus=4", "publish.which=final"),
+    "stages=[data,sft,grpo,evaluate]",
+)
+JUDGE = ("judge.kind=openai", "judge.model=big", "judge.base_url=http://127.0.0.1:9/v1")
+
+
+def _plan(arms: dict[str, tuple[str, ...]], seeds: tuple[int, ...] = (1, 2)) -> SweepPlan:
+    trials = [
+        Trial(arm, seed, own, make_recipe_plan("tiny", (*BASE, *own, f"seed={seed}")))
+        for seed in seeds
+        for arm, own in arms.items()
+    ]
+    return SweepPlan(SweepFile("s", "tiny"), (), next(iter(arms)), tuple(trials))
+
+
+@pytest.fixture(scope="module")
+def plan() -> SweepPlan:
+    return _plan({"a": (), "b": ("grpo.beta=0.01",)})
+
+
+def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> Measured:
+    """A finished stage, exactly like one that is planned."""
+    prompts = 10 if stage.kind == "evaluate" else None
+    section = getattr(plan.config, stage.kind, None)
+    freq = getattr(section, "save_freq", 0)
+    model = stage.sources.get("model", "")
+    return Measured(
+        stage=stage.id,
+        shape=shape_of(stage.kind, stage.identity, model, stage.resources.gpus),
+        work=work_of(stage.kind, stage.identity, prompts=prompts, save_freq=freq),
+        judge=judge_of(stage.identity),
+        **known,
+    )
+
+
+def _of(forecast: SweepForecast, kind: str, trial: str) -> Any:
+    return next(s for s in forecast.stages if s.kind == kind and s.trial == trial)
+
+
+def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
+    """20 steps of 3 s, 2 saves of 5 s and 30 s to begin: 100 s on 4 GPUs."""
+    one = plan.trials[0].plan
+    history = History((_measured(one.by_name["grpo"], one, unit_s=3.0, save_s=5.0, start_s=30.0),))
+    forecast = forecast_sweep(plan, history, set())
+    found = _of(forecast, "grpo", "a/seed1")
+    assert found.seconds == pytest.approx(100.0)
+    assert found.gpu_hours == pytest.approx(4 * 100 / 3600)
+    assert found.basis == "measured: 1 stage like it"
+    # Another KL coefficient costs the same.
+    assert _of(forecast, "grpo", "b/seed2").seconds == pytest.approx(100.0)
+
+
+def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
+    one = plan.trials[0].plan
+    history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))
+    wider = _plan({"wide": ("grpo.num_samples_per_prompt_rollout=16",)}, (1,))
+    found = _of(forecast_sweep(wider, history, set()), "grpo", "wide/seed1")
+    assert found.seconds == pytest.approx(20 * 3.0 * 2)
+    assert found.basis.startswith("by rule of thumb: 1 stage that differs in grpo.num_samples")
+
+
+def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> None:
+    """A made-up number would be believed."""
+    forecast = forecast_sweep(plan, History(), set())
+    assert {s.seconds for s in forecast.stages} == {None}
+    assert forecast.wall_seconds is None
+    assert len(forecast.unknown) == len(forecast.stages)
+    text = "\n".join(forecast_lines(forecast))
+    assert "not known" in text
+    assert "unknown: no grpo stage of this model has been measured" in text
+    one = plan.trials[0].plan
+    # Other devices say nothing about these.
+    elsewhere = _measured(one.by_name["grpo"], one, unit_s=3.0)
+    elsewhere = replace(elsewhere, shape=elsewhere.shape._replace(devices=8))
+    again = forecast_sweep(plan, History((elsewhere,)), set())
+    assert _of(again, "grpo", "a/seed1").seconds is None
+
+
+def test_a_shared_stage_counts_once_and_a_finished_one_not_at_all(plan: SweepPlan) -> None:
+    forecast = forecast_sweep(plan, History(), set())
+    assert sum(s.kind == "data" for s in forecast.stages) == 1
+    assert sum(s.kind == "sft" for s in forecast.stages) == 2
+    done = {s.stage for s in forecast.stages if s.kind in ("data", "sft")}
+    left = forecast_sweep(plan, History(), done)
+    assert not {s.kind for s in left.stages} & {"data", "sft"}
+    assert forecast_lines(forecast_sweep(plan, History(), set(plan.stages()))) == [
+        "Forecast: nothing is left to run."
+    ]
+
+
+def test_the_canary_corrects_every_stage_of_its_kind(plan: SweepPlan) -> None:
+    one = plan.trials[0].plan
+    grpo = one.by_name["grpo"]
+    history = History((_measured(grpo, one, unit_s=3.0),))
+    canary = CanaryMeasure(grpo.id, 2, 6.0, save_seconds=1.0, start_seconds=8.0)
+    found = forecast_sweep(plan, history, set(), [canary])
+    for trial in ("a/seed1", "b/seed2"):
+        stage = _of(found, "grpo", trial)
+        assert stage.seconds == pytest.approx(8 + 20 * 6 + 2 * 1)
+        assert stage.basis == "by canary: 2 steps of grpo"
+    assert forecast_json(found)["canary"][0]["seconds_per_step"] == 6.0
+
+
+def test_judge_calls_go_by_what_this_judge_was_asked_a_rollout() -> None:
+    plan = _plan({"a": JUDGE, "other": (*JUDGE, "judge.model=small")}, (1,))
+    one = plan.trials[0].plan
+    asked = replace(_measured(one.by_name["grpo"], one, unit_s=1.0), judge_calls=20 * 64 * 3)
+    forecast = forecast_sweep(plan, History((asked,)), set())
+    assert _of(forecast, "grpo", "a/seed1").judge_calls == 20 * 64 * 3
+    assert _of(forecast, "grpo", "other/seed1").judge_calls is None
+    assert "no grpo stage has asked this judge" in _of(forecast, "grpo", "other/seed1").calls_basis
+    lexical = _plan({"a": ()}, (1,))
+    assert _of(forecast_sweep(lexical, History(), set()), "grpo", "a/seed1").judge_calls == 0
+
+
+def _hours(plan: SweepPlan, each: float) -> SweepForecast:
+    """A forecast in which every GRPO takes so many GPU-hours."""
+    one = plan.trials[0].plan
+    seconds = each * 3600 / 4 / 20
+    return forecast_sweep(
+        plan, History((_measured(one.by_name["grpo"], one, unit_s=seconds),)), set()
+    )
+
+
+def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan) -> None:
+    forecast = _hours(plan, 10.0)
+    assert passed_limits(forecast, Limits(gpu_hours=40)) == ()
+    (passed,) = passed_limits(forecast, Limits(gpu_hours=25))
+    assert passed.fits == 2
+    assert "limit 25; what fits: 1 of 2 seeds of every arm" in passed.text
+    with pytest.raises(ConfigurationError, match="needs 40 GPU-hours, limit 25"):
+        refuse_what_cannot_fit((passed,))
+    # What an earlier version has used counts.
+    assert passed_limits(forecast, Limits(gpu_hours=45), used_gpu_hours=10)[0].fits == 3
+
+
+def test_what_fits_reads_by_seeds(plan: SweepPlan) -> None:
+    shares = _hours(plan, 1.0).trials
+    assert what_fits(shares, 0) == "not one trial"
+    assert what_fits(shares, 1) == "1 of 2 arms of one seed"
+    assert what_fits(shares, 3) == "1 of 2 seeds of every arm, and 1 of 2 arms of the next seed"
+
+
+def test_the_wall_clock_knows_what_is_shared_and_how_many_run_at_a_time() -> None:
+    trials = [
+        [Job("data", 1, ()), Job(f"sft{i}", 5, ("data",)), Job(f"grpo{i}", 10, (f"sft{i}",))]
+        for i in range(2)
+    ]
+    assert wall_seconds(trials) == 16
+    assert wall_seconds(trials, trials=1) == 31
+    assert wall_seconds(trials, jobs=1) == 31
+    assert wall_seconds([[Job("grpo", 3, ("sft",))]]) == 3, "what is done already is not waited for"
+    assert wall_seconds([]) == 0
+
+
+def test_a_forecast_of_thousands_of_trials_is_linear() -> None:
+    """Each job is begun and ended once: no step looks at all trials."""
+    trials = [[Job("data", 1, ()), Job(f"g{i}", 1, ("data",))] for i in range(5000)]
+    assert wall_seconds(trials, trials=10) == 501
