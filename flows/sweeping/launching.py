@@ -7,6 +7,7 @@ from any shell. What is done is never done again.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from flows.reporting.live import LivePage
 from flows.sweeping.canary import find_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
-from flows.sweeping.reading import last_words
+from flows.sweeping.reading import last_words, use_file
 from flows.sweeping.supervisor import Outlook, Supervisor, TrialWord
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
@@ -34,6 +35,7 @@ from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
 
+log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
 MANY = 256
 
@@ -129,9 +131,19 @@ def work_on_sweep(
         supervisor.step()
     else:
         _supervise(supervisor, launch)
+    _keep_use(supervisor)
     return SweepOutcome(
         record, workspace, supervisor.standing(), supervisor.held, supervisor.exit_code
     )
+
+
+def _keep_use(supervisor: Supervisor) -> None:
+    """For whoever looks next; a disk that does not take it costs them a second."""
+    path = use_file(supervisor.workspace, supervisor.plan.sweep.name)
+    try:
+        supervisor.budget.use.keep(path, supervisor.plan.stages())
+    except OSError as error:
+        log.warning("what the sweep has used is not kept: %s", error)
 
 
 def _supervise(supervisor: Supervisor, launch: Launch) -> None:
@@ -184,7 +196,11 @@ def supervisor_of(
         workspace=workspace,
         router=router,
         trials=trials,
-        budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: _disk_of(t, workspace)),
+        budget=Budget(
+            plan.sweep.limits,
+            UseReader(workspace, use_file(workspace, record.name)),
+            lambda t: _disk_of(t, workspace),
+        ),
         outlook=Outlook(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flows.status import eta_s, metric_text
@@ -78,11 +79,12 @@ class TrialStanding:
 
 
 class SweepReader:
-    """Looks at a sweep, once or again and again; what cannot change is read once."""
+    """Looks at a sweep, once or again and again; what cannot change is read once, or not at all
+    where the name of the ``sweep`` says where somebody has left it."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, sweep: str = "") -> None:
         self.workspace = workspace
-        self.use = UseReader(workspace)
+        self.use = UseReader(workspace, use_file(workspace, sweep) if sweep else None)
         self._done: set[str] = set()
 
     def standings(self, sweep: SweepRecord, *, with_use: bool = True) -> list[TrialStanding]:
@@ -157,7 +159,12 @@ class SweepReader:
 
 def trial_states(workspace: Workspace, sweep: SweepRecord) -> list[TrialStanding]:
     """How every trial of a sweep stands, and what it has taken; one look."""
-    return SweepReader(workspace).standings(sweep)
+    return SweepReader(workspace, sweep.name).standings(sweep)
+
+
+def use_file(workspace: Workspace, sweep: str) -> Path:
+    """Where a sweep's orchestrator leaves what done stages have used."""
+    return workspace.sweep_folder(sweep) / "use.json"
 
 
 def last_words(workspace: Workspace, sweep: str) -> dict[str, Mapping[str, Any]]:

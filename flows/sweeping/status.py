@@ -60,7 +60,7 @@ class SweepWatcher:
 
     def __init__(self, workspace: Workspace, name: str) -> None:
         self.workspace, self.name = workspace, name
-        self._reader = SweepReader(workspace)
+        self._reader = SweepReader(workspace, name)
 
     def look(self) -> SweepStatus:
         """How the sweep stands now, by its newest version."""

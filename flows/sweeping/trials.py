@@ -117,9 +117,7 @@ class Trials:
         return run.run
 
     def _plan(self, trial: Trial, canary: bool) -> Plan:
-        changes: dict[str, Any] = {}
-        if hasattr(trial.plan.config.tracking, "group"):
-            changes["tracking.group"] = self.sweep
+        changes: dict[str, Any] = {"tracking.group": self.sweep}
         if canary:
             changes |= {f"{kind}.first_save": CANARY_STEPS for kind in ("sft", "grpo")}
         return replace(trial.plan, config=replace_fields(trial.plan.config, changes))

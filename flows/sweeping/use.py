@@ -1,19 +1,22 @@
 """What stages have taken so far, by their records: time, devices, queue, waste, calls of a judge.
 
-In: a workspace and ids of stages. Out: a :class:`Use` each, and sums of them. Reads only. A stage
-that is done never changes again, so a reader that is kept asks the disk once about it.
+In: a workspace and ids of stages. Out: a :class:`Use` each, and sums of them. A stage that is done
+never changes again, so a reader asks the disk once about it, and who works on a sweep leaves what
+it knows of done stages beside the sweep for whoever looks next (:meth:`UseReader.keep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from infra import atomic
 from infra.stage_io import read_metrics
 from infra.timeline import StageHistory, incidents_of, seconds_between
 from infra.workspace import Workspace
-from refiner_core.contract.records import StageRecord
+from refiner_core.contract.records import StageRecord, from_json
 
 _HOUR_S = 3600.0
 _SECTIONS = {"card": "publish", "export": "publish", "serve": "judge", "fetch": "data"}
@@ -64,15 +67,21 @@ NOTHING = Use()
 
 
 class UseReader:
-    """Reads what stages have used; remembers what cannot change any more."""
+    """Reads what stages have used; remembers what cannot change any more.
 
-    def __init__(self, workspace: Workspace) -> None:
+    ``kept`` is a file that :meth:`keep` has written, if there is one.
+    """
+
+    def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
         self.workspace = workspace
         self._done: dict[str, Use] = {}
+        self._kept: dict[str, list[Any]] = {}
+        if kept is not None:
+            self._kept = (workspace.read_control(kept) or {}).get("stages", {})
 
     def of(self, stage_id: str) -> Use:
         """One stage; nothing where nobody has begun it."""
-        if found := self._done.get(stage_id):
+        if found := self._done.get(stage_id) or self._from_file(stage_id):
             return found
         record = self.workspace.read_record(stage_id)
         if record is None or not record.attempts:
@@ -88,6 +97,31 @@ class UseReader:
         for stage_id in dict.fromkeys(stage_ids):
             total = total.plus(self.of(stage_id))
         return total
+
+    def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
+        """Leave what is known of done stages for other readers. One writer: who works on the
+        sweep."""
+        ids = dict.fromkeys(stage_ids)
+        found = {i: [self._stamp(i), asdict(self.of(i))] for i in ids}
+        known = {i: value for i, value in found.items() if i in self._done}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, {"version": 1, "stages": known})
+
+    def _from_file(self, stage_id: str) -> Use | None:
+        """What a file has of a stage, if its result is still the one that it speaks of."""
+        stamp, values = self._kept.get(stage_id) or (None, None)
+        if stamp is None or stamp != self._stamp(stage_id):
+            return None
+        self._done[stage_id] = found = from_json(Use, values)
+        return found
+
+    def _stamp(self, stage_id: str) -> list[int] | None:
+        """Tells one result file from another; None where there is none."""
+        try:
+            found = self.workspace.layout.stage(stage_id).result.stat()
+        except FileNotFoundError:
+            return None
+        return [found.st_size, found.st_mtime_ns]
 
     def _of(self, stage_id: str, record: StageRecord) -> Use:
         numbers = [a.number for a in record.attempts]
