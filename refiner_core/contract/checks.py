@@ -7,17 +7,25 @@ time.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.command_checks import check_command
-from refiner_core.contract.config import RecipeConfig, RetryConfig
+from refiner_core.contract.config import (
+    DataConfig,
+    EvaluateConfig,
+    JudgeConfig,
+    RecipeConfig,
+    RetryConfig,
+    RewardConfig,
+)
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
@@ -400,8 +408,30 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     check_command(config)
     for name, measured in configs_under(config).items():
         with refused_under(name):
-            check_config(measured)
+            _check_measuring(
+                measured.data,
+                measured.reward,
+                measured.judge,
+                measured.evaluate,
+                measured.grpo.response_length,
+            )
     return config
+
+
+@functools.lru_cache(maxsize=64)
+def _check_measuring(
+    data: DataConfig,
+    reward: RewardConfig,
+    judge: JudgeConfig,
+    evaluate: EvaluateConfig,
+    response_length: int,
+) -> None:
+    """Check what a protocol may fix; thousands of trials have it in common."""
+    plain = RecipeConfig(stages=("data", "evaluate"))
+    grpo = replace(plain.grpo, response_length=response_length)
+    check_config(
+        replace(plain, data=data, reward=reward, judge=judge, evaluate=evaluate, grpo=grpo)
+    )
 
 
 def _number(path: str, value: Any, expected: str) -> ConfigurationError:
