@@ -27,7 +27,6 @@ from infra.tracking import tracked_address
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.protocols import protocol_name
-from refiner_core.contract.records import StageResult
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.curves import SHOWN
@@ -58,7 +57,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         There is no such sweep; names the nearest.
     """
     record = workspace.read_sweep(sweep)
-    standings = SweepReader(workspace).standings(record)
+    standings = SweepReader(workspace, record.name).standings(record)
     read = _Read(workspace)
     read.evaluations_of(record.trials)
     trials = tuple(
@@ -99,33 +98,38 @@ class _Read:
         self.trainings: dict[str, Training] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
         self.folders: dict[str, Path] = {}
+        self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
-        self._results: dict[str, StageResult | None] = {}
+        self._results: dict[str, dict[str, Any] | None] = {}
 
-    def result(self, stage: str) -> StageResult | None:
-        """What a stage made, if it is done."""
+    def result(self, stage: str) -> dict[str, Any] | None:
+        """What a stage made, as it was written; None where it is not done."""
         if stage not in self._results:
-            self._results[stage] = self.workspace.read_result(stage)
+            path = self.workspace.layout.stage(stage).result
+            self._results[stage] = self.workspace.read_control(path)
         return self._results[stage]
 
     def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
         """Read all evaluations that are done."""
         names = {i: n for t in trials for n, i in t.stages.items() if n.startswith(_EVALUATE)}
-        done = [(i, n) for i, n in names.items() if self.result(i) is not None]
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(lambda pair: self._evaluation(*pair), done):
+            for found in pool.map(lambda pair: self._evaluation(*pair), names.items()):
                 if isinstance(found, str):
                     self.warnings.append(found)
-                else:
+                elif found is not None:
                     self.evaluations[found.stage] = found
 
-    def _evaluation(self, stage: str, name: str) -> Evaluation | str:
-        result = self.result(stage)
-        assert result is not None
-        folder = self.workspace.layout.stage(stage).data / result.output_dir
+    def _evaluation(self, stage: str, name: str) -> Evaluation | str | None:
+        """One evaluation; why it is left out; None if it is not done."""
+        path = self.workspace.layout.stage(stage)
+        result = self.workspace.read_control(path.result)
+        if result is None:
+            return None
+        folder = path.data / str(result["output_dir"])
         self.folders[stage] = folder
         try:
-            report = result.report if "evaluations" in result.report else load_results(folder)
+            report = result["report"]
+            report = report if "evaluations" in report else load_results(folder)
             measured = tuple(self._measured(folder, report))
         except DataError as error:
             return f"{name} ({stage}) is left out: {error}"
@@ -168,18 +172,19 @@ class _Read:
         stage = trial.stages[name]
         if stage not in self.trainings:
             numbers = self.workspace.layout.stage(stage).attempt_numbers()
-            result = self.result(stage)
-            number = result.attempt if result is not None else max(numbers, default=0)
-            if not number:
+            if not numbers:
                 return False
-            paths = self.workspace.layout.attempt(stage, number)
+            # The newest attempt's file tells the whole story.
+            paths = self.workspace.layout.attempt(stage, numbers[-1])
             self.trainings[stage] = read_training(name, paths.metrics)
+            self.tracked[stage] = tracked_address(paths.tracker) or ""
         return bool(self.trainings[stage].metrics)
 
     def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
         use = standing.use
         published = self.result(trial.stages["publish"]) if "publish" in trial.stages else None
-        target = str(published.report.get("target") or "") if published is not None else ""
+        target = str((published or {}).get("report", {}).get("target") or "")
+        trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in _TRAINING[::-1])
         return TrialRow(
             arm=standing.arm,
             seed=standing.seed,
@@ -196,20 +201,9 @@ class _Read:
             attempts=use.attempts,
             judge_calls=use.judge_calls,
             shared=standing.shared,
-            tracked=self._tracked(trial),
+            tracked=next(filter(None, trained), ""),
             published=target,
         )
-
-    def _tracked(self, trial: TrialRecord) -> str:
-        """Where the last training can be looked at, if it was tracked online."""
-        for name in reversed(_TRAINING):
-            stage = trial.stages.get(name)
-            result = None if stage is None else self.result(stage)
-            if stage is not None and result is not None:
-                folder = self.workspace.layout.attempt(stage, result.attempt).tracker
-                if address := tracked_address(folder):
-                    return address
-        return ""
 
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:

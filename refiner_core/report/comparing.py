@@ -65,7 +65,7 @@ def make_report(evidence: Evidence) -> SweepReport:
         curves=make_curves(evidence),
         matrix=matrix,
         agreement=make_agreement(matrix),
-        rubrics=make_rubrics(evidence, chosen) if chosen else (),
+        rubrics=make_rubrics(evidence, chosen, _changes(comparisons)) if chosen else (),
         flips=flips,
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
         incidents=evidence.incidents,
@@ -75,6 +75,12 @@ def make_report(evidence: Evidence) -> SweepReport:
         warnings=(*evidence.warnings, *problems, *_warnings(evidence, groups)),
     )
     return replace(report, detectable=_detectable(evidence, chosen, metric))
+
+
+def _changes(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Arm -> its difference on the sweep's question."""
+    primary = (c for c in comparisons if c.primary)
+    return {n.arm: n.difference for c in primary for n in c.numbers if n.difference is not None}
 
 
 # ---------------------------------------------------------------- the sweep's question

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,13 @@ def higher_is_better(metric: str) -> bool | None:
     return None if metric in _NEITHER else metric not in _LOWER
 
 
+class _BySeed(NamedTuple):
+    """What each seed says: the mean over the prompts that have a value, and their number."""
+
+    means: list[float]
+    counts: list[int]
+
+
 @dataclass
 class _Side:
     """One arm of a comparison, as it is put together."""
@@ -56,6 +64,8 @@ class _Side:
     drift: Drift = UNKNOWN
     values: Floats | None = None  # [seeds, prompts]
     differences: Floats | None = None  # [shared seeds, prompts]
+    by_seed: _BySeed | None = None
+    changes: _BySeed | None = None
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     p_adjusted: float | None = None
@@ -127,12 +137,11 @@ def _sides(group: Group, metric: str, setting: Setting) -> list[_Side]:
         side = _Side(arm, group.seeds_of(arm))
         refusals = (_other_prompts(group, (arm, seed), asked, first) for seed in side.seeds)
         side.refused = next(filter(None, refusals), "")
-        kept = tuple(s for s in side.seeds if _row(group, arm, s, metric) is not None)
-        side.seeds = kept
-        rows = [_row(group, arm, seed, metric) for seed in kept]
-        lengths = {len(row) for row in rows if row is not None}
-        if len(lengths) == 1:
-            side.values = np.stack([row for row in rows if row is not None])
+        found = {seed: _row(group, arm, seed, metric) for seed in side.seeds}
+        rows = {seed: row for seed, row in found.items() if row is not None}
+        side.seeds = tuple(rows)
+        if len({len(row) for row in rows.values()}) == 1:
+            side.values = np.stack(list(rows.values()))
         sides.append(side)
     return sides
 
@@ -143,9 +152,8 @@ def _base(sides: Sequence[_Side], setting: Setting) -> _Side | None:
     return next((s for s in fitting if s.values is not None), None)
 
 
-def _row(group: Group, arm: str, seed: int, metric: str, *, of: str = "means") -> Floats | None:
-    found: PromptMeans | None = getattr(group.cells[arm, seed].measured, of)
-    return None if found is None else found.of(metric)
+def _row(group: Group, arm: str, seed: int, metric: str) -> Floats | None:
+    return group.cells[arm, seed].measured.means.of(metric)
 
 
 def _prompts(group: Group, arm: str, seed: int) -> tuple[str, ...]:
@@ -175,8 +183,18 @@ def _means(sides: Sequence[_Side], metric: str) -> None:
     """The mean of each arm over its seeds and prompts."""
     for together in _alike([s for s in sides if s.values is not None], lambda s: s.values):
         stacked = np.stack([s.values for s in together if s.values is not None])
-        for side, found in zip(together, two_way_means(stacked), strict=True):
-            side.mean = _bounded(found, metric) if found.n else None
+        found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
+        for side, mean, by_seed in found:
+            side.by_seed = by_seed
+            side.mean = _bounded(mean, metric) if mean.n else None
+
+
+def _by_seed(values: Floats) -> list[_BySeed]:
+    """Of layouts [layouts, seeds, prompts]."""
+    known = ~np.isnan(values)
+    counts = known.sum(axis=2)
+    means = np.where(known, values, 0.0).sum(axis=2) / np.maximum(counts, 1)
+    return [_BySeed(m, n) for m, n in zip(means.tolist(), counts.tolist(), strict=True)]
 
 
 def _bounded(found: Difference, metric: str) -> Difference:
@@ -198,9 +216,11 @@ def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side])
     ready = _pair(base, sides)
     for together in _alike(ready, lambda s: s.differences):
         stacked = np.stack([s.differences for s in together if s.differences is not None])
-        for side, found in zip(together, two_way_means(stacked), strict=True):
-            side.found = found if found.n else None
-            _one_against_one(group, metric, base, side)
+        found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
+        for side, difference, by_seed in found:
+            side.changes = by_seed
+            side.found = difference if difference.n else None
+            _one_against_one(group, metric, side)
         _look_at_reference(group, metric, base, together, stacked)
 
 
@@ -219,7 +239,7 @@ def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
     return ready
 
 
-def _one_against_one(group: Group, metric: str, base: _Side, side: _Side) -> None:
+def _one_against_one(group: Group, metric: str, side: _Side) -> None:
     """Of a yes or no with one sample per prompt and one seed, McNemar's exact test."""
     single = len(side.shared) == 1 and metric in YES_NO and group.decoding == "greedy"
     if not single or side.found is None or side.differences is None:
@@ -238,21 +258,31 @@ def _look_at_reference(
     rows: list[list[Floats]] = []
     for place, side in enumerate(sides):
         pairs = [
-            (_row(group, side.arm, s, metric, of="reference"),
-             _row(group, base.arm, s, metric, of="reference"))
-            for s in side.shared
-        ]  # fmt: skip
-        lengths = {len(x) for pair in pairs for x in pair if x is not None}
-        if any(a is None or b is None for a, b in pairs) or lengths != {differences.shape[2]}:
-            continue
-        if all(a is b for a, b in pairs):
+            (
+                group.cells[side.arm, seed].measured.reference,
+                group.cells[base.arm, seed].measured.reference,
+            )
+            for seed in side.shared
+        ]
+        if all(a is not None and b is not None and a.values is b.values for a, b in pairs):
             side.drift = Drift("equal", prompts=differences.shape[2] * len(pairs))
             continue
-        known.append(place)
-        rows.append([a - b for a, b in pairs if a is not None and b is not None])
+        found = [_shift(a, b, metric) for a, b in pairs]
+        shifts = [row for row in found if row is not None and len(row) == differences.shape[2]]
+        if len(shifts) == len(pairs):
+            known.append(place)
+            rows.append(shifts)
     if known:
         for place, drift in zip(known, drifts(np.array(rows), differences[known]), strict=True):
             sides[place].drift = drift
+
+
+def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:
+    """How the copier's answers were scored, less how they were scored in another evaluation."""
+    if one is None or other is None or one.prompts != other.prompts:
+        return None
+    a, b = one.of(metric), other.of(metric)
+    return None if a is None or b is None else a - b
 
 
 def _alike(sides: Sequence[_Side], values: Callable[[_Side], Floats | None]) -> list[list[_Side]]:
@@ -328,24 +358,22 @@ def _verdict(side: _Side, base: _Side | None, metric: str) -> Verdict | None:
 
 
 def _points(side: _Side, setting: Setting) -> tuple[SeedPoint, ...]:
-    mine = {} if side.values is None else dict(zip(side.seeds, side.values, strict=True))
-    other: dict[int, Floats] = {}
-    if side.differences is not None:
-        other = dict(zip(side.shared, side.differences, strict=True))
-    points = []
-    for seed in setting.seeds:
-        value, n = _mean_of(mine.get(seed))
-        difference, _ = _mean_of(other.get(seed))
-        if seed in mine or (side.arm, seed) in setting.absent:
-            points.append(SeedPoint(seed, value, difference, n))
-    return tuple(points)
+    mine = _of_seeds(side.seeds, side.by_seed)
+    change = _of_seeds(side.shared, side.changes)
+    nothing = (None, 0)
+    return tuple(
+        SeedPoint(seed, mine.get(seed, nothing)[0], change.get(seed, nothing)[0],
+                  mine.get(seed, nothing)[1])
+        for seed in setting.seeds
+        if seed in mine or (side.arm, seed) in setting.absent
+    )  # fmt: skip
 
 
-def _mean_of(row: Floats | None) -> tuple[float | None, int]:
-    if row is None:
-        return None, 0
-    kept = row[~np.isnan(row)]
-    return (float(kept.mean()), len(kept)) if len(kept) else (None, 0)
+def _of_seeds(seeds: Sequence[int], found: _BySeed | None) -> dict[int, tuple[float | None, int]]:
+    if found is None:
+        return {}
+    triples = zip(seeds, found.means, found.counts, strict=True)
+    return {seed: (mean if count else None, count) for seed, mean, count in triples}
 
 
 def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> list[str]:

@@ -5,11 +5,13 @@ In: the group of the sweep's question, and what its judge said of each rubric. O
 and 1 - score of a negative one, so that higher is better. Answers that were malformed were not
 judged and are not in it: their share is another number.
 
-Of many seeds and arms only so many evaluations are read that a report stays quick; which, is by
-seed, so that arms are compared on the same ones.
+Of very many evaluations only so many are read that a report stays quick: all arms with the first
+seeds, and of hundreds of arms those that differ most from the baseline.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -21,19 +23,25 @@ from refiner_core.report.groups import Group
 
 Floats = npt.NDArray[np.float64]
 #: Evaluations that are read.
-_MOST_READ = 240
+_MOST_READ = 120
 
 
-def make_rubrics(evidence: Evidence, group: Group) -> tuple[RubricRow, ...]:
-    """A row per rubric, those that differ most between arms first."""
+def make_rubrics(
+    evidence: Evidence, group: Group, differences: Mapping[str, float]
+) -> tuple[RubricRow, ...]:
+    """A row per rubric, those that differ most between arms first.
+
+    ``differences`` are those of arms on the sweep's question.
+    """
     if evidence.stored is None or evidence.sweep.baseline not in group.arms:
         return ()
     baseline = evidence.sweep.baseline
     asked = group.cells[baseline, group.seeds_of(baseline)[0]].measured.means.prompts
-    seeds = _seeds(group)
+    arms = _arms(group, baseline, differences)
+    seeds = sorted({seed for _, seed in group.cells})[: max(1, _MOST_READ // len(arms))]
     names: tuple[tuple[str, str], ...] | None = None
     by_arm: dict[str, dict[int, Floats]] = {}
-    for arm in sorted(group.arms, key=lambda a: a != baseline):
+    for arm in arms:
         for seed in seeds:
             cell = group.cells.get((arm, seed))
             if cell is None or cell.measured.means.prompts != asked:
@@ -49,10 +57,12 @@ def make_rubrics(evidence: Evidence, group: Group) -> tuple[RubricRow, ...]:
     return tuple(sorted(rows, key=_largest, reverse=True))
 
 
-def _seeds(group: Group) -> tuple[int, ...]:
-    """As many seeds as can be read of all arms, at least one."""
-    seeds = sorted({seed for _, seed in group.cells})
-    return tuple(seeds[: max(1, _MOST_READ // len(group.arms))])
+def _arms(group: Group, baseline: str, differences: Mapping[str, float]) -> list[str]:
+    """The baseline, then the arms that are read, in the order of the group."""
+    others = [arm for arm in group.arms if arm != baseline]
+    by_size = sorted(others, key=lambda arm: -abs(differences.get(arm, 0.0)))
+    kept = set(by_size[: _MOST_READ - 1])
+    return [baseline, *(arm for arm in others if arm in kept)]
 
 
 def _row(
