@@ -106,6 +106,7 @@ def _contents(report: SweepReport) -> dict[str, Any]:
             [v for r in report.rubrics for v in r.values.values()], ticks=3
         ),
         "prompts": fitting(report.side_by_side, few),
+        "spelt": spelt_protocols(report.protocols),
         "flips": report.flips[:MOST_FLIPS],
         "costs": words.costs(report),
         "whole": words.cost_of("all arms", report.trials),
@@ -227,7 +228,8 @@ def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
         said = (f"{judge_name(row)} puts {words.listed(arms)} first" for row, arms in named)
         yield f"{'; '.join(said)}."
     for row, arms in named:
-        if own := [arm for arm in arms if arm in row.trains]:
+        others = [c for c in row.cells if c.value is not None and c.arm not in row.trains]
+        if others and (own := [arm for arm in arms if arm in row.trains]):
             yield (
                 f"{judge_name(row)} puts {words.listed(own)} first, which it has trained: look at "
                 "a judge that trains nobody before believing it."
@@ -269,6 +271,8 @@ def tree(value: Any, depth: int = 0) -> Markup:
             return Markup("<bdi>{}</bdi>").format(", ".join(_leaf(v) for v in value))
         items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
         return Markup("<ul>{}</ul>").format(items)
+    if isinstance(value, str) and "\n" in value:
+        return Markup("<pre>{}</pre>").format(printing.plain(value))
     return Markup("<bdi>{}</bdi>").format(_leaf(value))
 
 
@@ -280,6 +284,31 @@ def _leaf(value: Any) -> str:
     if isinstance(value, float):
         return printing.MISSING if printing.finite(value) is None else f"{value:.6g}"
     return printing.plain(str(value))
+
+
+def spelt_protocols(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Protocols field by field: what all share, and in what they differ."""
+    flat = {fingerprint: dict(_flat(protocol)) for fingerprint, protocol in protocols.items()}
+    fields = list(dict.fromkeys(name for found in flat.values() for name in found))
+    shared, different = [], []
+    for name in fields:
+        texts = [found.get(name, printing.MISSING) for found in flat.values()]
+        if len(set(texts)) == 1 and name != "name":
+            shared.append((name, texts[0]))
+        else:
+            different.append((name, texts))
+    return {"fingerprints": list(flat), "shared": shared, "different": different}
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Fields by dotted name, as text."""
+    for key, found in value.items():
+        if isinstance(found, Mapping) and found:
+            yield from _flat(found, f"{before}{key}.")
+        elif isinstance(found, list | tuple) and found:
+            yield f"{before}{key}", ", ".join(_leaf(v) for v in found)
+        else:
+            yield f"{before}{key}", _leaf(found)
 
 
 def _hash_of(script: str) -> str:

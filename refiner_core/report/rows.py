@@ -103,11 +103,15 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
         verdict=verdict,
         sign=SIGNS.get(verdict, ""),
         basis=f"{words.basis(found)}{excluded}" if found.seeds else "",
-        note=found.note or _why_missing(found),
+        note=_sentence(found.note) or _why_missing(found),
         value_strip=_value_strip(found, column, verdict),
         difference_strip=_difference_strip(found, column, verdict),
         number=found,
     )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _why_missing(found: ArmNumber) -> str:

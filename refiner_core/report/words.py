@@ -144,8 +144,8 @@ def basis(n: ArmNumber) -> str:
 def detectable_phrase(detectable: Mapping[str, Any], decimals: int | None = None) -> str:
     """``effects below 0.021 would mostly go unseen``, or nothing where that is not known."""
     effect = detectable.get("effect")
-    if not isinstance(effect, int | float) or finite(float(effect)) is None:
-        return ""
+    if not isinstance(effect, int | float) or not finite(float(effect)):
+        return ""  # nor where nothing has varied: that tells of luck, not of an infinite precision
     shown = max(decimals or 0, decimals_for(None, float(effect)) - 1)
     power = detectable.get("power")
     share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""

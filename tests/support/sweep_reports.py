@@ -176,7 +176,7 @@ class _Made:
                 "smallest_effect": 0.03,
                 "basis": "spread of the seeds of this sweep, 3 seeds, 200 prompts",
             },
-            forecast={"gpu_hours": 41.0, "basis": "12 earlier stages"},
+            forecast={"gpu_hours": 41.0, "seconds": 90_000.0, "stages": 66},
             warnings=("The judge of protocol `own` was updated between night 1 and night 2.",)
             if self.failed
             else (),
