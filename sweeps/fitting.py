@@ -7,6 +7,7 @@ the numbers of some stages are unknown, what is known already passes the limit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -167,7 +168,10 @@ def what_fits(trials: Sequence[TrialShare], count: int) -> str:
 
 
 def _number(value: float, *, up: bool = False) -> str:
-    """Few digits; ``up``: never less than the value."""
+    """Three digits; ``up``: two, and never less than the value."""
     if value >= 100 or value == int(value):
-        return f"{-(-value // 1) if up else value:.0f}"
-    return f"{value + (0.05 if up else 0.0):.1f}"
+        return f"{math.ceil(value) if up else value:.0f}"
+    if not up:
+        return f"{value:.3g}"
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(value / step) * step:.3g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from infra.layout import sweep_call
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
+    from flows.sweeping.rescoring import RescoreShare
     from infra.workspace import Workspace
     from refiner_core.contract.sweep_records import SweepRecord
     from sweeps.values import SweepPlan
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 @click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
 @click.option("--yes", "-y", is_flag=True, help="launch without asking")
+@click.option(
+    "--rescore",
+    metavar="RUN",
+    help="also say, by the stored rollouts of RUN, which share of groups the arms' rewards and "
+    "judges would change; asks no judge",
+)
 @click.option(
     "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
 )
@@ -36,6 +42,7 @@ def sweep_command(
     words: tuple[str, ...],
     dry_run: bool,
     yes: bool,
+    rescore: str | None,
     past_canary: bool,
     take_over: bool,
     detach: str | None,
@@ -56,7 +63,6 @@ def sweep_command(
     """
     from flows.sweeping.launching import Launch
     from flows.sweeping.planning import make_sweep_plan
-    from flows.sweeping.showing import show_sweep_plan, sweep_json
 
     names = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -69,20 +75,48 @@ def sweep_command(
         use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
     )
     again = ["refiner", "sweep", names[0], *overrides]
+    asked = _Asked(yes, detach, as_json, again, rescore)
     if dry_run:
-        if as_json:
-            print_json(sweep_json(plan))
-        else:
-            show_sweep_plan(plan)
+        _show_only(plan, asked)
         return 0
-    return _launch(plan, overrides, launch, _Asked(yes, detach, as_json, again))
+    return _launch(plan, overrides, launch, asked)
+
+
+def _show_only(plan: SweepPlan, asked: _Asked) -> None:
+    """What it would do, and what it takes and can show; nothing is launched."""
+    from flows.cli.options import until_nobody_reads
+    from flows.sweeping.showing import show_sweep_plan, sweep_json
+
+    share = asked.rescored(plan)
+    if asked.as_json:
+        print_json({**sweep_json(plan), **({} if share is None else {"rescore": share.json()})})
+        return
+    with until_nobody_reads():
+        for line in [*show_sweep_plan(plan), *(() if share is None else share.lines())]:
+            click.echo(line)
 
 
 class _Asked:
     """How the command was typed."""
 
-    def __init__(self, yes: bool, detach: str | None, as_json: bool, again: list[str]) -> None:
+    def __init__(
+        self,
+        yes: bool,
+        detach: str | None,
+        as_json: bool,
+        again: list[str],
+        rescore: str | None = None,
+    ) -> None:
         self.yes, self.detach, self.as_json, self.again = yes, detach, as_json, again
+        self.rescore = rescore
+
+    def rescored(self, plan: SweepPlan) -> RescoreShare | None:
+        """What the arms would change about the run of ``--rescore``; None without it."""
+        if self.rescore is None:
+            return None
+        from flows.sweeping.rescoring import share_of_run
+
+        return share_of_run(plan, self.rescore)
 
 
 def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked) -> int:
@@ -95,6 +129,7 @@ def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked
     )
     from flows.sweeping.showing import look_at_sweep, show_sweep_plan
     from flows.sweeping.versions import record_version
+    from sweeps.fitting import refuse_what_cannot_fit
 
     finished = is_finished(plan, workspace_of(plan))
     forecast = {}
@@ -104,8 +139,11 @@ def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked
         before = look.before
         forecast = forecast_json(before.forecast, before.passed, trials=False)
         if not launch.quiet or not asked.yes:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result
-                show_sweep_plan(plan, look)
+            share = asked.rescored(plan)
+            lines = [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]
+            for line in lines:
+                click.echo(line, err=True)  # stdout is for the result
+        refuse_what_cannot_fit(before.passed)
         _ask(asked)
     workspace = workspace_of(plan, to_write=True)
     record = record_version(plan, workspace, overrides, forecast, take_over=launch.take_over)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flows.status import find_run
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -77,6 +78,20 @@ class RescoreShare:
     def json(self) -> dict[str, Any]:
         """For ``--json``."""
         return {"run": self.run, "steps": STEPS, "arms": [asdict(arm) for arm in self.arms]}
+
+
+def share_of_run(plan: SweepPlan, name: str) -> RescoreShare:
+    """The same for a run by its name, in the sweep's workspace.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        There is no such run, or it has no stored rollouts.
+    """
+    workspace = Workspace.read_only(plan.trials[0].plan.config.workspace)
+    run = find_run(workspace, name)
+    assert run is not None, "a run that is named is found or refused"
+    return rescore_share(plan, workspace, run)
 
 
 def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> RescoreShare:
