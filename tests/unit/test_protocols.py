@@ -38,6 +38,7 @@ from refiner_core.contract.protocols import (
     protocol_fingerprint,
 )
 from refiner_core.contract.records import from_json, to_json
+from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import make_protocol
 from tests.support.recorded_run import RecordedRun
 
@@ -293,15 +294,21 @@ def test_a_judge_that_is_served_has_a_server_of_its_own_unless_one_is_the_same(
 
 
 def test_a_stage_works_with_the_configuration_of_its_protocol(tmp_path: Path) -> None:
-    file = write(tmp_path, "evaluate: {max_prompts: 3, decoding: [greedy]}")
+    own = 'data: {rl_path: "builtin:synthetic", synthetic_rl_rows: 9, synthetic_seed: 7}'
+    file = write(tmp_path, f"evaluate: {{max_prompts: 3, decoding: [greedy]}}\n{own}")
     run = RecordedRun(tmp_path / "ws", f"evaluate.protocols=[{file}]")
     Path(file).unlink()
-    run.data()
+    run.carry_out("data@mine")
     run.claim("evaluate-base@mine")
     paths = run.workspace.layout.attempt(run.stage("evaluate-base@mine").id, 1)
     recorded = from_json(RecipeConfig, Workspace.open(tmp_path / "ws").read_control(paths.config))
     assert recorded.evaluate.max_prompts == 3
     assert recorded == run.plan.config_of(run.stage("evaluate-base@mine"))
+    assert check_config(recorded), "it can be read, and rescored, as a configuration of its own"
+    folder = run.workspace.output_dir(run.stage("data@mine").id)
+    assert folder is not None
+    rows = [len(load_prompts(folder / f"rl_{side}.parquet")) for side in ("train", "test")]
+    assert rows == [0, run.plan.config_of(run.stage("data@mine")).data.synthetic_rl_rows]
     assert evaluation_samples(recorded) == 3 * (recorded.evaluate.num_samples + 1)
 
 
