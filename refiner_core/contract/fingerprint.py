@@ -80,9 +80,9 @@ def stage_fingerprint(
     parts = {  # in the order of canonical JSON
         "identity": text or canonical_json(dict(identity)),
         "inputs": canonical_json(dict(inputs)),
-        "kind": canonical_json(kind),
+        "kind": f'"{kind}"',
         "sources": canonical_json(dict(sources)),
-        "version": canonical_json(version),
+        "version": str(version),
     }
     whole = ",".join(f'"{name}":{part}' for name, part in parts.items())
     return hashlib.sha256(f"{{{whole}}}".encode()).hexdigest()

@@ -33,7 +33,8 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import CommandConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
@@ -236,6 +237,18 @@ class Plan:
         return hits
 
 
+class _Wanted(NamedTuple):
+    """A stage that is to be added; see :class:`PlannedStage`."""
+
+    name: str
+    kind: StageKind
+    inputs: Mapping[str, str]
+    protocol: str = ""
+    model: str = ""
+    at_step: Mapping[str, int] = MappingProxyType({})
+    after: tuple[str, ...] = ()
+
+
 class _Builder:
     """Adds stages one by one; each sees the fingerprints of those before it."""
 
@@ -272,18 +285,12 @@ class _Builder:
         after: tuple[str, ...] = (),
         protocol: str = "",
     ) -> str:
-        stage = self._stage(name, kind, inputs, at_step or {}, protocol)
-        self.stages[name] = self.memo.changed(stage, model=model, after=after)
+        wanted = _Wanted(name, kind, inputs, protocol, model, at_step or {}, after)
+        self.stages[name] = self._stage(wanted)
         return name
 
-    def _stage(
-        self,
-        name: str,
-        kind: StageKind,
-        inputs: Mapping[str, str],
-        at_step: Mapping[str, int],
-        protocol: str,
-    ) -> PlannedStage:
+    def _stage(self, stage: _Wanted) -> PlannedStage:
+        name, kind, inputs, protocol, model, at_step, after = stage
         config, sources = self.under.get(protocol, (self.config, self.sources))
         fields, needed = STAGE_FIELDS[kind], _SOURCES[kind]
         if kind == "command" and config.command.adopted:
@@ -314,12 +321,14 @@ class _Builder:
                 inputs=dict(inputs),
                 input_fingerprints=fingerprints,
                 resources=section.resources,
+                model=model,
                 needs_network=self._needs_network(kind),
+                after=after,
                 at_step=dict(at_step),
                 protocol=protocol,
             )
 
-        named = (name, protocol, *inputs.items(), *at_step.items(), *wanted.items())
+        named = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
         execution = self.memo.number((section,))
         return self.memo.once((named, parts, execution, *fingerprints.values()), make)
 
@@ -368,8 +377,7 @@ class _Builder:
         if weights:
             inputs["weights"] = weights
         name = under(f"evaluate-{model}", protocol)
-        stage = self._stage(name, "evaluate", inputs, {}, protocol)
-        stage = self.memo.changed(stage, model=model)
+        stage = self._stage(_Wanted(name, "evaluate", inputs, protocol, model))
         if self._evaluations.setdefault(stage.id, name) != name:
             return None
         self.stages[name] = stage
@@ -381,7 +389,7 @@ class _Builder:
             return "data"
         name = under("data", protocol)
         if name not in self.stages:
-            stage = self._stage(name, "data", {}, {}, protocol)
+            stage = self._stage(_Wanted(name, "data", {}, protocol))
             same = (s.name for s in self.stages.values() if s.id == stage.id)
             if (found := next(same, None)) is not None:
                 return found
