@@ -50,6 +50,7 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench.dispatch
 	$(BIN)/python -m tests.bench.recovery
 	$(BIN)/python -m tests.bench publishing
+	$(BIN)/python -m tests.bench sweeps
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

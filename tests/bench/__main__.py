@@ -30,7 +30,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 
 def main() -> None:
-    """Run every pair; ``python -m tests.bench publishing …`` (or judging) is that bench alone."""
+    """Run every pair; ``python -m tests.bench publishing …`` (judging, sweeps …) is that bench alone."""
     if sys.argv[1:2] == ["publishing"]:
         from tests.bench import publishing
 
@@ -51,6 +51,14 @@ def main() -> None:
         from tests.bench import judgements
 
         sys.exit(judgements.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["sweeps"]:
+        from tests.bench import sweeps
+
+        sys.exit(sweeps.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["report"]:
+        from tests.bench import report
+
+        sys.exit(report.main(sys.argv[2:]))
     torch.set_num_threads(1)
     for pair in (generation_of_groups,):
         print(json.dumps(pair()), flush=True)

@@ -1,0 +1,110 @@
+"""`python -m tests.bench sweeps`: how long it takes to plan thousands of trials, and to show them.
+
+Prints one JSON line per measurement: ``name``, ``ours`` (seconds of wall clock), ``cpu`` (seconds
+of CPU), ``goal`` (seconds), ``peak_mib`` (what the process grew by at most), ``trials``. The last
+line compares time and memory for ten times the trials: 10 is linear. Each is a process of its own,
+after its imports and one small sweep (start-up is not counted), the best of three; the dry run, for
+which there is no goal, is measured once. Exits with 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+#: Trials -> seconds that planning them may take.
+GOALS = {1_000: 1.0, 10_000: 5.0}
+#: What ten times the trials may take of time and memory.
+LINEAR = 13.0
+SEEDS, WEIGHTS = 5, (0.0, 0.1, 0.2, 0.5)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure each; exits with 1 where one takes longer than its goal."""
+    if arguments[:1] == ["one"]:
+        print(json.dumps(measure(arguments[1], int(arguments[2]))), flush=True)
+        return 0
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for what in ("plan", "show"):
+        for trials in GOALS:
+            line = min(
+                _in_a_process(what, trials, 3 if what == "plan" else 1), key=lambda x: x["ours"]
+            )
+            if what == "plan":
+                line["goal"] = GOALS[trials]
+            found[what, trials] = line
+            print(json.dumps(line), flush=True)
+    small, large = (found["plan", trials] for trials in GOALS)
+    growth = {
+        "name": "planning ten times the trials",
+        "times_the_time": round(large["cpu"] / small["cpu"], 1),
+        "times_the_memory": round(large["peak_mib"] / max(1.0, small["peak_mib"]), 1),
+        "goal": LINEAR,
+    }
+    print(json.dumps(growth), flush=True)
+    kept = all(line["ours"] <= line.get("goal", float("inf")) for line in found.values())
+    linear = max(growth["times_the_time"], growth["times_the_memory"]) <= LINEAR
+    return 0 if kept and linear else 1
+
+
+def _in_a_process(what: str, trials: int, rounds: int) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.bench", "sweeps", "one", what, str(trials)]
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = (
+        subprocess.run(
+            command, cwd=root, env=environment, check=True, capture_output=True, text=True
+        )
+        for _ in range(rounds)
+    )
+    return [json.loads(process.stdout) for process in done]
+
+
+def measure(what: str, trials: int) -> dict[str, Any]:
+    """One measurement, in this process: planning alone, or the whole dry run for scripts."""
+    from flows.sweeping.planning import make_sweep_plan
+    from flows.sweeping.showing import sweep_json
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = f"workspace={folder}/none"
+        sweep_json(make_sweep_plan(sweep_file(Path(folder), SEEDS * len(WEIGHTS)), [place]))
+        path = sweep_file(Path(folder), trials)
+        before, wall, cpu = peak_mib(), time.perf_counter(), time.process_time()
+        plan = make_sweep_plan(path, [place])
+        if what == "show":
+            json.dumps(sweep_json(plan))
+        taken, used = time.perf_counter() - wall, time.process_time() - cpu
+        assert len(plan.trials) == trials
+        names = {"plan": f"planning {trials:,} trials", "show": f"dry run of {trials:,} trials"}
+        return {
+            "name": names[what],
+            "ours": round(taken, 2),
+            "cpu": round(used, 2),
+            "peak_mib": round(peak_mib() - before, 1),
+            "trials": trials,
+            "stages": len(plan.stages()),
+        }
+
+
+def sweep_file(folder: Path, trials: int) -> str:
+    """A grid of so many trials over the tiny recipe."""
+    levels = trials // (SEEDS * len(WEIGHTS))
+    rates = [round(1e-5 * (i + 1), 8) for i in range(levels)]
+    path = folder / f"grid-{trials}.yaml"
+    factors = {"grpo.learning_rate": rates, "reward.paper_citation_weight": list(WEIGHTS)}
+    question = {"metric": "oracle", "decoding": "sampled"}
+    value = {"recipe": "tiny", "factors": factors, "seeds": SEEDS, "question": question}
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
