@@ -150,6 +150,7 @@ class _Estimator:
         for measured in history.stages:
             self.by_kind.setdefault(measured.shape.kind, []).append(measured)
         self._alike: dict[Shape, tuple[list[Measured], str]] = {}
+        self._seconds_of: dict[tuple[Shape, Work], tuple[float | None, str]] = {}
         self._calls: dict[tuple[str, tuple[object, ...]], float | None] = {}
 
     def forecast(self, stage: PlannedStage, plan: Plan, trial: str) -> StageForecast:
@@ -158,13 +159,30 @@ class _Estimator:
         shape = shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
         work = self._work(stage, plan)
         calls, calls_basis = self._judge_calls(stage, work)
-        empty = StageForecast(
-            stage.id, stage.name, stage.kind, trial, shape, work, None, None, calls, "", calls_basis
-        )
         if is_service(stage.id):
-            return replace(empty, basis="a server: as long as somebody asks it")
-        seconds, basis = self._seconds(shape, work)
-        return _timed(empty, seconds, basis)
+            seconds, basis = None, "a server: as long as somebody asks it"
+        else:
+            seconds, basis = self._known_seconds(shape, work)
+        hours = None if seconds is None else seconds * devices / _HOUR_S
+        return StageForecast(
+            stage=stage.id,
+            name=stage.name,
+            kind=stage.kind,
+            trial=trial,
+            shape=shape,
+            work=work,
+            seconds=seconds,
+            gpu_hours=hours if devices else 0.0,
+            judge_calls=calls,
+            basis=basis,
+            calls_basis=calls_basis,
+        )
+
+    def _known_seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
+        """Found once for all stages of a shape with as much to do."""
+        if (shape, work) not in self._seconds_of:
+            self._seconds_of[shape, work] = self._seconds(shape, work)
+        return self._seconds_of[shape, work]
 
     def _work(self, stage: PlannedStage, plan: Plan) -> Work:
         section = getattr(plan.config, stage.kind, None)

@@ -64,9 +64,8 @@ def read_history(workspace: Workspace, plan: SweepPlan) -> History:
 
 def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
     """Ids of the stages of a sweep that are finished."""
-    return {
-        stage_id for stage_id in plan.stages() if workspace.layout.stage(stage_id).result.exists()
-    }
+    begun = plan.stages().keys() & set(workspace.stage_ids())
+    return {stage_id for stage_id in begun if workspace.layout.stage(stage_id).result.exists()}
 
 
 def finished_ids(workspace: Workspace, kinds: AbstractSet[str]) -> Iterator[str]:

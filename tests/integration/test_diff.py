@@ -15,6 +15,7 @@ from flows.diffing import Difference, diff_sides, find_side
 from flows.diffing.text import difference_lines, next_commands
 from infra.attempt import AttemptRun
 from refiner_core.contract.records import Outcome
+from refiner_core.contract.sweep_records import SWEEP_VERSION, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import write_prompts
 from tests.support.recorded_run import (
@@ -206,6 +207,31 @@ def test_single_stages_and_attempts_are_compared_by_name(tmp_path: Path) -> None
     by_id = find_side(one.workspace, one.stage("grpo").id)
     named = find_side(one.workspace, f"{one.run.run}:grpo#1")
     assert diff_sides(by_id, named).training[0].step is None
+
+
+def test_trials_are_named_by_sweep_arm_and_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RecordedRun(tmp_path, *TRAINED)
+    stages = {s.name: s.id for s in run.plan.stages}
+    trials = [TrialRecord("beta-0.1", seed, (), stages) for seed in (1, 2)]
+    run.workspace.write_sweep(
+        SweepRecord(
+            SWEEP_VERSION, 1, "kl", "tiny", "", "", (), "beta-0.1", (1, 2), tuple(trials), {}, {},
+            {}, "0" * 16, "2026-01-01",
+        )
+    )  # fmt: skip
+    run.workspace.note_trial("kl", "beta-0.1/seed1", run.run.run)
+    assert find_side(run.workspace, "kl:beta-0.1/seed1").run == run.run
+    assert find_side(run.workspace, "kl:beta-0.1/seed1:sft").stages == {"sft": stages["sft"]}
+    where = f"workspace={tmp_path}"
+    for word, said in (
+        ("kl:beta-0.1/seed2", "has not begun"),
+        ("kl:beta-0.2/seed1", "Did you mean"),
+        ("kl", "refiner report kl"),
+    ):
+        assert main(["diff", word, run.run.run, where]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
