@@ -81,18 +81,22 @@ def deploy(
         There is no such pool or deployment.
     """
     info = _server()
-    return asyncio.run(_deploy(nightlies, info, pool, automation))
+    wanted = [(nightly, _deployment(nightly)) for nightly in nightlies]
+    return asyncio.run(_deploy(wanted, info, pool, automation))
 
 
 async def _deploy(
-    nightlies: Sequence[Nightly], info: ServerInfo, pool: str | None, automation: str | None
+    wanted: Sequence[tuple[Nightly, Any]],
+    info: ServerInfo,
+    pool: str | None,
+    automation: str | None,
 ) -> list[dict[str, Any]]:
     if pool is not None:
         await _check_pool(pool)
     target = await _target(automation) if automation is not None else None
     made = []
-    for nightly in nightlies:
-        deployment = await _deployment(nightly).aapply(work_pool_name=pool)
+    for nightly, prepared in wanted:
+        deployment = await prepared.aapply(work_pool_name=pool)
         one = {
             "name": f"refiner-nightly/{nightly.name}",
             "id": str(deployment),

@@ -6,8 +6,8 @@ In: :class:`Point` values of a series and of the canary under the same protocol 
 A *level* is what later nights are held against: at first the first night. A night counts where its
 difference from the level, paired on prompts, is beyond three errors (:mod:`.compare`) and not
 smaller than what matters. Where two of the last three nights count, in the same direction, that is
-a change, and the mean of these nights is the new level; should that be where the level before was,
-it is a *recovery*. What follows is held against the new level, so one change is told one time.
+a change, and the mean of these nights is the new level; should it lead back to the level before, or
+past it, it is a *recovery*. What follows is held against the new level, so one change is told once.
 
 Whose it is, is said by the canary, between the same nights:
 
@@ -84,7 +84,7 @@ class Change:
     Attributes
     ----------
     kind
-        ``recovery`` where a series is back at the level before its last change.
+        ``recovery`` where a series is back at the level before its last change, or past it.
     direction
         1 up, -1 down.
     night, nights, since
@@ -199,9 +199,7 @@ class _Reader:
         shift = compare(new.values, old.values, noise)
         canary = None if self.is_canary else self._canary_between(new, old, noise)
         cause: Cause = "drift" if self.is_canary else self._cause(new, old, canary, noise)
-        back = self.before is not None and not (
-            compare(new.values, self.before.values, noise).beyond(MOVED)
-        )
+        back = self._is_back(new, direction, noise)
         self.changes.append(
             Change(
                 kind="recovery" if back else "change",
@@ -218,6 +216,13 @@ class _Reader:
         )
         self.before, self.level = old, new
         self.recent.clear()
+
+    def _is_back(self, new: _Level, direction: int, noise: Noise) -> bool:
+        """Whether the series is at the level before its last change again, or past it."""
+        if self.before is None or self.changes[-1].direction == direction:
+            return False
+        left = compare(new.values, self.before.values, noise)
+        return not left.beyond(MOVED) or left.direction == direction
 
     def _canary_at(self, level: _Level) -> Values | None:
         """The canary in the nights in which a level was measured."""

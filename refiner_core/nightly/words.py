@@ -56,7 +56,7 @@ def title_of(nightly: str, series: Series, change: Change) -> str:
     key = series.key
     what = f"{key.metric} ({key.decoding})"
     if change.kind == "recovery":
-        return f"{nightly}: {what} of {key.checkpoint} is back where it was"
+        return f"{nightly}: {what} of {key.checkpoint} is back where it was, or past it"
     moved = "rose" if change.direction > 0 else "dropped"
     amount = f"{moved} by {abs(change.shift.difference):.4g}"
     if change.cause == "drift":
@@ -87,8 +87,8 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         )
     else:
         found.append(
-            f"The canary moved by {change.canary.difference:+.4g} meanwhile, so how much of it is "
-            "the model cannot be told."
+            f"The canary moved by {change.canary.difference:+.4g} meanwhile, and what is left of "
+            "the change is not clearly the model's."
         )
     if change.weights:
         before = {r.night: r.source for r in series.rows}
@@ -99,7 +99,7 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
 
 
 def _nothing_recorded(change: Change) -> str:
-    if change.cause == "model":
+    if change.cause != "drift":
         return ""
     return (
         "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
