@@ -62,7 +62,7 @@ SEEDS = SweepFile("", "").seeds
 def shipped_sweeps() -> dict[str, Path]:
     """Names and files of the sweeps that come with refiner."""
     folder = Path(str(resources.files("sweeps")))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"), key=lambda p: p.stem)}
 
 
 def load_sweep(name_or_path: str) -> SweepFile:

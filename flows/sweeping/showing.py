@@ -7,6 +7,7 @@ is shared, what is there already, what it will take and what it can show
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -83,7 +84,7 @@ def _what_it_is(look: SweepLook) -> list[str]:
     sweep = plan.sweep
     lines = [f"sweep {sweep.name} of {sweep.recipe}: {sweep.question.text}".strip().rstrip(":")]
     lines.append(f"workspace: {plan.trials[0].plan.config.workspace}")
-    lines += [f"for every trial: {' '.join(sweep.overrides)}"] * bool(sweep.overrides)
+    lines += [f"for every trial: {shlex.join(sweep.overrides)}"] * bool(sweep.overrides)
     lines.append(
         f"{_count(len(plan.arms), 'arm')} x {_count(len(sweep.seeds), 'seed')} = "
         f"{_count(len(plan.trials), 'trial')}; baseline {plan.baseline}"
@@ -119,7 +120,7 @@ def _changes(plan: SweepPlan, arm: Arm) -> str:
     """What an arm sets, as overrides; the recipe as it is says so."""
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
-    return " ".join(own) or "(the recipe as it is)"
+    return shlex.join(own) or "(the recipe as it is)"
 
 
 def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:

@@ -30,7 +30,7 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 
 def main() -> None:
-    """Run every pair; ``python -m tests.bench publishing …`` (judging, sweeps …) is that bench alone."""
+    """Run every pair; ``python -m tests.bench publishing …`` (judging, sweeps) is one alone."""
     if sys.argv[1:2] == ["publishing"]:
         from tests.bench import publishing
 
