@@ -32,6 +32,8 @@ from refiner_core.report.rubrics import make_rubrics
 
 Floats = npt.NDArray[np.float64]
 POWER = 0.8
+#: Models that a recipe may train, each from the one before; others come after these.
+_TRAINED_IN_ORDER = ("base", "sft", "rft", "grpo")
 
 
 def make_report(evidence: Evidence) -> SweepReport:
@@ -123,7 +125,10 @@ def choose_primary(
 def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
     """The model that training ends with, of those that were evaluated."""
     found = {g.model for g in groups}
-    order = [name for trial in evidence.trials[:1] for name in trial.stages if name in found]
+    trained = {name for trial in evidence.trials[:1] for name in trial.stages}
+    # Records keep stages by name, not in the order in which they train.
+    order = [name for name in _TRAINED_IN_ORDER if name in found]
+    order += sorted(name for name in found & trained if name not in _TRAINED_IN_ORDER)
     return order[-1] if order else next(iter(g.model for g in reversed(groups)), "")
 
 
