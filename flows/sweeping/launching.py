@@ -13,8 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flows.calls import check_hub_access, check_supported, with_room
+from flows.disk import planned_room
+from flows.feed import Story
+from flows.pipeline import run_drawn
 from flows.reporting.live import LivePage
 from flows.sweeping.canary import find_canary
+from flows.sweeping.console import SweepConsole
+from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
 from flows.sweeping.reading import last_words, use_file
@@ -22,6 +27,8 @@ from flows.sweeping.supervisor import Outlook, Supervisor, TrialWord
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
+from infra.disk.keeper import DiskKeeper
+from infra.disk.watch import DiskEvent, DiskWatch
 from infra.dispatch import make_router
 from infra.layout import sweep_call
 from infra.orchestrators import take_up
@@ -99,14 +106,17 @@ def check_launch(plan: SweepPlan) -> None:
     Raises
     ------
     RefinerError
-        Names the field, and the arm that has it.
+        Names the field.
     """
-    seen: set[str] = set()
-    for trial in plan.trials:
-        if trial.arm not in seen:
-            seen.add(trial.arm)
-            check_supported(trial.plan.config)
+    check_arms(plan)
     check_hub_access(config_of(plan))
+
+
+def check_arms(plan: SweepPlan) -> None:
+    """Refuse arms that this version or machine cannot carry out; errors as of
+    :func:`flows.calls.check_supported`."""
+    for trial in {t.arm: t for t in plan.trials}.values():
+        check_supported(trial.plan.config)
 
 
 # ---------------------------------------------------------------- work
@@ -125,12 +135,13 @@ def work_on_sweep(
     call = sweep_call(record.name)
     take_up(workspace, call, regardless=launch.take_over)
     workspace.withdraw_cancel(call)
-    supervisor = supervisor_of(plan, workspace, record, launch)
+    keeper = DiskKeeper(workspace, config_of(plan).disk)
+    supervisor = supervisor_of(plan, record, keeper, launch)
     if is_finished(plan, workspace):
         supervisor.begin()
         supervisor.step()
     else:
-        _supervise(supervisor, launch)
+        _supervise(supervisor, keeper, launch)
     _keep_use(supervisor)
     return SweepOutcome(
         record, workspace, supervisor.standing(), supervisor.held, supervisor.exit_code
@@ -146,12 +157,7 @@ def _keep_use(supervisor: Supervisor) -> None:
         log.warning("what the sweep has used is not kept: %s", error)
 
 
-def _supervise(supervisor: Supervisor, launch: Launch) -> None:
-    from flows.feed import Story
-    from flows.pipeline import run_drawn
-    from flows.sweeping.console import SweepConsole
-    from infra.disk.watch import DiskEvent, DiskWatch
-
+def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch) -> None:
     console = SweepConsole(supervisor, quiet=launch.quiet)
     supervisor.tell = console.note
     events = supervisor.workspace.layout.run(sweep_call(supervisor.plan.sweep.name)).events
@@ -161,18 +167,15 @@ def _supervise(supervisor: Supervisor, launch: Launch) -> None:
     def tell(event: DiskEvent) -> None:
         supervisor.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
-    with DiskWatch(supervisor.trials.keeper, supervisor.next_save_bytes, tell):  # type: ignore[arg-type]
+    with DiskWatch(keeper, supervisor.next_save_bytes, tell):
         run_drawn(supervisor, drawing, use_server=launch.use_server, console=console)
 
 
 def supervisor_of(
-    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
+    plan: SweepPlan, record: SweepRecord, keeper: DiskKeeper, launch: Launch
 ) -> Supervisor:
     """All that works on a sweep, before it begins."""
-    from flows.sweeping.forecasting import forecast_of, passed_by
-    from infra.disk.keeper import DiskKeeper
-
-    config = config_of(plan)
+    workspace, config = keeper.workspace, config_of(plan)
     router = SharedRouter.of(make_router(config.dispatch, workspace))
     for stage in plan.stages().values():
         router.check((stage,))
@@ -181,7 +184,7 @@ def supervisor_of(
         recipe=plan.sweep.recipe,
         workspace=workspace,
         router=router,
-        keeper=DiskKeeper(workspace, config.disk),
+        keeper=keeper,
         told=last_words(workspace, record.name),
         take_over=launch.take_over,
         pin=lambda room: pin_for(room, record.name),
@@ -226,8 +229,6 @@ def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
 
 def _disk_of(trial: Trial, workspace: Workspace) -> int:
     """Bytes that a trial takes beside what is there."""
-    from flows.disk import planned_room
-
     return planned_room([trial.plan]).forecast.needed_bytes
 
 
@@ -242,4 +243,5 @@ def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcom
     record = workspace.read_sweep(name)
     with in_folder(record.folder):
         plan = plan_of_record(workspace, record)
+        check_arms(plan)
         return work_on_sweep(plan, workspace, record, replace(launch, resumed=True))

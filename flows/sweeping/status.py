@@ -177,10 +177,20 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
     if failed is not None:
         commands.append(["refiner", "status", failed.run, where])
     if not status.finished:
-        commands.append(["refiner", "resume", name, where])
+        commands.append(_onward(status, where))
     if any(t.state == "done" for t in status.trials):
         commands.append(["refiner", "report", name, where])
     return [shlex.join(c) for c in commands]
+
+
+def _onward(status: SweepStatus, where: str) -> list[str]:
+    """What goes on with it; where a limit holds it, the file, in which somebody may raise it."""
+    told = status.record.provenance
+    if all(t.state != "held" for t in status.trials) or not told.get("origin"):
+        return ["refiner", "resume", status.record.name, where]
+    given = [str(text) for text in told.get("overrides") or ()]
+    given = [text for text in given if not text.startswith("workspace=")]
+    return ["refiner", "sweep", str(told["origin"]), where, *given]
 
 
 # ---------------------------------------------------------------- for scripts

@@ -293,6 +293,7 @@ class Supervisor:
     def _end_of(self, live: Live, word: TrialWord) -> None:
         self.trials.together.note_busy(live.run.run, ())
         del self.live[live.trial.name]
+        self._not_before = 0.0
         self._say(live.trial, word)
 
     # ------------------------------------------------------------ beginning
@@ -320,6 +321,8 @@ class Supervisor:
         why = self.budget.why_held(trial, self._begun, live)
         if why and not self.live:
             self._hold(why)
+        elif why:
+            self._not_before = self.clock() + _AGAIN_S  # or when one of those at work has ended
         return None if why else trial
 
     def _begin(self, trial: Trial) -> None:
@@ -368,7 +371,8 @@ class Supervisor:
                 self._ahead = None
                 self._hold(
                     f"{ahead.trial.name}, which went ahead, has {_how(word)}: "
-                    f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun"
+                    f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
+                    "(--past-canary goes on without it)"
                 )
 
     def _release(self, measured: CanaryMeasure) -> None:
@@ -383,7 +387,10 @@ class Supervisor:
         fields = {text.partition(" ")[0] for text in known}
         new = [t for t in self.outlook.passed(forecast) if t.partition(" ")[0] not in fields]
         if new and not self.outlook.past_canary and self._waiting:
-            self._hold(f"by what {name} has shown, the sweep {'; it '.join(new)}")
+            self._hold(
+                f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
+                "take what fits with --past-canary)"
+            )
             self.request_stop("the sweep is held: its forecast passes a limit")
 
     # ------------------------------------------------------------ telling

@@ -20,7 +20,7 @@ from infra.orchestrators import require_idle
 from infra.snapshot import snapshot_code
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sweep_records import (
     SWEEP_VERSION,
     ArmRecord,
@@ -112,7 +112,7 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
     code = snapshot_code(workspace)
     path = workspace.sweep_folder(name) / "pinned" / f"{code.id}.json"
     if (found := workspace.read_control(path)) is not None:
-        return Pinned(**{**found, "command": tuple(found["command"])})
+        return from_json(Pinned, found)
     pinned = pin_code(workspace)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_json(path, to_json(pinned))

@@ -6,6 +6,7 @@ second; one sweep trains for real.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from flows.feed import Story
+from flows.pipeline import run_drawn
+from flows.sweeping.console import SweepConsole
 from infra.layout import sweep_call
 from infra.processes import ProcessId
 from infra.workspace import Workspace
@@ -27,7 +31,9 @@ from tests.support.command import (
     start,
     wait_until,
 )
+from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
+from tests.support.sweeping import TRAINED, bench, small_sweep
 
 TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
 RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} {{resume}} --steps 8"
@@ -52,7 +58,7 @@ class Sweep:
                     "stages": ["command"],
                     "command": settings,
                     "tracking": {"wandb": "disabled"},
-                    "dispatch": {"nice": 0, "poll_s": 0.1, "grace_s": 20, "backoff_s": 0.1},
+                    "dispatch": {"nice": 0, "poll_s": 0.1, "grace_s": 20, "retries": {"bug": 0}},
                 }
             )
         )
@@ -154,35 +160,31 @@ def test_a_sweep_trains_compares_and_knows_what_is_done(tmp_path: Path) -> None:
     assert len(list(root.glob("runs/*"))) == 2
     shown = refiner("status", f"workspace={root}")
     assert "sweep beta of tiny" in shown.stdout, "the newest thing here is a sweep"
-    trial = refiner("status", "beta:beta=0.01/seed1", f"workspace={root}", "--json").json
-    assert trial["finished"]
 
 
 def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_what_is_new(sweep: Sweep) -> None:
     bad = {"bad": [f"command.run={json.dumps(RUN + ' --die_at 3')}"]}
-    sweep.write(["plain", "bad"], also=bad, seeds=[1, 2])
+    sweep.write(["plain", "bad"], also=bad, seeds=[1])
     done = refiner(*sweep.call, "--json")
     assert done.code == 1, done.stderr
-    assert sweep.states() == {
-        "plain/seed1": "done",
-        "plain/seed2": "done",
-        "bad/seed1": "failed",
-        "bad/seed2": "failed",
-    }
+    states = {t["trial"]: t["state"] for t in done.json["trials"]}
+    assert states == {"plain/seed1": "done", "bad/seed1": "failed"}
+    trial = refiner("status", "ablation:plain/seed1", f"workspace={sweep.root}", "--json").json
+    assert trial["finished"]
     said = refiner("status", "ablation", f"workspace={sweep.root}").stdout
     assert "failed: bad/seed1: command: " in said
     assert "refiner resume ablation" in said
     before = sweep.attempts()
 
-    sweep.write(["plain", "other"], seeds=[1, 2, 3])
+    sweep.write(["plain", "other"], seeds=[1, 2])
     amended = refiner(*sweep.call, "--json")
     assert amended.code == 0, amended.stderr
     assert amended.json["number"] == 2
-    assert set(sweep.states().values()) == {"done"}
+    assert amended.json["counts"] == {"done": 4}
     after = sweep.attempts()
     assert {stage: after[stage] for stage in before} == before, "what was there was left alone"
-    assert len(after) == len(before) + 4
-    assert sweep.records.read_sweep("ablation", 1).seeds == (1, 2), "and what it was is kept"
+    assert len(after) == len(before) + 3
+    assert sweep.records.read_sweep("ablation", 1).seeds == (1,), "and what it was is kept"
 
 
 def test_a_killed_orchestrator_is_followed_by_another_that_doubles_nothing(slow: Sweep) -> None:
@@ -228,6 +230,28 @@ def _end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+@pytest.mark.prefect
+def test_prefect_shows_one_flow_run_with_every_stage_once(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    workspace, plan = Workspace.open(tmp_path / "runs"), small_sweep()
+    bad = plan.trials[3].name
+    script = {"grpo": TRAINED, "sft": TRAINED, f"{bad}/grpo": ("bad_configuration",)}
+    supervisor = bench(workspace, plan, script).supervisor
+    events = workspace.layout.run(sweep_call("small")).events
+    drawing = supervisor.graph.drawing(str(ProcessId.of()), Story(str(events)))
+    console = SweepConsole(supervisor, stream=io.StringIO())
+    run_drawn(supervisor, drawing, use_server=True, console=console)
+    flow = eventually(lambda: prefect.flow_run("sweep:small"))
+    eventually(lambda: prefect.get(f"/flow_runs/{flow['id']}")["state_type"] == "FAILED")
+    states = {n: r["state_type"] for n, r in prefect.task_runs(flow["id"]).items()}
+    names = {name.partition(" ")[0]: state for name, state in states.items()}
+    assert len(names) == 1 + 2 + 4
+    assert names["data"] == "COMPLETED"
+    assert names[f"{bad}/grpo"] == "FAILED"
+    assert names[f"{plan.trials[0].name}/grpo"] == "COMPLETED"
 
 
 @pytest.mark.slurm
