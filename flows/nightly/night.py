@@ -63,6 +63,9 @@ class NightOutcome:
 
     Attributes
     ----------
+    state
+        ``incomplete``: the same command goes on; ``busy``: another process works on it;
+        ``missed``: it was before the history begins.
     late
         Whether a later night had begun before.
     looked_after
@@ -142,6 +145,8 @@ def run_night(
         records = NightlyRecords(workspace, nightly.name)
         at = At(nightly, schedule, workspace, records, current, base, tell)
         resolve(nightly.canary, workspace)  # refuses one that is not what it was
+        if nothing := _nothing_known(records, wanted, current):
+            return NightOutcome(nightly.name, wanted, "missed", True, message=nothing)
         records.note_version(_version(nightly))
         with _held(records, wanted, take_over) as refusal:
             if refusal:
@@ -149,6 +154,16 @@ def run_night(
                     nightly.name, wanted, "busy", wanted != current, message=refusal
                 )
             return _work(at, wanted, now)
+
+
+def _nothing_known(records: NightlyRecords, night: str, current: str) -> str:
+    """Why nothing can be said of a night that is past; empty where something can."""
+    known = records.nights()
+    if night == current or (known and night >= known[0]):
+        return ""
+    if not known:
+        return f"Nobody worked on the night of {night}, and it has passed; {current} is the newest."
+    return f"The history begins with the night of {known[0]}; nobody worked on earlier ones."
 
 
 def _work(at: At, night: str, now: datetime) -> NightOutcome:

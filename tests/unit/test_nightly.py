@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly
 from infra.processes import ProcessId
+from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.nightly.values import Checkpoint, Source
+from tests.support.git_hub import LoopbackHub
 from tests.support.nightly import NightLab
+from tests.support.recorded_run import RecordedRun
 
 DAYS = [f"2026-11-{day:02d}" for day in range(1, 31)]
 
@@ -294,6 +299,64 @@ def test_a_workspace_remembers_the_file(lab: NightLab) -> None:
         find_nightly("labb", [f"workspace={lab.workspace.root}"])
 
 
+def test_of_nights_before_the_history_nothing_is_said(lab: NightLab) -> None:
+    assert lab.night(DAYS[4], wanted=DAYS[2]).state == "missed"
+    assert lab.records.nights() == []
+    lab.both(DAYS[4])
+    early = lab.night(DAYS[4], wanted=DAYS[2])
+    assert (early.state, lab.records.nights()) == ("missed", [DAYS[4]])
+    assert DAYS[4] in early.message
+
+
 def test_there_are_no_nights_to_come(lab: NightLab) -> None:
     with pytest.raises(ConfigurationError, match="has not begun"):
         lab.night(DAYS[0], wanted=DAYS[2])
+
+
+# ---------------------------------------------------------------- which weights
+
+
+def test_the_newest_of_a_run_is_what_has_come_furthest(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", "publish.which=every-save")
+    newest = Checkpoint("newest", Source("newest", "recipe tiny"))
+    with pytest.raises(NothingYet, match="finished"):
+        resolve(newest, run.workspace)
+    run.data()
+    run.train("sft")
+    assert resolve(newest, run.workspace).what == f"{run.stage('sft').id} of {run.run.run}"
+    run.export(2)
+    step = resolve(newest, run.workspace)
+    assert run.stage("export-step2").id in step.what, "a checkpoint of a training that goes on"
+    run.train("grpo")
+    last = resolve(newest, run.workspace)
+    assert run.stage("grpo").id in last.what
+    assert last.digest != step.digest
+    of_run = Checkpoint("newest", Source("newest", f"run {run.run.run}"))
+    assert resolve(of_run, run.workspace).digest == last.digest
+    stage = Checkpoint("sft", Source("stage", run.stage("sft").id))
+    assert resolve(stage, run.workspace).ref.endswith("/output/model")
+    with pytest.raises(ConfigurationError, match="no finished stage"):
+        resolve(Checkpoint("x", Source("stage", "grpo-000000000000")), run.workspace)
+
+
+def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LoopbackHub(tmp_path / "hub") as hub:
+        for name, value in (("HF_ENDPOINT", hub.url), ("HF_TOKEN", hub.token)):
+            monkeypatch.setenv(name, value)
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(endpoint=hub.url, token=hub.token)
+        api.create_repo("me/model")
+        (tmp_path / "config.json").write_text("{}")
+        made = api.upload_file(
+            path_or_fileobj=tmp_path / "config.json",
+            path_in_repo="config.json",
+            repo_id="me/model",
+        )
+        workspace = Workspace.open(tmp_path / "runs")
+        found = resolve(Checkpoint("m", Source("hub", "me/model", "main")), workspace)
+        assert (found.revision, found.digest) == (made.oid, f"hub:me/model@{made.oid}")
+        with pytest.raises(ConfigurationError, match="no revision 'nope'"):
+            resolve(Checkpoint("m", Source("hub", "me/model", "nope")), workspace)
