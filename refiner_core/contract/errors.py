@@ -17,7 +17,7 @@ EXIT_CODES: dict[int, str] = {
     4: "the workspace cannot be used (permissions, format, not a folder)",
     5: "no room left on the disk or quota; free some and run the same command again",
     6: "stopped on request; run the same command again to go on from the last checkpoint",
-    7: "the judge or the Hub did not answer often enough; resumable once it is back",
+    7: "the judge, the Hub or W&B did not answer often enough; resumable once it is back",
     8: "this machine or this version lacks what the recipe asks for",
     9: "the Hub refuses (token, permission, name, storage); the same command tries again",
     70: "a bug in refiner itself (`--debug` shows the traceback)",
