@@ -144,7 +144,7 @@ def run_night(
         workspace = Workspace.open(Path(base.workspace).absolute(), base.data_root)
         records = NightlyRecords(workspace, nightly.name)
         at = At(nightly, schedule, workspace, records, current, base, tell)
-        resolve(nightly.canary, workspace)  # refuses one that is not what it was
+        _pinned_canary(nightly, workspace)
         if nothing := _nothing_known(records, wanted, current):
             return NightOutcome(nightly.name, wanted, "missed", True, message=nothing)
         records.note_version(_version(nightly))
@@ -269,6 +269,18 @@ def _version(nightly: Nightly) -> dict[str, Any]:
     }
 
 
+def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
+    """The canary; refuses one that may change, or is not what it was."""
+    found, source = resolve(nightly.canary, workspace), nightly.canary.source
+    if not source.digest and not source.is_commit:
+        raise ConfigurationError(
+            f"The canary ({found.what}) is not pinned by its content.",
+            expected="the `digest` of its weights",
+            fix=f"write `digest: {found.digest}` beside it, if these are the right ones",
+        )
+    return found
+
+
 def check_nightly(nightly: Nightly) -> list[str]:
     """Whether a nightly evaluation can be carried out; warnings.
 
@@ -281,13 +293,7 @@ def check_nightly(nightly: Nightly) -> list[str]:
     with in_folder_of(nightly):
         base = base_config(nightly)
         workspace = Workspace.read_only(workspace_of(nightly))
-        canary = resolve(nightly.canary, workspace)
-        if not nightly.canary.source.digest and not nightly.canary.source.is_commit:
-            raise ConfigurationError(
-                f"The canary ({canary.what}) is not pinned by its content.",
-                expected="the `digest` of its weights",
-                fix=f"write `digest: {canary.digest}` beside it, if these are the right ones",
-            )
+        canary = _pinned_canary(nightly, workspace)
         plan = night_plan(nightly, canary, "2026-01-01", base)
         unknown = _unknown_metrics(nightly)
         if unknown:

@@ -13,7 +13,7 @@ import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
-from flows.nightly.night import check_nightly
+from flows.nightly.night import check_nightly, run_night
 from infra.processes import ProcessId
 from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
@@ -277,6 +277,8 @@ def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
     path.write_text(text.replace(line, line.partition(", digest")[0] + "}"))
     with pytest.raises(ConfigurationError, match=r"digest: [0-9a-f]{64}"):
         check_nightly(load_nightly(str(path)))
+    with pytest.raises(ConfigurationError, match="not pinned"):
+        run_night(load_nightly(str(path)))
     path.write_text(text)
     lab.both(DAYS[0])
     (lab.root / "canary" / "model.safetensors").write_text("something else")
