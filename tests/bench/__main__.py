@@ -31,6 +31,10 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 def main() -> None:
     """Run every pair; ``python -m tests.bench publishing …`` (judging, sweeps) is one alone."""
+    if sys.argv[1:2] == ["sweep_again"]:
+        from tests.bench import sweep_again
+
+        sys.exit(sweep_again.main(sys.argv[2:]))
     if sys.argv[1:2] == ["publishing"]:
         from tests.bench import publishing
 
