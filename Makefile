@@ -40,10 +40,11 @@ format: setup  ## let ruff tidy up
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-prove: setup  ## the long proofs: does it learn, does it come back, in any weather (about an hour)
+prove: setup  ## the long proofs: does it learn, come back, in any weather; do its statistics hold (over an hour)
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.step100
 	$(BIN)/python -m tests.prove.simulation --mutations
+	$(BIN)/python -m tests.prove.statistics
 
 bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
@@ -51,6 +52,7 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench.recovery
 	$(BIN)/python -m tests.bench publishing
 	$(BIN)/python -m tests.bench sweeps
+	$(BIN)/python -m tests.bench report
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

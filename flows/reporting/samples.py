@@ -65,17 +65,16 @@ class SamplesReader:
         """
         table = _table(path)
         prompts, place = self._places(table.column("sample_id"))
-        metrics, rows = [], []
-        for name in METRICS:
-            if name not in table.column_names:
-                continue
-            column = table.column(name)
-            if column.null_count == len(column):
-                continue
-            metrics.append(name)
-            rows.append(_mean_per_prompt(column.to_numpy(), place, len(prompts)))
-        values = np.array(rows) if rows else np.zeros((0, len(prompts)))
-        return PromptMeans(prompts, tuple(metrics), self._once(values))
+        metrics = [
+            name
+            for name in METRICS
+            if name in table.column_names and table.column(name).null_count < len(place)
+        ]
+        columns = [table.column(name).to_numpy() for name in metrics]
+        values = np.stack(columns) if columns else np.zeros((0, len(place)))
+        return PromptMeans(
+            prompts, tuple(metrics), self._once(_mean_per_prompt(values, place, len(prompts)))
+        )
 
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
@@ -126,7 +125,8 @@ class SamplesReader:
 def _table(path: Path, columns: Sequence[str] | None = (), filters: Any = None) -> Any:
     """Columns of a samples file: ids and metrics, these, or (None) all."""
     try:
-        with pq.ParquetFile(path) as file:
+        # Whole files are read at once: they are small, and often on a network's file system.
+        with pq.ParquetFile(pa.BufferReader(path.read_bytes()), pre_buffer=False) as file:
             there = file.schema_arrow.names
             if columns is not None and not columns:
                 columns = ["sample_id", *(m for m in METRICS if m in there)]
@@ -144,13 +144,17 @@ def _table(path: Path, columns: Sequence[str] | None = (), filters: Any = None) 
 
 
 def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) -> Floats:
-    known = ~np.isnan(values)
-    if len(values) == prompts:  # one sample each
-        row = np.empty(prompts)
-        row[place] = values
-        return row
-    count = np.bincount(place[known], minlength=prompts)
-    total = np.bincount(place[known], weights=values[known], minlength=prompts)
+    """Of values [metrics, samples], the mean [metrics, prompts] of what is not NaN."""
+    samples = np.bincount(place, minlength=prompts)
+    most = int(samples.max(initial=1))
+    # Samples beside each other, prompts in order, NaN where a prompt has fewer than the others.
+    order = np.argsort(place, kind="stable")
+    nth = np.arange(len(place)) - np.repeat(np.cumsum(samples) - samples, samples)
+    table = np.full((len(values), prompts, most), np.nan)
+    table[:, place[order], nth] = values[:, order]
+    known = ~np.isnan(table)
+    count = known.sum(axis=2)
+    total = np.where(known, table, 0.0).sum(axis=2)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 

@@ -13,6 +13,7 @@ either sign. Values are taken for normal.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -134,7 +135,7 @@ def _half_widths(
     components: Components, seeds: int, prompts: int, alpha: float
 ) -> tuple[Floats, float]:
     """Half widths of the interval as they would come, and the true standard error."""
-    from scipy.stats import chi2, qmc, t
+    from scipy.stats import t
 
     of_seed = components.seed or 0.0
     if seeds == 1:
@@ -146,19 +147,34 @@ def _half_widths(
             components.residual,
         )
     freedoms = (max(seeds - 1, 1), prompts - 1, max(seeds - 1, 1) * (prompts - 1))
-    points = qmc.Sobol(3, scramble=True, rng=np.random.default_rng(0)).random(_DRAWS)
-    squares = MeanSquares(
-        *(
-            mean * chi2.ppf(points[:, i], df) / df
-            for i, (mean, df) in enumerate(zip(expected, freedoms, strict=True))
-        )
-    )
+    drawn = [
+        mean * _chi_squares(i, df)
+        for i, (mean, df) in enumerate(zip(expected, freedoms, strict=True))
+    ]
+    squares = MeanSquares(*drawn)
     if seeds == 1:
         half = t.ppf(1 - alpha / 2, prompts - 1) * np.sqrt(squares.prompt / prompts)
         return half, math.sqrt(expected[1] / prompts)
     variance, freedom = spread_of_squares(squares, seeds, prompts)
     error = math.sqrt((expected[0] + expected[1] - expected[2]) / (seeds * prompts))
     return t.ppf(1 - alpha / 2, freedom) * np.sqrt(variance), error
+
+
+@functools.lru_cache(maxsize=64)
+def _chi_squares(which: int, freedom: int) -> Floats:
+    """Draws of a mean square whose expectation is 1; the three of a layout are independent."""
+    from scipy.stats import chi2
+
+    drawn: Floats = chi2.ppf(_points()[:, which], freedom) / freedom
+    return drawn
+
+
+@functools.cache
+def _points() -> Floats:
+    from scipy.stats import qmc
+
+    points: Floats = qmc.Sobol(3, scramble=True, rng=np.random.default_rng(0)).random(_DRAWS)
+    return points
 
 
 def _power(effect: float, half: Floats, error: float) -> float:

@@ -65,6 +65,7 @@ class RecordedSweep:
         self.workspace = Workspace.open(self.root)
         self._config = to_json(RecipeConfig())
         self._written: set[str] = set()
+        self._known: dict[tuple[int, float], pa.Array] = {}
 
     @cached_property
     def ids(self) -> list[str]:
@@ -232,9 +233,17 @@ class RecordedSweep:
             values = mean + 0.1 * rng.standard_normal(size)
             values += shift * (metric in _JUDGED)
             columns[metric] = pa.array(values)
-        scores = np.clip(mean + shift + 0.1 * rng.standard_normal((size, 3)), 0, 1).round(3)
-        columns["judgements"] = pa.array([_judgements(row) for row in scores.tolist()])
+        columns["judgements"] = self._judged(size, mean + shift)
         return pa.table(columns)
+
+    def _judged(self, size: int, mean: float) -> pa.Array:
+        """Judgements of rubrics; drawn once for all evaluations of one mean."""
+        key = (size, round(mean, 9))
+        if key not in self._known:
+            rng = np.random.default_rng(len(self._known))
+            scores = np.clip(mean + 0.1 * rng.standard_normal((size, 3)), 0, 1).round(3)
+            self._known[key] = pa.array([_judgements(row) for row in scores.tolist()])
+        return self._known[key]
 
     def _rng(self, name: str, trial: TrialRecord) -> np.random.Generator:
         return np.random.default_rng(int(digest([name, trial.stages["grpo"]])[:12], 16))

@@ -1,0 +1,120 @@
+"""Evidence of a sweep from a workspace: each record read for what it says, gaps said."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flows.reporting.gather import gather
+from flows.reporting.samples import SamplesReader
+from infra.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.samples import load_samples, write_samples
+from refiner_core.report.comparing import make_report
+from tests.support.recorded_sweep import RecordedSweep
+
+ARMS = ("base", "more", "lenient", "gone")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
+    root = tmp_path_factory.mktemp("sweep") / "runs"
+    sweep = RecordedSweep(
+        root,
+        ARMS,
+        seeds=(1, 2, 3, 4),
+        effects={"more": 0.1},
+        shifts={"lenient": 0.2},
+        without=[("gone", s) for s in (1, 2, 3, 4)],
+        question={"metric": "rubric_score", "text": "Does more help?"},
+    )
+    sweep.write()
+    return sweep
+
+
+def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
+    report = make_report(gather(Workspace.read_only(made.root), made.name))
+    assert report.question == "Does more help?"
+    assert report.primary is not None
+    verdicts = {n.arm: n.verdict for n in report.primary.numbers}
+    assert verdicts == {
+        "base": None, "more": "better", "lenient": "judge moved", "gone": "missing"
+    }  # fmt: skip
+    assert {t.state for t in report.trials} == {"done", "waiting"}
+    assert report.state == "stopped"
+    assert report.provenance["evaluations read"] == 16
+    assert {c.arm for c in report.curves} == {"base", "more", "lenient"}
+    assert all(len(c.steps) == made.steps for c in report.curves)
+
+
+def test_texts_are_read_of_what_is_shown(made: RecordedSweep) -> None:
+    report = make_report(gather(Workspace.read_only(made.root), made.name))
+    shown = report.side_by_side[0]
+    assert shown.question == f"What is {shown.sample_id}?"
+    assert [a.arm for a in shown.answers] == ["base", "more", "lenient"]
+    assert "dammed in 1931" in shown.answers[0].text
+    assert shown.answers[0].judgements[0]["title"] == "Cites"
+    assert all(flip.question for flip in report.flips)
+
+
+def test_rubrics_have_credit_by_arm(made: RecordedSweep) -> None:
+    report = make_report(gather(Workspace.read_only(made.root), made.name))
+    rows = {row.rubric: row for row in report.rubrics}
+    assert set(rows) == {"Cites", "Pads"}
+    assert rows["Cites"].differences["more"][0] == pytest.approx(0.1, abs=0.03)
+    # More of what is bad is less credit.
+    assert rows["Pads"].differences["more"][0] == pytest.approx(-0.1, abs=0.03)
+
+
+def test_an_evaluation_that_is_damaged_is_missing_and_named(tmp_path: Path) -> None:
+    made = RecordedSweep(tmp_path, ("base", "more"), prompts=10)
+    made.write()
+    stage = made.stages("more", 2)["evaluate-grpo"]
+    output = made.workspace.layout.attempt(stage, 1).output
+    (output / "samples-sampled.parquet").write_bytes(b"PAR1 no more")
+    report = make_report(gather(made.workspace, made.name))
+    assert any(stage in w and "samples-sampled" in w for w in report.warnings)
+    assert report.primary is not None
+    (more,) = [n for n in report.primary.numbers if n.arm == "more"]
+    assert more.seeds == 2
+
+
+def test_a_sweep_that_is_not_there_is_said_to_be(made: RecordedSweep) -> None:
+    with pytest.raises(ConfigurationError, match="drawm"):
+        gather(Workspace.read_only(made.root), "drawm")
+
+
+def test_means_per_prompt_are_those_of_the_rows(tmp_path: Path) -> None:
+    """In any order of rows, with other numbers of samples, and with gaps."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "sample_id": f"p{p}", "sample_index": s, "response_text": "", "finish_reason": "stop",
+            "status": "scored", "oracle": None if rng.random() < 0.3 else float(rng.random()),
+            "judgements": "[]",
+        }
+        for p in rng.permutation(12).tolist()
+        for s in range(1 + p % 4)
+    ]  # fmt: skip
+    path = tmp_path / "samples.parquet"
+    write_samples(path, rows)
+    found = SamplesReader().means(path)
+    assert found.metrics == ("oracle",)
+    assert list(found.prompts) == sorted({r["sample_id"] for r in load_samples(path)})
+    for prompt, value in zip(found.prompts, found.values[0], strict=True):
+        known = [r["oracle"] for r in rows if r["sample_id"] == prompt and r["oracle"] is not None]
+        assert value == pytest.approx(np.mean(known)) if known else np.isnan(value)
+
+
+def test_gathering_needs_no_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys, flows.reporting.gather, refiner_core.report.comparing;"
+        "print([m for m in ('torch', 'prefect', 'submitit', 'aiohttp') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
