@@ -255,8 +255,8 @@ def two_way_means(values: Floats, *, confidence: float = CONFIDENCE) -> list[Dif
     values
         NaN where there is no value: that prompt leaves its layout, with all seeds, and is counted.
     """
-    gaps = np.isnan(values).any(axis=1)
-    whole = ~gaps.any(axis=1)
+    gaps = np.asarray(np.isnan(values).any(axis=1))
+    whole = np.asarray(~gaps.any(axis=1))
     found: list[Difference | None] = [None] * len(values)
     for place, result in zip(np.flatnonzero(whole), _whole(values[whole], confidence), strict=True):
         found[place] = result
