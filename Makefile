@@ -52,6 +52,7 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench.recovery
 	$(BIN)/python -m tests.bench publishing
 	$(BIN)/python -m tests.bench sweeps
+	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report
 
 clean:  ## remove what building made (not your runs)

@@ -262,20 +262,21 @@ def _refuse_more_than_one(names: list[str]) -> None:
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
     from flows.sweeping.status import SweepWatcher
+    from flows.sweeping.showing import shipped_rows
     from infra.workspace import Workspace
-    from sweeps.definition import shipped_sweeps
 
     workspace = Workspace.read_only(where)
-    shipped = list(shipped_sweeps())
+    shipped = shipped_rows()
     found = {name: SweepWatcher(workspace, name).look() for name in workspace.sweep_names()}
     if as_json:
         recorded = [
             {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
             for name, s in found.items()
         ]
-        print_json({"version": 1, "shipped": shipped, "recorded": recorded})
+        names = [name for name, _, _ in shipped]
+        print_json({"version": 1, "shipped": names, "recorded": recorded})
         return
-    print_table([(name,) for name in shipped], ("shipped sweeps",))
+    print_table(shipped, ("shipped sweep", "recipe", "question"))
     click.echo("")
     if found:
         rows = [

@@ -208,7 +208,7 @@ def supervisor_of(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),
             corrected=corrected,
-            passed=lambda forecast: [p.text for p in passed_by(forecast, plan)],
+            passed=lambda forecast: [p.text for p in passed_by(forecast, plan, workspace)],
             past_canary=launch.past_canary,
         ),
         concurrency=concurrency_of(plan, config.dispatch),

@@ -110,6 +110,9 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     counts = ", ".join(f"{n} {state}" for state, n in status.counts.items())
     yield f"{len(status.trials)} trials: {counts}; {_used(status)}"
     yield from _wrong(status)
+    page = workspace.layout.reports / status.record.name / "report.html"
+    if page.exists():
+        yield f"Page: {page}"
     yield from _who(status, workspace)
 
 

@@ -108,6 +108,10 @@ def test_every_file_that_is_no_code_is_packaged() -> None:
         (["run", "refiner-gpt54", "--dry-run", "workspace={tmp}/none"], ["torch", "prefect"]),
         (["explain", "grpo", "tiny", "workspace={tmp}/none"], ["torch", "prefect"]),
         (["status", "--workspace", "{tmp}/none"], ["torch", "prefect"]),
+        (
+            ["sweep", "kl-tiny", "--dry-run", "workspace={tmp}/none"],
+            ["torch", "prefect", "submitit", "aiohttp"],
+        ),
         (["report", "workspace={tmp}/none"], ["torch", "prefect", "submitit", "aiohttp", "wandb"]),
         (["disk", "workspace={tmp}/none"], HEAVY),
         (["profiles"], HEAVY),
