@@ -57,9 +57,11 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         There is no such sweep; names the nearest.
     """
     record = workspace.read_sweep(sweep)
-    standings = SweepReader(workspace, record.name).standings(record)
     read = _Read(workspace)
-    read.evaluations_of(record.trials)
+    with ThreadPoolExecutor(1) as pool:  # records beside samples: these leave a core to others
+        looked = pool.submit(SweepReader(workspace, record.name).standings, record)
+        read.evaluations_of(record.trials)
+        standings = looked.result()
     trials = tuple(
         read.trial(trial, standing)
         for trial, standing in zip(record.trials, standings, strict=True)

@@ -48,12 +48,13 @@ _JUDGEMENTS = pa.schema(
 
 
 class SamplesReader:
-    """Reads samples files. What many of them share (ids of prompts, scores of the random copier)
-    is held once. Safe to use from several threads."""
+    """Reads samples files. What many of them share is read and held once: ids of prompts, and
+    files that are the same byte for byte, as the random copier's are under a judge that repeats
+    itself. Safe to use from several threads."""
 
     def __init__(self) -> None:
+        self._files: dict[bytes, PromptMeans] = {}
         self._prompts: dict[bytes, tuple[tuple[str, ...], npt.NDArray[np.intp]]] = {}
-        self._same: dict[bytes, Floats] = {}
 
     def means(self, path: Path) -> PromptMeans:
         """Every metric per prompt.
@@ -63,7 +64,14 @@ class SamplesReader:
         DataError
             The file is missing, damaged, or no samples file.
         """
-        table = _table(path)
+        content = _content(path)
+        key = hashlib.sha256(content).digest()
+        if key not in self._files:
+            self._files[key] = self._means(path, content)
+        return self._files[key]
+
+    def _means(self, path: Path, content: bytes) -> PromptMeans:
+        table = _table(path, content)
         prompts, place = self._places(table.column("sample_id"))
         metrics = [
             name
@@ -72,15 +80,13 @@ class SamplesReader:
         ]
         columns = [table.column(name).to_numpy() for name in metrics]
         values = np.stack(columns) if columns else np.zeros((0, len(place)))
-        return PromptMeans(
-            prompts, tuple(metrics), self._once(_mean_per_prompt(values, place, len(prompts)))
-        )
+        return PromptMeans(prompts, tuple(metrics), _mean_per_prompt(values, place, len(prompts)))
 
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
         """Credit per rubric and prompt; see :meth:`refiner_core.report.evidence.Stored.rubrics`."""
-        table = _table(path, ["sample_id", "judgements"])
+        table = _table(path, _content(path), ["sample_id", "judgements"])
         prompts, place = self._places(table.column("sample_id"))
         judged = _judged(table.column("judgements"))
         if judged is None:
@@ -102,8 +108,8 @@ class SamplesReader:
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole."""
-        table = _table(path, None, pc.field("sample_id").isin(list(prompts)))
-        found: list[dict[str, Any]] = table.to_pylist()
+        wanted = pc.field("sample_id").isin(list(prompts))
+        found: list[dict[str, Any]] = _table(path, _content(path), None).filter(wanted).to_pylist()
         return [row for row in found if row["sample_index"] == 0]
 
     def _places(self, column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.intp]]:
@@ -115,32 +121,37 @@ class SamplesReader:
             self._prompts[key] = (tuple(ids.tolist()), place)
         return self._prompts[key]
 
-    def _once(self, values: Floats) -> Floats:
-        if values.size == 0:
-            return values
-        content = hashlib.sha256(repr(values.shape).encode() + values.tobytes()).digest()
-        return self._same.setdefault(content, values)
+
+def _content(path: Path) -> bytes:
+    """A file at once: they are small, and often on a network's file system."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
-def _table(path: Path, columns: Sequence[str] | None = (), filters: Any = None) -> Any:
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({error})",
+        expected="a samples file of an evaluation",
+        fix="run the evaluation again",
+    )
+
+
+def _table(path: Path, content: bytes, columns: Sequence[str] | None = ()) -> Any:
     """Columns of a samples file: ids and metrics, these, or (None) all."""
     try:
-        # Whole files are read at once: they are small, and often on a network's file system.
-        with pq.ParquetFile(pa.BufferReader(path.read_bytes()), pre_buffer=False) as file:
+        with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
             there = file.schema_arrow.names
             if columns is not None and not columns:
                 columns = ["sample_id", *(m for m in METRICS if m in there)]
             wanted = there if columns is None else [c for c in columns if c in there]
             table = file.read(columns=wanted, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path} cannot be read ({error})",
-            expected="a samples file of an evaluation",
-            fix="run the evaluation again",
-        ) from error
+        raise _unreadable(path, error) from error
     if "sample_id" not in table.column_names:
         raise DataError(f"{path} has no sample ids", expected="a samples file of an evaluation")
-    return table if filters is None else table.filter(filters)
+    return table
 
 
 def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) -> Floats:

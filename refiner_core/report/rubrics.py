@@ -23,7 +23,7 @@ from refiner_core.report.groups import Group
 
 Floats = npt.NDArray[np.float64]
 #: Evaluations that are read.
-_MOST_READ = 120
+_MOST_READ = 80
 
 
 def make_rubrics(
