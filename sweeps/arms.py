@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 from sweeps.labels import join, value_text
+from sweeps.reading import MOST
 from sweeps.values import Arm, SweepFile
 
 #: The factor that named arms are levels of, in `exclude`, `baseline` and an arm's levels.
 ARM = "arm"
-#: More combinations than anybody wants to run; a slip in a grid should not fill the memory.
-MOST = 200_000
 #: The one arm of a sweep that varies nothing but the seed.
 ONLY = "recipe"
 
@@ -45,12 +44,12 @@ def make_arms(sweep: SweepFile) -> tuple[Arm, ...]:
     """
     dimensions = _dimensions(sweep)
     count = math.prod(len(levels) for levels in dimensions)
-    if count > MOST:
-        sizes = " x ".join(str(len(levels)) for levels in dimensions)
+    if count * len(sweep.seeds) > MOST:
+        sizes = " x ".join([*(str(len(v)) for v in dimensions), f"{len(sweep.seeds)} seeds"])
         raise ConfigurationError(
-            f"Sweep {sweep.name} stands for {count:,} combinations ({sizes}).",
+            f"Sweep {sweep.name} stands for {count * len(sweep.seeds):,} trials ({sizes}).",
             expected=f"at most {MOST:,}",
-            fix="drop factors or levels, or let fields change together in `zip`",
+            fix="drop factors, levels or seeds, or let fields change together in `zip`",
         )
     rules = [_rule(sweep, dimensions, rule, "exclude") for rule in sweep.exclude]
     arms = []

@@ -119,17 +119,21 @@ def _read_yaml(source: str | Mapping[str, Any], where: str) -> dict[str, Any]:
         return dict(source)
     try:
         node = OmegaConf.create(source)
-        if not OmegaConf.is_dict(node):
-            raise ConfigurationError(
-                f"The text of {where} is no mapping of keys.",
-                expected=f"`key: value` lines with keys among {', '.join(KEYS)}",
-                fix="see a shipped sweep for the form",
-            )
         found: Any = OmegaConf.to_container(node, resolve=False)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except AssertionError:  # OmegaConf's answer to a lone number
+        found = None
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        why = "it is nested too deeply" if deep else " ".join(str(error).split())
         raise ConfigurationError(
-            f"The text of {where} cannot be read: {' '.join(str(error).split())}.",
+            f"The text of {where} cannot be read: {why}.",
             expected="YAML",
-            fix="correct the place named above",
+            fix="correct the nesting" if deep else "correct the place named above",
         ) from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(
+            f"The text of {where} is no mapping of keys.",
+            expected=f"`key: value` lines with keys among {', '.join(KEYS)}",
+            fix="see a shipped sweep for the form",
+        )
     return {str(k): v for k, v in found.items()}

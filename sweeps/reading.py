@@ -34,6 +34,9 @@ KEYS = (
     "limits",
     "question",
 )
+#: More seeds, or combinations of levels, than anybody wants to run; a slip should not fill the
+#: memory.
+MOST = 200_000
 #: Run seeds of a file that names none.
 SEEDS = SweepFile("", "").seeds
 
@@ -82,7 +85,9 @@ class Reader:
     # -------------------------------------------------------------- what it starts from
 
     def _name(self, name: str) -> str:
-        found = self.values.get("name", name) or "unnamed"
+        found = self.values.get("name") or name or "unnamed"
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            found = value_text(found)
         if not isinstance(found, str) or not NAME.fullmatch(found):
             raise bad_name(f"The name of {self.where}", found)
         return found
@@ -100,8 +105,11 @@ class Reader:
         """As texts, so that they can be typed behind `refiner run`."""
         found = self.values.get("overrides") or []
         if isinstance(found, Mapping):
-            return tuple(written_overrides(found, self.folder))
-        return tuple(whole_paths(t, self.folder) for t in self._texts("overrides", found))
+            texts = tuple(written_overrides(found, self.folder))
+        else:
+            texts = tuple(whole_paths(t, self.folder) for t in self._texts("overrides", found))
+        self._set_once("overrides", texts)
+        return texts
 
     # -------------------------------------------------------------- what is varied
 
@@ -176,6 +184,7 @@ class Reader:
 
     def _arms(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
+        self._no_truth_values("arms")
         for key, settings in self._mapping("arms").items():
             if not NAME.fullmatch(key):
                 raise bad_name(f"The arm {key!r} of {self.where}", key)
@@ -184,6 +193,7 @@ class Reader:
                 found[key] = read_values(settings, self.folder, self._at(at))
             else:
                 texts = self._texts(at, settings or [])
+                self._set_once(at, texts)
                 found[key] = read_overrides(texts, self.folder, self._at(at))
         return found
 
@@ -198,9 +208,12 @@ class Reader:
         return tuple(_flat(rule) for rule in found)
 
     def _baseline(self) -> str | Mapping[str, Any]:
-        found = self.values.get("baseline") or ""
+        found = self.values.get("baseline", "")
+        found = "" if found is None else found
         if isinstance(found, Mapping):
             return _flat(found)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return value_text(found)  # an arm may be called 1
         if not isinstance(found, str):
             raise self._wrong("baseline", found, "an arm's name, or {field: value or label}")
         return found
@@ -239,6 +252,8 @@ class Reader:
 
     def _seeds(self) -> tuple[int, ...]:
         found = self.values.get("seeds", SEEDS)
+        if _is_int(found) and found > MOST:
+            raise self._wrong("seeds", found, f"at most {MOST:,}: as many are more than will run")
         if _is_int(found) and found > 0:
             return tuple(range(1, found + 1))
         expected = "a list of whole numbers from 0 up, or how many there are to be"
@@ -261,10 +276,11 @@ class Reader:
         )
         for key, value in found.items():
             whole = key in ("concurrency", "judge_calls")
-            right = _is_int(value) or (isinstance(value, float) and not whole)
+            right = _is_int(value) or (isinstance(value, float) and not whole and value < 1e308)
             if value is not None and not (right and value >= (1 if key == "concurrency" else 0)):
                 expected = "a whole number" if whole else "a number"
-                raise self._wrong(f"limits: {key}", value, f"{expected} above zero, or null")
+                least = "above zero" if key == "concurrency" else "from zero up"
+                raise self._wrong(f"limits: {key}", value, f"{expected} {least}, or null")
         return Limits(**found)
 
     def _question(self) -> Question:
@@ -296,6 +312,27 @@ class Reader:
         if not isinstance(found, list | tuple) or not all(isinstance(t, str) for t in found):
             raise self._wrong(key, found, "a list of `key=value`, or a mapping of fields")
         return found
+
+    def _set_once(self, key: str, texts: Sequence[str]) -> None:
+        """Of two values for one field, one would hide the other."""
+        fields = [text.partition("=")[0].strip() for text in texts]
+        if twice := sorted({field for field in fields if fields.count(field) > 1}):
+            raise ConfigurationError(
+                f"`{key}` of {self.where} sets `{twice[0]}` twice.",
+                expected="each field once: else one value would hide the other",
+                fix="remove one of the two",
+            )
+
+    def _no_truth_values(self, key: str) -> None:
+        """YAML reads ``on``, ``off``, ``yes`` and ``no`` as true and false: nobody's names."""
+        found = self.values.get(key)
+        if isinstance(found, Mapping) and any(isinstance(name, bool) for name in found):
+            raise ConfigurationError(
+                f"A name in `{key}` of {self.where} is true or false to YAML, as on, off, yes and "
+                "no are.",
+                expected="names that are text",
+                fix='put it in quotes: "on"',
+            )
 
     def _label(self, key: str, label: Any) -> None:
         text = label if isinstance(label, str) else value_text(label)

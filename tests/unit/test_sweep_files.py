@@ -151,7 +151,13 @@ def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> No
         ({"arms": {"a": ["grpo.bta=1"]}}, r"no field 'grpo.bta'.*arms: a.*'grpo.beta'"),
         ({"arms": ["a"]}, r"`arms` of sweep mine.*a mapping"),
         ({"exclude": ["a"]}, r"`exclude`.*a list of \{field: value or label\}"),
-        ({"baseline": 3}, r"`baseline` of sweep mine is 3"),
+        ({"arms": {True: [], False: ["grpo.beta=1"]}}, r"`arms`.*true or false to YAML.*quotes"),
+        ({"arms": {"a": ["grpo.beta=1", "grpo.beta=2"]}}, r"`arms: a`.*sets `grpo.beta` twice"),
+        ({"overrides": ["grpo.beta=1", "grpo.beta=2"]}, r"`overrides`.*sets `grpo.beta` twice"),
+        ({"overrides": {"grpo": {"beta": 1}, "grpo.beta": 2}}, r"sets `grpo.beta` twice"),
+        ({"baseline": ["a"]}, r"`baseline` of sweep mine is \['a'\]"),
+        ({"baseline": True}, r"`baseline` of sweep mine is True"),
+        ({"seeds": 10**12}, r"`seeds` of sweep mine is 1000000000000.*at most 200,000"),
         ({"seeds": []}, r"`seeds` of sweep mine is \[\]"),
         ({"seeds": 0}, r"`seeds` of sweep mine is 0"),
         ({"seeds": True}, r"`seeds` of sweep mine is True"),
@@ -159,6 +165,8 @@ def test_shipped_sweeps_are_found_by_name_and_say_what_they_ask(name: str) -> No
         ({"seeds": [3, 1, 3]}, r"`seeds` of sweep mine lists 3 twice.*the same run"),
         ({"limits": {"gpus": 1}}, r"no key `limits: gpus`"),
         ({"limits": {"concurrency": 0}}, r"`limits: concurrency` of sweep mine is 0"),
+        ({"limits": {"disk_gb": float("inf")}}, r"`limits: disk_gb` of sweep mine is inf"),
+        ({"limits": {"gpu_hours": -1}}, r"a number from zero up"),
         ({"limits": {"judge_calls": 1.5}}, r"`limits: judge_calls`.*a whole number"),
         ({"limits": {"gpu_hours": "many"}}, r"`limits: gpu_hours`.*a number"),
         ({"question": {"metrc": "oracle"}}, r"no key `question: metrc`.*'metric'"),
@@ -171,12 +179,20 @@ def test_what_cannot_be_meant_is_refused_by_name(keys: dict[str, Any], said: str
         sweep(**keys)
 
 
+def test_names_that_yaml_takes_for_numbers_are_names() -> None:
+    found = sweep(name=7, arms={1: [], 2: ["grpo.beta=1"]}, baseline=2)
+    assert (found.name, list(found.arms), found.baseline) == ("7", ["1", "2"], "2")
+    assert sweep(name="").name == "mine", "as the file is called"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("recipe: [tiny", r"cannot be read"),
         ("- recipe", r"no mapping of keys"),
         ("", r"`recipe` of sweep file is missing"),
+        ("42", r"no mapping of keys"),
+        ("recipe: " + "{a: " * 500 + "1" + "}" * 500, r"nested too deeply"),
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
     ],
 )
