@@ -195,10 +195,7 @@ async def _automate(nightly: Nightly, deployment: Any) -> str:
     )
     async with get_client() as client:
         for old in await client.read_automations_by_name(name):
-            # The client leaves out what was not set, which the server wants all the same.
-            whole = AutomationCore.model_validate(wanted.model_dump())
-            await client.update_automation(old.id, whole)
-            return name
+            await client.delete_automation(old.id)
         await client.create_automation(wanted)
     return name
 

@@ -48,7 +48,7 @@ class Schedule:
         from cronsim import CronSim
 
         # One that begins exactly now has begun.
-        there = moment.astimezone(self._zone) + timedelta(seconds=1)
+        there = self._here(moment) + timedelta(seconds=1)
         found = CronSim(self.cron, there, reverse=True)
         return [next(found).date().isoformat() for _ in range(count)][::-1]
 
@@ -56,7 +56,7 @@ class Schedule:
         """When the next night begins."""
         from cronsim import CronSim
 
-        return next(CronSim(self.cron, moment.astimezone(self._zone)))
+        return next(CronSim(self.cron, self._here(moment)))
 
     def begins(self, night: str) -> datetime:
         """When a night begins.
@@ -76,6 +76,11 @@ class Schedule:
                 fix="name another --night, or correct `schedule`",
             )
         return begins
+
+    def _here(self, moment: datetime) -> datetime:
+        """The moment in the zone, as a plain one: Prefect's are of a kind that computes otherwise,
+        and takes cronsim a night too far back."""
+        return datetime.fromtimestamp(moment.timestamp(), self._zone)
 
     def _check(self) -> None:
         from cronsim import CronSim, CronSimError

@@ -160,6 +160,14 @@ def test_a_night_has_the_date_of_its_own_zone_when_clocks_are_changed_too() -> N
     assert autumn == ["2026-10-24", "2026-10-25", "2026-10-26"]
 
 
+def test_moments_of_the_kind_that_prefect_has_mean_the_same_night() -> None:
+    from pendulum import datetime as moment
+
+    berlin = Schedule("0 3 * * *", "Europe/Berlin")
+    assert berlin.night_at(moment(2026, 11, 21, 2, 0, tz="UTC")) == "2026-11-21"
+    assert berlin.next_after(moment(2026, 11, 21, 2, 0, tz="UTC")).day == 22
+
+
 def test_a_night_begins_exactly_when_the_schedule_says() -> None:
     utc = Schedule("0 3 * * 1-5", "UTC")
     assert utc.night_at(datetime(2026, 11, 20, 3, 0, tzinfo=UTC)) == "2026-11-20"  # a Friday
