@@ -225,8 +225,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
             f"{found.prompts} held-out prompts: nothing can be compared; raise "
             "data.held_out_fraction, or evaluate on a protocol with prompts of its own"
         )
-    if found.arms == 0:
-        texts.append("One arm: there is nothing to compare it with")
     if found.seeds == 1:
         texts.append(
             "One seed: a difference is one of these checkpoints, and says nothing about the "
