@@ -21,6 +21,8 @@ from refiner_core.evaluation.samples import METRICS
 from refiner_core.report.evidence import Evaluation, Evidence, Measured
 
 _PROMPTS = ("data", "prompts", "num_prompts")
+#: What a protocol's file is called says nothing of how it measures.
+_LEFT_OUT = (*_PROMPTS, "file")
 REWARD = "reward"
 
 
@@ -151,4 +153,4 @@ def judge_text(protocol: Mapping[str, Any]) -> str:
 
 
 def _family(protocol: Mapping[str, Any]) -> str:
-    return digest({k: v for k, v in protocol.items() if k not in _PROMPTS})
+    return digest({k: v for k, v in protocol.items() if k not in _LEFT_OUT})

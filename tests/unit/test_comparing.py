@@ -141,6 +141,17 @@ def test_one_seed_with_other_prompts_refuses_its_arm() -> None:
     assert number(make_report(made.evidence()), "new").verdict == "not comparable"
 
 
+def test_a_protocol_file_s_name_hides_no_arm_that_was_asked_other_prompts() -> None:
+    made = MadeSweep(("base", "new"))
+    for seed in made.seeds:
+        made.add("base", seed, {"rubric_score": drawn()})
+        made.add(
+            "new", seed, {"rubric_score": drawn()}, content="two",
+            protocol={**PROTOCOL, "file": "held-out"}, protocol_file="held-out",
+        )  # fmt: skip
+    assert number(make_report(made.evidence()), "new").verdict == "not comparable"
+
+
 def test_another_judge_is_another_comparison_and_a_common_protocol_answers() -> None:
     other = {**PROTOCOL, "judge": {**PROTOCOL["judge"], "model": "judge-70b"}}
     made = MadeSweep(("base", "new"))
