@@ -70,14 +70,14 @@ def _plain(path: str, value: Any) -> Any:
         return [_plain(path, v) for v in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    if "${" in value.replace("\\${", ""):
+    if any(len(found[1]) % 2 == 0 for found in _INTERPOLATION.finditer(value)):
         raise ConfigurationError(
             f"`{path}` is {value!r}, which takes its value from another field.",
             expected="a value",
             fix="write the value (`\\${` for a literal `${`), or put it into the recipe or "
             "`overrides`",
         )
-    return value.replace("\\${", "${")
+    return _INTERPOLATION.sub(lambda found: f"{found[1][: len(found[1]) // 2]}${{", value)
 
 
 def override_text(path: str, value: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
@@ -171,6 +172,7 @@ def test_names_do_not_depend_on_the_order_of_keys_or_on_other_levels(
 
 
 @given(text=st.text(max_size=30))
+@example(text="\\${HOME} and \\\\${x}, as a chat template may have them")
 @settings(max_examples=40, deadline=None)
 def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
     """A trial's overrides are what one types: whatever the value, the same run comes of it."""
@@ -179,13 +181,12 @@ def test_any_text_is_an_override_that_is_read_back_as_it_is(text: str) -> None:
     written = override_text("model.chat_template", text)
     read = OmegaConf.to_container(parse_override(written), resolve=True)
     assert read == {"model": {"chat_template": text}}
+    assert read_overrides([written], Path()) == {"model.chat_template": text}
 
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 @settings(max_examples=25, deadline=None)
 def test_any_number_is_an_override_that_is_read_back_as_it_is(value: float) -> None:
-    from pathlib import Path
-
     written = override_text("grpo.beta", value)
     assert read_overrides([written], Path()) == {"grpo.beta": value}
 
