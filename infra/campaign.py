@@ -135,6 +135,15 @@ class Campaign:
         """One round: look, decide, act. True when every stage is in a terminal state."""
         return self._round()
 
+    def give_up(self, error: BaseException) -> None:
+        """Say that nobody works on the run any more, though this process may live on; for who calls
+        :meth:`step` themselves, and will not again. What it has begun goes on."""
+        try:
+            self._leases.keep(())
+        except OSError as trouble:
+            log.warning("leases of servers are not given back: %s", trouble)
+        self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+
     @property
     def look_s(self) -> float:
         """What looking and showing have cost in the last round, seconds of a core."""
@@ -211,9 +220,7 @@ class Campaign:
         except BaseException as error:  # it surfaces in wait() and join()
             log.debug("the campaign ends with an error", exc_info=error)
             self._error = error
-            # Its process may live on; nobody works on the run any more.
-            self._leases.keep(())
-            self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+            self.give_up(error)
         self._ended.set()
         with self._changed:
             self._changed.notify_all()
@@ -312,6 +319,9 @@ class Campaign:
             last, seen = record.attempts[-1], observed.attempts.get(stage_id)
             lives = last.outcome is None and seen is not None and seen.sight != "dead"
             self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
+            if last.outcome is not None and last.outcome.failure == "cancelled":
+                # It was another's work that somebody has ended, not this call's.
+                self._ended_before[stage_id] = last.number
 
     def _record_ends(self) -> None:
         """Keep what the scheduler says of jobs that have ended: it forgets."""

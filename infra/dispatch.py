@@ -38,7 +38,7 @@ class Router:
         self, dispatchers: Mapping[str, Dispatcher], choose: Choice, *, missing: str = ""
     ) -> None:
         self.dispatchers, self._choose = dict(dispatchers), choose
-        self._missing = missing
+        self.missing = missing
 
     def executor_for(self, stage: PlannedStage) -> str:
         """Where the next attempt at a stage goes."""
@@ -70,8 +70,8 @@ class Router:
     def _out_of_sight(self, attempt: OpenAttempt) -> JobSight:
         executor = attempt.attempt.executor
         reason = f"how its job is, only a call with dispatch.executor={executor} can see"
-        if self._missing:
-            reason = f"how its job is cannot be seen from here: {self._missing}"
+        if self.missing:
+            reason = f"how its job is cannot be seen from here: {self.missing}"
         return JobSight("unknown", reason=reason)
 
     def stop(self, attempt: OpenAttempt) -> bool:

@@ -58,7 +58,7 @@ class SharedRouter(Router):
     @classmethod
     def of(cls, router: Router) -> SharedRouter:
         """The same dispatchers, shared."""
-        return cls(router.dispatchers, router.executor_for)
+        return cls(router.dispatchers, router.executor_for, missing=router.missing)
 
     def refresh(self) -> None:
         """One look at all jobs elsewhere that somebody has asked about since the last one."""

@@ -282,6 +282,7 @@ class Supervisor:
                 campaign.request_stop(*self._stop)
             over = campaign.step()
         except Exception as error:  # one trial's trouble is told with it, and stops no other
+            campaign.give_up(error)
             self._end_of(live, _word_of_error(error, live.run.run))
             return 0.0
         views = campaign.views()

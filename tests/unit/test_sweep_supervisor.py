@@ -9,8 +9,11 @@ import pytest
 
 from flows.sweeping.reading import trial_states
 from flows.sweeping.versions import record_version
+from infra.dispatch import Router
 from infra.history import read_events
 from infra.layout import sweep_call
+from infra.orchestrators import orchestrator_of
+from infra.together import SharedRouter
 from infra.workspace import Workspace
 from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep
@@ -390,3 +393,52 @@ def test_a_large_sweep_is_pictured_by_trials_and_a_very_large_one_by_arms() -> N
     assert Graph(plan, most=100).level == "stages"
     assert len(Graph(plan, most=8).nodes()) == 6
     assert [n.name for n in Graph(plan, most=2).nodes()] == [a.name for a in plan.arms]
+
+
+# ---------------------------------------------------------------- what one trial does to others
+
+
+def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
+    workspace: Workspace,
+) -> None:
+    """Who ends one trial's run does not mean those that come after it."""
+    plan = small_sweep(limits=Limits(concurrency=1))
+    second = next(t for t in plan.trials if t.seed == 2)
+    script = {**SCRIPT, f"{second.name}/sft": ("cancelled",)}
+    told = bench(workspace, plan, script)
+    told.supervisor.begin()
+    while told.states()[second.name] != "interrupted":
+        told.supervisor.step()
+    del script[f"{second.name}/sft"]
+    told.jobs.script = script
+    while not told.supervisor.step():
+        pass
+    states = told.states()
+    assert states.pop(second.name) == "interrupted"
+    assert set(states.values()) == {"done"}
+
+
+def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep's process lives on: else the trial could not be taken up until the sweep ends."""
+    plan = small_sweep()
+    told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
+    told.supervisor.begin()
+    while len(told.supervisor.live) < 2:
+        told.supervisor.step()
+    live = told.supervisor.live[plan.trials[1].name]
+
+    def breaks() -> bool:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(live.campaign, "step", breaks)
+    told.supervisor.step()
+    assert told.states()[plan.trials[1].name] == "failed"
+    assert not orchestrator_of(workspace, live.run.run).works
+    assert orchestrator_of(workspace, told.supervisor.live[plan.trials[0].name].run.run).works
+
+
+def test_a_job_that_cannot_be_seen_says_why_in_a_sweep_too(workspace: Workspace) -> None:
+    router = SharedRouter.of(Router({}, lambda _: "slurm", missing="there is no sbatch here"))
+    assert router.missing == "there is no sbatch here"
