@@ -202,7 +202,7 @@ def supervisor_of(
         budget=Budget(
             plan.sweep.limits,
             UseReader(workspace, use_file(workspace, record.name)),
-            lambda t: _disk_of(t, workspace),
+            _disk_of,
         ),
         outlook=Outlook(
             canary=None if finished else find_canary(plan, workspace),
@@ -227,9 +227,9 @@ def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
     return dispatch.max_parallel if dispatch.executor == "local" else MANY
 
 
-def _disk_of(trial: Trial, workspace: Workspace) -> int:
-    """Bytes that a trial takes beside what is there."""
-    return planned_room([trial.plan]).forecast.needed_bytes
+def _disk_of(trials: Sequence[Trial]) -> int:
+    """Bytes that what is not done of trials takes."""
+    return planned_room([trial.plan for trial in trials]).forecast.needed_bytes
 
 
 def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:

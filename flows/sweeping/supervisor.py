@@ -316,9 +316,10 @@ class Supervisor:
             return None
         trial = self._waiting[0]
         if self._ahead is not None:
-            ahead = self._ahead.trial
-            return ahead if any(t is ahead for t in self._waiting) else None
-        live = {s.id for x in self.live.values() for s in x.trial.plan.stages}
+            trial = self._ahead.trial
+            if not any(t is trial for t in self._waiting):
+                return None
+        live = [x.trial for x in self.live.values()]
         why = self.budget.why_held(trial, self._begun, live)
         if why and not self.live:
             self._hold(why)

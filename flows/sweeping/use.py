@@ -79,6 +79,10 @@ class UseReader:
         if kept is not None:
             self._kept = (workspace.read_control(kept) or {}).get("stages", {})
 
+    def is_done(self, stage_id: str) -> bool:
+        """Whether a stage is done."""
+        return stage_id in self._done or self.workspace.layout.stage(stage_id).result.exists()
+
     def of(self, stage_id: str) -> Use:
         """One stage; nothing where nobody has begun it."""
         if found := self._done.get(stage_id) or self._from_file(stage_id):

@@ -211,7 +211,7 @@ def bench(
             told=last_words(workspace, plan.sweep.name),
             pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
         ),
-        budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 1 << 30),
+        budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: len(t) << 30),
         outlook=Outlook(
             canary=find_canary(plan, workspace),
             forecast=make(),

@@ -311,6 +311,33 @@ def test_judge_calls_and_disk_are_limits_too(workspace: Workspace) -> None:
     assert held == "limits.disk_gb is 0.5 GiB: 0 used, 1 forecast for it"
 
 
+def test_trials_under_way_count_with_the_room_that_they_will_take(workspace: Workspace) -> None:
+    """What they have written when the next one begins is next to nothing."""
+    plan = small_sweep(limits=Limits(disk_gb=2.5, concurrency=4))
+    script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
+    told = bench(workspace, plan, script)
+    told.supervisor.begin()
+    for _ in range(20):
+        told.supervisor.step()
+        assert len(told.supervisor.live) <= 2
+    assert len(told.supervisor.live) == 2
+
+
+def test_what_is_left_of_a_stopped_trial_counts_before_it_goes_on(workspace: Workspace) -> None:
+    plan = on_gpus(small_sweep(limits=Limits(gpu_hours=1.5)), 1)
+    script = {"grpo": ("step", "step", "save", *["wait"] * 99)}
+    told = bench(workspace, plan, jobs=Jobs(workspace, plan, script, seconds=36.0))
+    told.supervisor.begin()
+    while len(told.supervisor.live) < 2:
+        told.supervisor.step()
+    told.supervisor.request_stop("Ctrl-C")
+    while not told.supervisor.step():
+        pass
+    again = bench(workspace, plan, SCRIPT, forecast=lambda: hours(plan, 10.0))
+    assert set(again.run().values()) == {"held"}
+    assert again.jobs.begun == []
+
+
 # ---------------------------------------------------------------- stopping, and reading it
 
 
