@@ -110,7 +110,7 @@ class Trials:
     def ensure_run(self, trial: Trial) -> str:
         """The run of a trial of which everything is done; one is recorded where there is none."""
         known = self.workspace.trial_run(self.sweep, trial.name)
-        if known is not None:
+        if known is not None and self._run_of(trial, known) is not None:
             return known
         run = self._new_run(trial, self._plan(trial, False))
         self.workspace.write_run(run)
@@ -127,13 +127,18 @@ class Trials:
         run_id = self.workspace.trial_run(self.sweep, trial.name)
         if run_id is None or (self.told.get(trial.name) or {}).get("state") == "failed":
             return None
+        run = self._run_of(trial, run_id)
+        if run is None or (run.code and not (self.workspace.layout.code / run.code).is_dir()):
+            return None
+        return run
+
+    def _run_of(self, trial: Trial, run_id: str) -> RunRecord | None:
+        """A run, if it is there and has the trial's stages as they are by now."""
         try:
             run = self.workspace.read_run(run_id)
         except ConfigurationError:  # it was deleted
             return None
-        same = dict(run.stages) == {s.name: s.id for s in trial.plan.stages}
-        code = self.workspace.layout.code / run.code
-        return run if same and (not run.code or code.is_dir()) else None
+        return run if dict(run.stages) == {s.name: s.id for s in trial.plan.stages} else None
 
     def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
         pinned = self.pinned()

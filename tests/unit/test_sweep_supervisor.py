@@ -123,6 +123,18 @@ def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
     assert run.provenance["sweep"]["name"] == "twin"
 
 
+def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Workspace) -> None:
+    """Though all of these are there: `refiner why` of a trial must not show what it was before."""
+    before, now = small_sweep(), small_sweep("data", "sft", "grpo", "evaluate")
+    bench(workspace, before, SCRIPT).run()
+    other = replace(now, sweep=replace(now.sweep, name="other"))
+    bench(workspace, other, SCRIPT).run()
+    bench(workspace, now, SCRIPT).run()
+    for trial in now.trials:
+        run = workspace.read_run(workspace.trial_run("small", trial.name))
+        assert dict(run.stages) == {s.name: s.id for s in trial.plan.stages}
+
+
 def test_another_seed_runs_what_is_new_alone(workspace: Workspace) -> None:
     bench(workspace, small_sweep(), SCRIPT).run()
     more = small_sweep(seeds=(1, 2, 3))
