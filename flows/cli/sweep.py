@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -64,10 +65,12 @@ def sweep_command(
     from flows.sweeping.launching import Launch
     from flows.sweeping.planning import make_sweep_plan
 
-    names = [word for word in words if "=" not in word]
-    overrides = [word for word in words if "=" in word]
+    names = [word for word in words if not _is_override(word)]
+    overrides = [word for word in words if _is_override(word)]
     if not names:
-        _list(split_workspace(overrides)[0], as_json)
+        where, rest = split_workspace(overrides)
+        _refuse_without_one(rest, dry_run or yes or rescore is not None or detach is not None)
+        _list(where, as_json)
         return 0
     _refuse_more_than_one(names)
     plan = make_sweep_plan(names[0], overrides)
@@ -246,6 +249,25 @@ def leave_sweep_to(
     if left.message:
         click.echo(left.message, err=True)
     return left.exit_code or 0
+
+
+def _is_override(word: str) -> bool:
+    """Whether it is ``key=value``, not the path of a file with such a sign in it."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key and not Path(word).is_file()
+
+
+def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
+    """A list of sweeps is no answer to somebody who wants one to be carried out."""
+    from refiner_core.contract.errors import ConfigurationError
+
+    if overrides or to_do:
+        given = f": {' '.join(overrides)} changes one" if overrides else ""
+        raise ConfigurationError(
+            f"No sweep is named{given}.",
+            expected="a shipped sweep's name or the path of a YAML file",
+            fix="name it: refiner sweep SWEEP (`refiner sweep` alone lists them)",
+        )
 
 
 def _refuse_more_than_one(names: list[str]) -> None:

@@ -82,3 +82,19 @@ def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
             signal.signal(number, handler)
     assert (seen[0] is signal.SIG_IGN) is ignored
     assert seen[0] is not signal.SIG_DFL
+
+
+@pytest.mark.parametrize("argv", [["grpo.beta=0.1"], ["--yes"], ["--dry-run", "workspace=x"]])
+def test_a_sweep_that_nobody_has_named_is_no_request_for_a_list(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *argv]) == 2
+    assert "No sweep is named" in capsys.readouterr().err
+
+
+def test_a_sweeps_file_may_have_an_equals_sign_in_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "beta=0.1" / "gone.yaml"
+    assert main(["sweep", str(path), "--dry-run"]) == 2
+    assert f"no sweep file {path}" in capsys.readouterr().err
