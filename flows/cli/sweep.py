@@ -283,8 +283,8 @@ def _refuse_more_than_one(names: list[str]) -> None:
 
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
-    from flows.sweeping.status import SweepWatcher
     from flows.sweeping.showing import shipped_rows
+    from flows.sweeping.status import SweepWatcher
     from infra.workspace import Workspace
 
     workspace = Workspace.read_only(where)
