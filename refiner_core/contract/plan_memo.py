@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from refiner_core.contract.plan import PlannedStage
+    from refiner_core.contract.planned import PlannedStage
 
 T = TypeVar("T")
 

@@ -1,0 +1,346 @@
+"""Makes the stages of a plan, one on the other; see :mod:`refiner_core.contract.plan`.
+
+In: a configuration, digests of sources, a memo. Out: stages with their fingerprints, in the order
+in which they were added, then with judges' servers and ``fetch`` before those that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.fingerprint import (
+    canonical_json,
+    get_field,
+    identity_values,
+    stage_fingerprint,
+)
+from refiner_core.contract.plan_memo import PlanMemo
+from refiner_core.contract.planned import (
+    HUB_DIGEST,
+    HUB_READS,
+    NAMED_BY_SOURCE,
+    NOT_IN_A_STAGE,
+    ONLY_OF_A_SERVED_JUDGE,
+    ONLY_OF_THE_BEST,
+    SHIPPED_OR_FILE,
+    STAGE_FIELDS,
+    STAGE_SOURCES,
+    STAGE_VERSIONS,
+    PlannedStage,
+    StageKind,
+    uses,
+)
+from refiner_core.contract.protocols import AT, configs_under, under
+from refiner_core.contract.services import (
+    CONSUMERS,
+    JUDGE_SERVICE,
+    JUDGE_WEIGHTS,
+    has_service,
+    serves,
+    service_identity,
+)
+
+
+class _Wanted(NamedTuple):
+    """A stage that is to be added; see :class:`PlannedStage`."""
+
+    name: str
+    kind: StageKind
+    inputs: Mapping[str, str]
+    protocol: str = ""
+    model: str = ""
+    at_step: Mapping[str, int] = MappingProxyType({})
+    after: tuple[str, ...] = ()
+
+
+class Builder:
+    """Adds stages one by one; each sees the fingerprints of those before it."""
+
+    def __init__(self, config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo) -> None:
+        self.config, self.sources, self.memo = config, own_sources(sources), memo
+        self.under = self._under(sources) if config.evaluate.protocols else {}
+        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}
+        self.stages: dict[str, PlannedStage] = {}
+        self._evaluations: dict[str, str] = {}
+
+    def _under(self, sources: Mapping[str, str]) -> dict[str, tuple[RecipeConfig, dict[str, str]]]:
+        """By protocol file: the configuration under it, whose seed means nothing, and its sources.
+        No stage under a protocol depends on the run's seed."""
+        config = self.config
+        sections = (config.model, config.data, config.sft, config.grpo, config.reward)
+        others = (config.judge, config.publish, config.evaluate, config.dispatch)
+        made_of = ("under", self.memo.number((*sections, *others)), *sources.items())
+        return self.memo.once(
+            made_of,
+            lambda: {
+                name: (measured, sources_under(sources, name, measured))
+                for name, measured in configs_under(config).items()
+            },
+        )
+
+    def add(
+        self,
+        name: str,
+        kind: StageKind,
+        inputs: Mapping[str, str],
+        *,
+        model: str = "",
+        at_step: Mapping[str, int] | None = None,
+        after: tuple[str, ...] = (),
+        protocol: str = "",
+    ) -> str:
+        wanted = _Wanted(name, kind, inputs, protocol, model, at_step or {}, after)
+        self.stages[name] = self._stage(wanted)
+        return name
+
+    def _stage(self, stage: _Wanted) -> PlannedStage:
+        name, kind, inputs, protocol, model, at_step, after = stage
+        config, sources = self.under.get(protocol, (self.config, self.sources))
+        fields, needed = STAGE_FIELDS[kind], STAGE_SOURCES[kind]
+        if kind == "command" and config.command.adopted:
+            fields = ("command.adopted",)  # the weights are what they are, whatever made them
+        elif kind == "command" and self._starts_at_base(inputs):
+            fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
+        section = getattr(config, "publish" if kind in ("card", "export") else kind)
+        wanted = {k: sources[k] for k in needed if k in sources}
+        fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
+        parts, best = self._number(protocol, fields), name == "publish-best"
+        steps = {f"{role}.step": step for role, step in at_step.items()}
+
+        def identify() -> tuple[dict[str, Any], str]:
+            values = self._identity(protocol, fields, best) | steps
+            return values, canonical_json(values)
+
+        def make() -> PlannedStage:
+            identity, text = self.memo.once(("identity", parts, best, *steps.items()), identify)
+            version = STAGE_VERSIONS[kind]
+            return PlannedStage(
+                name=name,
+                kind=kind,
+                fingerprint=stage_fingerprint(
+                    kind, version, identity, wanted, fingerprints, text=text
+                ),
+                identity=identity,
+                sources=wanted,
+                inputs=dict(inputs),
+                input_fingerprints=fingerprints,
+                resources=section.resources,
+                model=model,
+                needs_network=self._needs_network(kind),
+                after=after,
+                at_step=dict(at_step),
+                protocol=protocol,
+            )
+
+        named = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
+        execution = self.memo.number((section,))
+        return self.memo.once((named, parts, execution, *fingerprints.values()), make)
+
+    def _number(self, protocol: str, fields: tuple[str, ...]) -> int:
+        """Of all that :meth:`_identity` goes by."""
+        if (protocol, fields) not in self._numbers:
+            config, sources = self.under.get(protocol, (self.config, self.sources))
+            values = (get_field(config, field) for field in fields)
+            parts = (*fields, *sources, config.judge.kind, *values)
+            self._numbers[protocol, fields] = self.memo.number(parts)
+        return self._numbers[protocol, fields]
+
+    def _identity(self, protocol: str, fields: tuple[str, ...], best: bool) -> dict[str, Any]:
+        """Identity fields of a stage; ``best``: of the one that publishes the best checkpoint."""
+        config, sources = self.under.get(protocol, (self.config, self.sources))
+        found: dict[str, Any] = {}
+        for part in fields:
+            made_of = ("part", self._number(protocol, (part,)), best)
+            read = functools.partial(_values, config, sources, (part,), best)
+            found |= self.memo.once(made_of, read)
+        return found
+
+    def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
+        """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
+        return self.add(name, "publish", inputs, model=model)
+
+    def add_card(
+        self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
+    ) -> str:
+        return self.add(name, "card", inputs, model=model, after=after)
+
+    def add_export(self, name: str, policy: str, model: str, step: int) -> str:
+        return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})
+
+    def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
+        found = {}
+        for protocol in ("", *self.under):
+            name = self._add_evaluation(model, weights, protocol)
+            if name is not None:
+                found[under(f"evaluation-{model}", protocol)] = name
+        return found
+
+    def _add_evaluation(self, model: str, weights: str, protocol: str) -> str | None:
+        """None where another protocol measures the same."""
+        inputs = {"data": self._add_data(protocol)}
+        if weights:
+            inputs["weights"] = weights
+        name = under(f"evaluate-{model}", protocol)
+        stage = self._stage(_Wanted(name, "evaluate", inputs, protocol, model))
+        if self._evaluations.setdefault(stage.id, name) != name:
+            return None
+        self.stages[name] = stage
+        return name
+
+    def _add_data(self, protocol: str) -> str:
+        """The stage whose held-out prompts a protocol measures on."""
+        if not protocol or not self.under[protocol][0].data.all_held_out:
+            return "data"
+        name = under("data", protocol)
+        if name not in self.stages:
+            stage = self._stage(_Wanted(name, "data", {}, protocol))
+            same = (s.name for s in self.stages.values() if s.id == stage.id)
+            if (found := next(same, None)) is not None:
+                return found
+            self.stages[name] = stage
+        return name
+
+    def reads_data(self, name: str) -> bool:
+        return "data" in self.stages[name].inputs
+
+    def with_judges(self) -> dict[str, PlannedStage]:
+        """The stages, with each judge's server before the first of those that ask it."""
+        found: dict[str, PlannedStage] = {}
+        servers: dict[str, PlannedStage] = {}
+        for name, stage in self.stages.items():
+            found[name] = stage
+            if stage.kind not in CONSUMERS:
+                continue
+            config, _ = self.under.get(stage.protocol, (self.config, self.sources))
+            made_of = ("serve", stage.protocol, self.memo.number((config.judge, config.dispatch)))
+            make = functools.partial(judge_service, config, stage.protocol)
+            service = self.memo.once(made_of, make)
+            if service is not None:
+                service = servers.setdefault(service.id, service)
+                del found[name]
+                found.setdefault(service.name, service)
+                found[name] = self.memo.changed(stage, after=(*stage.after, service.name))
+        return found
+
+    def with_fetch(self) -> tuple[PlannedStage, ...]:
+        """The stages, with ``fetch`` before those that read what lies on a Hub."""
+        everywhere = (self.sources, *(sources for _, sources in self.under.values()))
+        if not any(d.startswith(HUB_DIGEST) for sources in everywhere for d in sources.values()):
+            return tuple(self.stages.values())
+        reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
+        wanted = {k: digest for found in reads.values() for k, digest in found.items()}
+        if not wanted:
+            return tuple(self.stages.values())
+        wanted = dict(sorted(wanted.items()))
+        fetch = PlannedStage(
+            name="fetch",
+            kind="fetch",
+            fingerprint=stage_fingerprint("fetch", STAGE_VERSIONS["fetch"], {}, wanted, {}),
+            identity={},
+            sources=wanted,
+            inputs={},
+            input_fingerprints={},
+            resources=replace(self.config.data.resources, gpus=0, nodes=1),
+            needs_network=True,
+        )
+        others = (
+            self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
+            for name, stage in self.stages.items()
+        )
+        return (fetch, *others)
+
+    def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
+        """What it reads of a Hub: digests by source."""
+        config, sources = self.under.get(stage.protocol, (self.config, self.sources))
+        names: tuple[str, ...] = HUB_READS.get(stage.kind, ())
+        if stage.kind in CONSUMERS and not has_service(config):
+            names = (*names, JUDGE_WEIGHTS)  # of a server beside it
+        if stage.kind == "command" and "model" in stage.sources:
+            names = ("model",)
+        hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
+        own = {k for k, digest in hub.items() if self.sources.get(k) != digest}
+        return {under(k, stage.protocol) if k in own else k: v for k, v in hub.items()}
+
+    def _starts_at_base(self, inputs: Mapping[str, str]) -> bool:
+        return "policy" not in inputs and uses(self.config.command, "model")
+
+    def _needs_network(self, kind: StageKind) -> bool:
+        if kind == "command":
+            return self.config.command.needs_network
+        return kind in ("publish", "card") and self.config.publish.target == "hub"
+
+
+def _values(
+    config: RecipeConfig, sources: Mapping[str, str], fields: tuple[str, ...], best: bool
+) -> dict[str, Any]:
+    """The identity fields among ``fields``; see :meth:`Builder._identity`."""
+    return {
+        path: value
+        for path, value in identity_values(config, fields).items()
+        if path not in NOT_IN_A_STAGE
+        and NAMED_BY_SOURCE.get(path) not in sources
+        and not ("/" in str(value) and SHIPPED_OR_FILE.get(path) in sources)
+        and (best or path not in ONLY_OF_THE_BEST)
+        and (config.judge.kind == "openai" or path not in ONLY_OF_A_SERVED_JUDGE)
+    }
+
+
+#: Sources that a protocol file may have of its own.
+OF_A_PROTOCOL = ("data.rl", "rubrics", "judge_prompt", JUDGE_WEIGHTS)
+
+
+def own_sources(sources: Mapping[str, str]) -> dict[str, str]:
+    """The recipe's own among the sources of a plan."""
+    return {k: v for k, v in sources.items() if AT not in k}
+
+
+def sources_under(
+    sources: Mapping[str, str], protocol: str, measured: RecipeConfig
+) -> dict[str, str]:
+    """The sources of a configuration under a protocol, by their plain names.
+
+    What is not there under the protocol's name is the recipe's: a protocol that measures as the
+    recipe does has left no record of its own.
+    """
+    reward = measured.reward
+    needed = {
+        "data.rl": True,
+        "rubrics": "static" in reward.rubric_source and not reward.instance_rubrics_only,
+        "judge_prompt": measured.judge.kind == "openai",
+        JUDGE_WEIGHTS: serves(measured.judge),
+    }
+    found = {k: v for k, v in own_sources(sources).items() if needed.get(k, True)}
+    if measured.data.sft_path is None:
+        found.pop("data.sft", None)
+    of_its_own = {k: sources[under(k, protocol)] for k in needed if under(k, protocol) in sources}
+    return found | of_its_own
+
+
+def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | None:
+    """The stage that serves a configuration's judge; None where refiner starts no server for it, or
+    starts it within the jobs that ask it. ``protocol`` names whose judge it is.
+
+    Raises
+    ------
+    ConfigurationError
+        The server would be open to strangers.
+    """
+    if not has_service(config):
+        return None
+    values = service_identity(config)
+    return PlannedStage(
+        name=under(JUDGE_SERVICE, protocol),
+        kind="serve",
+        fingerprint=stage_fingerprint("serve", STAGE_VERSIONS["serve"], values, {}, {}),
+        identity=values,
+        sources={},
+        inputs={},
+        input_fingerprints={},
+        resources=config.judge.resources,
+        protocol=protocol,
+    )

@@ -1,0 +1,159 @@
+"""Stages as values: kinds, what each depends on, and a stage as it should be.
+
+In: nothing. Out: :class:`PlannedStage`, and the tables by which :mod:`.plan_builder` makes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refiner_core.contract.config import CommandConfig, Resources
+from refiner_core.contract.services import JUDGE_WEIGHTS
+
+StageKind = Literal[
+    "fetch", "data", "sft", "grpo", "command", "export", "publish", "evaluate", "card", "serve"
+]
+
+#: Raise a kind's number when the same configuration would now give another result.
+STAGE_VERSIONS: dict[StageKind, int] = {
+    "fetch": 1,
+    "data": 1,
+    "sft": 1,
+    "grpo": 1,
+    "command": 1,
+    "export": 1,
+    "publish": 1,
+    "evaluate": 1,
+    "card": 1,
+    "serve": 1,
+}
+
+_TOKENIZER = (
+    "model.name_or_path",
+    "model.revision",
+    "model.tokenizer_name_or_path",
+    "model.chat_template",
+)
+#: Which identity fields a kind depends on (dotted prefixes). Inputs add the rest by fingerprint.
+STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
+    "fetch": (),
+    "data": (
+        "data",
+        *_TOKENIZER,
+        "sft.pack_length",
+        "grpo.response_length",
+        "grpo.max_token_length",
+    ),
+    "sft": ("seed", "model", "sft"),
+    "grpo": ("seed", "model", "grpo", "reward", "judge"),
+    "command": ("seed", "command"),
+    "export": (),
+    "publish": ("publish",),
+    "evaluate": (
+        "model",
+        "evaluate",
+        "reward",
+        "judge",
+        "grpo.response_length",
+        "grpo.stop_strings",
+    ),
+    "card": ("publish.license", "publish.card_template"),
+    "serve": (),
+}
+#: These say which evaluations and publications exist, not what one of them is.
+NOT_IN_A_STAGE = (
+    *("evaluate.models", "evaluate.protocols"),
+    *("publish.which", "publish.steps", "publish.evaluate"),
+)
+#: Of these only `publish-best` makes use.
+ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
+#: What the lexical judge takes no notice of.
+ONLY_OF_A_SERVED_JUDGE = ("judge.form", "judge.structured_output", "judge.extra_body")
+#: Where something lies is no part of what it is, once its content is known by a source's digest.
+NAMED_BY_SOURCE = {
+    "data.sft_path": "data.sft",
+    "data.rl_path": "data.rl",
+    "model.name_or_path": "model",
+    "publish.card_template": "card_template",
+}
+#: Names of what is shipped stay part of what a stage is, as in all older runs; files have digests.
+SHIPPED_OR_FILE = {"reward.static_rubrics": "rubrics", "judge.prompt": "judge_prompt"}
+
+STAGE_SOURCES: dict[StageKind, tuple[str, ...]] = {
+    "fetch": (),
+    "data": ("data.sft", "data.rl", "model"),
+    "sft": ("model",),
+    "grpo": ("model", "rubrics", "judge_prompt"),
+    "command": (),
+    "export": (),
+    "publish": ("card_template",),
+    "evaluate": ("model", "rubrics", "judge_prompt"),
+    "card": ("card_template",),
+    "serve": (),
+}
+#: Doubled braces, the shell's own ``${…}``, or a placeholder.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
+#: A source that lies on a Hub has a digest that begins so.
+HUB_DIGEST = "hub:"
+#: Which sources a kind reads from the Hub's cache; `fetch` brings them there.
+HUB_READS: dict[StageKind, tuple[str, ...]] = {
+    "data": ("model", "tokenizer", "data.sft", "data.rl"),
+    "sft": ("model", "tokenizer"),
+    "grpo": ("model", "tokenizer"),
+    "export": ("model", "tokenizer"),
+    "evaluate": ("model", "tokenizer"),
+    "serve": (JUDGE_WEIGHTS,),
+}
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage as it should be.
+
+    ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
+    the stage that fills it. ``model`` names the model that a training stage makes or that an
+    evaluation measures: ``base``, ``sft``, ``grpo``, ``command``, ``grpo-step50``. ``after`` names
+    stages that must be done first though nothing of theirs is read by path (a cache that they
+    fill): no part of what the stage is. ``at_step`` maps roles to steps: of that input its
+    checkpoint of the step is read, which is there before the stage ends. ``protocol`` names the
+    protocol file that the stage belongs to, empty for the recipe's own; see
+    :meth:`refiner_core.contract.plan.Plan.config_of`.
+    """
+
+    name: str
+    kind: StageKind
+    fingerprint: str
+    identity: Mapping[str, Any]
+    sources: Mapping[str, str]
+    inputs: Mapping[str, str]
+    input_fingerprints: Mapping[str, str]
+    resources: Resources
+    model: str = ""
+    needs_network: bool = False
+    after: tuple[str, ...] = ()
+    at_step: Mapping[str, int] = field(default_factory=dict)
+    protocol: str = ""
+
+    @property
+    def id(self) -> str:
+        """Folder-safe id, the same in every run that shares the stage: ``sft-0123456789ab``."""
+        return f"{self.kind}-{self.fingerprint[:12]}"
+
+    @property
+    def title(self) -> str:
+        """What a person reads in tables and in the Prefect UI."""
+        return f"{self.name} [{self.fingerprint[:8]}]"
+
+
+def uses(command: CommandConfig, placeholder: str) -> bool:
+    """Whether a command's texts name ``{placeholder}``."""
+    texts = (command.run, command.resume_arguments, command.companions, *command.env)
+    return any(placeholder in placeholders(text) for text in texts)
+
+
+def placeholders(text: str) -> list[str]:
+    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]
