@@ -19,6 +19,7 @@ from refiner_core.cards import (
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import STAGE_FIELDS
+from refiner_core.contract.protocol_files import load_protocol
 from tests.support.card_facts import full_facts, sft_facts
 
 
@@ -101,6 +102,8 @@ def leaves(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 def changed(keys: Keys, value: Any) -> Any:
     """Another value that the fact could have."""
+    if keys == ("config", "evaluate.protocols"):
+        return [load_protocol("held-out-greedy-v1").text]
     if keys[0] == "config":
         kind = FIELDS[str(keys[1])].type
         options = [k for k in (kind, *get_args(kind)) if get_origin(k) is Literal]
