@@ -327,7 +327,8 @@ def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | Non
     hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
     if len(hits) == 1:
         return workspace.read_run(hits[0])
-    what = f"{workspace.root} has no run {wanted!r}.{suggest(wanted, known)}"
+    hint = _hint_at_trial(workspace, wanted) or suggest(wanted, known)
+    what = f"{workspace.root} has no run {wanted!r}.{hint}"
     if hits:
         what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
     shown = ", ".join((hits or known)[-5:]) or "(there are none)"
@@ -336,6 +337,17 @@ def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | Non
         expected=f"one of: {shown}",
         fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
     )
+
+
+def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
+    """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
+    for name in workspace.sweep_names():
+        trials = [t.name for t in workspace.read_sweep(name).trials]
+        if wanted == name:
+            return f" It is a sweep; a run of it is {name}:ARM/seedN, e.g. {name}:{trials[0]}."
+        if (trial := wanted.removeprefix(f"{name}/")) in trials:
+            return f" Did you mean the trial {name}:{trial}?"
+    return ""
 
 
 def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:

@@ -27,7 +27,7 @@ from infra import atomic
 from infra.checkpoints import CheckpointStore, Complete, saved, step_name
 from infra.disk.room import no_space_guard
 from infra.layout import StagePaths
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.errors import NoSpaceError, WorkspaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 log = logging.getLogger(__name__)
@@ -237,17 +237,28 @@ class AttemptIO:
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
-    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out."""
+    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out.
+
+    Raises
+    ------
+    WorkspaceError
+        A line is none that was written here; says which.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     lines = []
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        value = json.loads(line)
-        lines.append(MetricsLine(int(value["step"]), value["metrics"]))
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            value = json.loads(line)
+            lines.append(MetricsLine(int(value["step"]), value["metrics"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise WorkspaceError(
+                f"Line {number} of {path} is no line of metrics.",
+                expected="JSON with `step` and `metrics`, as refiner has written it",
+                fix="remove the line, or restore the file",
+            ) from error
     return lines
 
 

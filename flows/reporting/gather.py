@@ -25,7 +25,7 @@ from infra.stage_io import read_metrics
 from infra.timeline import Incident, incidents_of
 from infra.tracking import tracked_address
 from infra.workspace import Workspace, now_text
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
 from refiner_core.evaluation.results import load_results
@@ -178,7 +178,11 @@ class _Read:
                 return False
             # The newest attempt's file tells the whole story.
             paths = self.workspace.layout.attempt(stage, numbers[-1])
-            self.trainings[stage] = read_training(name, paths.metrics)
+            try:
+                self.trainings[stage] = read_training(name, paths.metrics)
+            except WorkspaceError as error:
+                self.warnings.append(f"The curves of {name} ({stage}) are left out: {error}")
+                self.trainings[stage] = Training(name, {})
             self.tracked[stage] = tracked_address(paths.tracker) or ""
         return bool(self.trainings[stage].metrics)
 

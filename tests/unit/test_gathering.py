@@ -10,6 +10,7 @@ import pytest
 
 from flows.reporting.gather import gather
 from flows.reporting.samples import SamplesReader
+from flows.status import find_run
 from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.samples import load_samples, write_samples
@@ -33,6 +34,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
     )
     sweep.write()
     return sweep
+
+
+def test_a_trial_is_hinted_at_by_whoever_forgets_its_sweep(made: RecordedSweep) -> None:
+    workspace = Workspace.read_only(made.root)
+    for word in ("base/seed1", "drawn/base/seed1"):
+        with pytest.raises(ConfigurationError, match="Did you mean the trial drawn:base/seed1"):
+            find_run(workspace, word)
+    with pytest.raises(ConfigurationError, match=r"is a sweep; .*e.g. drawn:base/seed1"):
+        find_run(workspace, "drawn")
 
 
 def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
@@ -80,6 +90,18 @@ def test_an_evaluation_that_is_damaged_is_missing_and_named(tmp_path: Path) -> N
     assert report.primary is not None
     (more,) = [n for n in report.primary.numbers if n.arm == "more"]
     assert more.seeds == 2
+
+
+def test_curves_that_are_damaged_are_left_out_and_named(tmp_path: Path) -> None:
+    made = RecordedSweep(tmp_path, ("base", "more"), prompts=10)
+    made.write()
+    stage = made.stages("more", 2)["grpo"]
+    path = made.workspace.layout.attempt(stage, 1).metrics
+    path.write_text("\0\0\0\n" + path.read_text())
+    report = make_report(gather(made.workspace, made.name))
+    assert any(stage in w and f"Line 1 of {path}" in w for w in report.warnings)
+    assert report.primary is not None
+    assert {n.seeds for n in report.primary.numbers} == {3}, "evaluations count all the same"
 
 
 def test_a_sweep_that_is_not_there_is_said_to_be(made: RecordedSweep) -> None:

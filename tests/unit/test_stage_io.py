@@ -108,6 +108,15 @@ def test_a_line_that_was_cut_short_by_a_kill_is_left_out(
     assert len(read_metrics(workspace.layout.attempt(stage.id, 2).metrics)) == 4
 
 
+def test_a_line_that_nobody_wrote_is_named(workspace: Workspace, stage: PlannedStage) -> None:
+    train(make_io(workspace, stage.id, 1), 3)
+    path = workspace.layout.attempt(stage.id, 1).metrics
+    with path.open("ab") as file:
+        file.write(b"\xff\0\n")
+    with pytest.raises(WorkspaceError, match=r"Line 4 of .*metrics\.jsonl"):
+        read_metrics(path)
+
+
 def test_steps_never_go_back_and_numbers_that_are_not_finite_are_missing(
     workspace: Workspace, stage: PlannedStage
 ) -> None:
