@@ -25,7 +25,8 @@ STAGES = (
     ("data", "sft", "evaluate"),
     ("data", "grpo", "evaluate"),
 )
-PLANS = 400
+PROTOCOLS = tuple(load_protocol(name).text for name in shipped_protocols())
+PLANS = 600
 
 
 def values(path: str) -> list[Any]:
@@ -45,15 +46,18 @@ def values(path: str) -> list[Any]:
     return [*found, 0, 1, 2] if "int" in text else [*found, "a", "b", "x/y"]
 
 
+VALUES = {path: found for path in FIELDS if path not in APART and (found := values(path))}
+
+
 def drawn(draw: random.Random, base: RecipeConfig) -> tuple[RecipeConfig, dict[str, str]]:
     """A configuration that differs in a few fields, of either mark, and its sources."""
-    fields = [path for path in FIELDS if path not in APART and values(path)]
-    changes = {path: draw.choice(values(path)) for path in draw.sample(fields, draw.randint(1, 5))}
-    protocols = [load_protocol(name).text for name in shipped_protocols()]
-    changes["evaluate.protocols"] = draw.sample(protocols, draw.randint(0, 2))
+    mark = draw.choice(("identity", "execution"))
+    fields = [path for path in VALUES if FIELDS[path].mark == mark]
+    changes = {path: draw.choice(VALUES[path]) for path in draw.sample(fields, draw.randint(1, 3))}
+    changes["evaluate.protocols"] = draw.choice(((), PROTOCOLS[:1]))
     changes |= {"stages": draw.choice(STAGES), "seed": draw.choice((1, 2))}
     names = ("model", "rubrics", "judge_prompt", "card_template", "data.rl@held-out-greedy-v1")
-    more = {n: draw.choice(("one", "two", "hub:three")) for n in draw.sample(names, 2)}
+    more = {draw.choice(names): digest for digest in draw.choice(((), ("one",), ("hub:two",)))}
     return replace_fields(base, changes), SOURCES | more
 
 
