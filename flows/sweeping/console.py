@@ -23,7 +23,8 @@ from refiner_core.report.document import TrialState
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from flows.sweeping.supervisor import Supervisor, TrialWord
+    from flows.sweeping.supervisor import Supervisor
+    from flows.sweeping.words import TrialWord
 
 _EVERY_S = 30.0
 _ROWS = 16

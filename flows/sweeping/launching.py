@@ -23,10 +23,11 @@ from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
 from flows.sweeping.reading import last_words, use_file
-from flows.sweeping.supervisor import Outlook, Supervisor, TrialWord
+from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
+from flows.sweeping.words import TrialWord
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.dispatch import make_router

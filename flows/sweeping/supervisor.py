@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,15 +23,15 @@ from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
+from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
 from infra.layout import sweep_call
 from infra.processes import ProcessId, host_name
 from infra.timeline import first_line
 from infra.together import SharedRouter
 from infra.workspace import Workspace, now_text
-from refiner_core.contract.errors import NoSpaceError, RefinerError
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
-from refiner_core.report.document import TrialState
 from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
@@ -44,17 +44,6 @@ _LONGEST_S = 30.0
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
-_OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
-
-
-@dataclass(frozen=True)
-class TrialWord:
-    """How a trial stands: its state, why, and the exit code that this would mean for a run."""
-
-    state: TrialState = "waiting"
-    reason: str = ""
-    run: str = ""
-    exit_code: int = 0
 
 
 @dataclass
@@ -283,12 +272,12 @@ class Supervisor:
             over = campaign.step()
         except Exception as error:  # one trial's trouble is told with it, and stops no other
             campaign.give_up(error)
-            self._end_of(live, _word_of_error(error, live.run.run))
+            self._end_of(live, word_of_error(error, live.run.run))
             return 0.0
         views = campaign.views()
         self.graph.show_stages(live.trial, views)
         if over:
-            self._end_of(live, _word_of_views(views, live.run.run))
+            self._end_of(live, word_of_views(views, live.run.run))
         return campaign.look_s
 
     def _end_of(self, live: Live, word: TrialWord) -> None:
@@ -339,7 +328,7 @@ class Supervisor:
                 self._say(trial, TrialWord("waiting", error.what))
             return
         except Exception as error:  # as in `_step`
-            self._say(trial, _word_of_error(error, ""))
+            self._say(trial, word_of_error(error, ""))
             return
         self.live[trial.name] = live
         self._begun |= {s.id for s in trial.plan.stages}
@@ -365,14 +354,14 @@ class Supervisor:
         measured = measured_canary(self.workspace, ahead.stage)
         if measured is not None:
             self._release(measured)
-        elif word.state in _OVER and word.state != "done":
+        elif word.state in OVER and word.state != "done":
             if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
                 self._ahead = None
                 self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
             else:
                 self._ahead = None
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {_how(word)}: "
+                    f"{ahead.trial.name}, which went ahead, has {how(word)}: "
                     f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
                     "(--past-canary goes on without it)"
                 )
@@ -441,30 +430,3 @@ def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> 
 
     total = next(iter(forecast_lines(forecast)), "")
     return f"{name} has shown what training takes: {canary_text(measured)}\n{total}"
-
-
-def _word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
-    """How a trial ended, by its stages."""
-    for state in ("failed", "interrupted"):
-        for view in _in_order_of_cause(views.values(), state):
-            said = f"{view.name}: {view.message}" if view.message else view.name
-            return TrialWord(state, said, run, view.exit_code or 1)
-    return TrialWord("done", run=run)
-
-
-def _in_order_of_cause(views: Any, state: str) -> Iterator[StageView]:
-    """Stages that ended so, those that did so by themselves before those that they stopped."""
-    found = [v for v in views if v.state == state]
-    yield from sorted(found, key=lambda v: v.message.startswith("needs "))
-
-
-def _word_of_error(error: Exception, run: str) -> TrialWord:
-    if isinstance(error, RefinerError):
-        state: TrialState = "interrupted" if error.resumable else "failed"
-        return TrialWord(state, str(error), run, error.exit_code)
-    log.exception("a trial ends with an error", exc_info=error)
-    return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
-
-
-def _how(word: TrialWord) -> str:
-    return {"failed": "failed", "interrupted": "been stopped"}.get(word.state, word.state)
