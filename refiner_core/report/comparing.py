@@ -47,7 +47,7 @@ def make_report(evidence: Evidence) -> SweepReport:
         wanted = metric if group is chosen else ""
         comparisons += compare_group(group, setting, missing, primary=wanted)
     comparisons.sort(key=lambda c: not c.primary)
-    matrix = make_matrix(evidence, groups, chosen)
+    matrix = make_matrix(evidence, groups, chosen, comparisons)
     flips = make_flips(evidence, chosen, metric) if chosen else ()
     report = SweepReport(
         version=REPORT_VERSION,

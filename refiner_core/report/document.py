@@ -133,13 +133,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """One arm under one protocol's judge and rubric set: the mean, and its rank among arms."""
+    """One arm under one protocol's judge and rubric set: the mean, and its rank among arms.
+
+    ``moved``: the judge has changed between this arm's evaluations and the baseline's, so that the
+    arm has no rank.
+    """
 
     arm: str
     value: float | None
     low: float | None
     high: float | None
     rank: int | None
+    moved: bool = False
 
 
 @dataclass(frozen=True)

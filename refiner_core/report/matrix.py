@@ -1,8 +1,9 @@
 """The judge x policy matrix of a sweep: every arm under every judge and rubric set.
 
 In: groups of evaluations of the last model. Out: a row for each way of judging, with each arm's
-mean and rank, and how far the rows agree on the order of arms (Kendall's tau-b, by SciPy). A judge
-that trains no arm is held out: training finds the weaknesses of the judge that it asks.
+mean and rank, and how far the rows agree on the order of arms (Kendall's tau-b, by SciPy). An arm
+whose evaluations met a judge that had moved has no rank. A judge that trains no arm is held out:
+training finds the weaknesses of the judge that it asks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from refiner_core.evaluation.statistics import two_way_means
-from refiner_core.report.document import Agreement, MatrixCell, MatrixRow
+from refiner_core.report.document import Agreement, Comparison, MatrixCell, MatrixRow
 from refiner_core.report.evidence import Evidence
 from refiner_core.report.groups import Group
 
@@ -25,9 +26,15 @@ _FEWEST_ARMS = 3
 
 
 def make_matrix(
-    evidence: Evidence, groups: Sequence[Group], chosen: Group | None
+    evidence: Evidence,
+    groups: Sequence[Group],
+    chosen: Group | None,
+    comparisons: Sequence[Comparison] = (),
 ) -> tuple[MatrixRow, ...]:
-    """Rows in the order of groups, for the model and decoding of the sweep's question."""
+    """Rows in the order of groups, for the model and decoding of the sweep's question.
+
+    ``comparisons`` say under which protocols the judge of an arm has moved.
+    """
     if chosen is None:
         return ()
     fitting = [
@@ -36,18 +43,33 @@ def make_matrix(
         if (g.model, g.decoding) == (chosen.model, chosen.decoding) and METRIC in g.metrics
     ]
     trains = _trained_by(evidence, chosen.model)
-    return tuple(_row(evidence, group, trains) for group in fitting)
+    moved = _moved(comparisons, chosen.model)
+    return tuple(
+        _row(evidence, group, trains, moved.get(group.protocol, frozenset())) for group in fitting
+    )
+
+
+def _moved(comparisons: Sequence[Comparison], model: str) -> dict[str, frozenset[str]]:
+    """Protocol -> arms whose judge has moved."""
+    return {
+        c.key.protocol: frozenset(n.arm for n in c.numbers if n.verdict == "judge moved")
+        for c in comparisons
+        if c.key.metric == METRIC and c.key.model == model
+    }
 
 
 def _row(
-    evidence: Evidence, group: Group, trains: Mapping[str, tuple[object, object]]
+    evidence: Evidence,
+    group: Group,
+    trains: Mapping[str, tuple[object, object]],
+    moved: frozenset[str],
 ) -> MatrixRow:
     protocol = evidence.protocols.get(group.protocol, {})
     judge, rubrics = protocol.get("judge") or {}, protocol.get("rubrics") or {}
     asked = _asked(protocol)
     arms = [arm.name for arm in evidence.sweep.arms]
     means = {arm: _mean(group, arm) for arm in arms}
-    known = [m[0] for m in means.values() if m is not None]
+    known = [m[0] for arm, m in means.items() if m is not None and arm not in moved]
     cells = []
     for arm in arms:
         found = means[arm]
@@ -55,7 +77,7 @@ def _row(
             cells.append(MatrixCell(arm, None, None, None, None))
             continue
         rank = 1 + sum(other > found[0] + _SAME for other in known)
-        cells.append(MatrixCell(arm, *found, rank))
+        cells.append(MatrixCell(arm, *found, None if arm in moved else rank, arm in moved))
     return MatrixRow(
         protocol=group.name,
         judge="@".join(str(judge[k]) for k in ("model", "prompt") if judge.get(k)),
@@ -99,7 +121,7 @@ def make_agreement(matrix: Sequence[MatrixRow]) -> tuple[Agreement, ...]:
         pairs = [
             (a.value, b.value)
             for a, b in zip(first.cells, second.cells, strict=True)
-            if a.value is not None and b.value is not None
+            if a.value is not None and b.value is not None and not (a.moved or b.moved)
         ]
         if len(pairs) < _FEWEST_ARMS:
             continue

@@ -322,6 +322,18 @@ def test_judges_that_put_arms_in_other_orders_disagree() -> None:
     assert (agreement.first, agreement.second, agreement.tau) == (0, 1, -1.0)
 
 
+def test_an_arm_whose_judge_has_moved_has_no_rank() -> None:
+    values = 0.5 + 0.1 * RNG.standard_normal((3, 3, 40))
+    floor = np.broadcast_to(0.3 + 0.1 * RNG.random(40), values.shape).copy()
+    values[1] += 0.2
+    values[2] += 0.3
+    floor[2] += 0.3
+    made = made_from(values, reference=floor, metric="rubric_score")
+    (row,) = make_report(made.evidence()).matrix
+    assert [c.rank for c in row.cells] == [2, 1, None]
+    assert [c.moved for c in row.cells] == [False, False, True]
+
+
 def test_flips_put_first_what_moved_most_and_count_the_seeds() -> None:
     values = np.full((2, 3, 20), 0.5)
     values[1, :, 4] = 1.0
