@@ -123,7 +123,7 @@ class _Asked:
 
 
 def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked) -> int:
-    from flows.sweeping.forecasting import forecast_json
+    from flows.sweeping.forecasting import forecast_json, used_before
     from flows.sweeping.launching import (
         check_launch,
         is_finished,
@@ -140,7 +140,10 @@ def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked
         check_launch(plan)
         look = look_at_sweep(plan)
         before = look.before
-        forecast = forecast_json(before.forecast, before.passed, trials=False)
+        forecast = {
+            **forecast_json(before.forecast, before.passed, trials=False),
+            "used": used_before(plan, workspace_of(plan)),
+        }
         if not launch.quiet or not asked.yes:
             share = asked.rescored(plan)
             lines = [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]

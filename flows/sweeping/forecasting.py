@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.disk import size_of_model
 from flows.sweeping.history import done_stages, read_history
+from flows.sweeping.reading import use_file
 from flows.sweeping.use import UseReader
 from infra.disk.forecast import Knowledge, forecast_disk
 from infra.timeline import rough, size_text
@@ -199,6 +200,13 @@ def forecast_json(
 def _sum(values: Sequence[float | None]) -> float | None:
     """The sum; None where one is not known."""
     return None if None in values else sum(v for v in values if v is not None)
+
+
+def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, float]:
+    """What the stages of a sweep have taken before it is launched: a forecast is of what is left,
+    and only both together can be held against what has been used in the end."""
+    used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
+    return {"seconds": used.seconds, "gpu_hours": used.gpu_hours}
 
 
 def passed_by(

@@ -116,17 +116,25 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     yield from _who(status, workspace)
 
 
+def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
+    """What all of a sweep was expected to take; None where the forecast knows it of a part only."""
+    left = forecast.get(unit)
+    if not left or (forecast.get("unknown") or {}).get("stages"):
+        return None
+    return float(left) + float((forecast.get("used") or {}).get(unit) or 0.0)
+
+
 def _used(status: SweepStatus) -> str:
     """GPU-hours used against the forecast, what was lost, incidents."""
     use, forecast = status.use, status.record.forecast
     if use.gpu_hours:
         said = f"{use.gpu_hours:,.1f} GPU-hours used"
-        if expected := forecast.get("gpu_hours"):
-            said += f" of {float(expected):,.1f} forecast"
+        if expected := _expected(forecast, "gpu_hours"):
+            said += f" of {expected:,.1f} forecast"
     else:
         said = f"{device_time(use.seconds, 'CPU')} used"
-        if expected := forecast.get("seconds"):
-            said += f" of {device_time(float(expected), 'CPU')} forecast"
+        if expected := _expected(forecast, "seconds"):
+            said += f" of {device_time(expected, 'CPU')} forecast"
     limit = status.record.limits.get("gpu_hours")
     parts = [said + (f" (limit {limit:g})" if limit is not None and use.gpu_hours else "")]
     if use.judge_calls:

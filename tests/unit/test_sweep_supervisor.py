@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.sweeping.forecasting import used_before
 from flows.sweeping.reading import trial_states
+from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
 from infra.dispatch import Router
 from infra.history import read_events
@@ -67,6 +69,21 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     assert told.supervisor.exit_code == 0
     kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
+
+
+@pytest.mark.parametrize("unknown", [0, 3])
+def test_what_is_used_is_held_against_what_all_of_it_was_expected_to_take(
+    workspace: Workspace, unknown: int
+) -> None:
+    """A forecast is of what was left when the sweep was launched."""
+    plan = small_sweep()
+    bench(workspace, plan, SCRIPT).run()
+    used = used_before(plan, workspace)
+    assert used["seconds"] > 0
+    forecast = {"seconds": 500.0, "used": {"seconds": 100.0}, "unknown": {"stages": unknown}}
+    record_version(plan, workspace, (), forecast)
+    said = "\n".join(status_lines(SweepWatcher(workspace, "small").look(), workspace))
+    assert ("used of 10 CPU-minutes forecast" in said) is (unknown == 0), "or it is of a part only"
 
 
 def test_every_trial_is_a_run_that_knows_its_place(workspace: Workspace) -> None:
