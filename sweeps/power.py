@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refiner_core.contract.plan import PlannedStage
-from refiner_core.contract.protocols import protocol_name
 from refiner_core.evaluation.power import Components, detectable_effect, power_of
 from refiner_core.evaluation.samples import NUMBERS
 from sweeps.values import Question, SweepPlan
@@ -124,12 +123,7 @@ def aim_of(plan: SweepPlan) -> Aim:
 
 def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | None:
     """The evaluation of a model in the first trial, under a protocol's name or the recipe's own."""
-    stages = plan.trials[0].plan.stages if plan.trials else ()
-    for stage in stages:
-        named = protocol_name(stage.name) == protocol
-        if stage.kind == "evaluate" and stage.model == model and named:
-            return stage
-    return None
+    return plan.trials[0].plan.evaluation(model, protocol) if plan.trials else None
 
 
 def assumed(metric: str) -> Evidence:

@@ -87,12 +87,25 @@ def _record_of(
             for t in plan.trials
         ),
         limits=to_json(sweep.limits),
-        question=to_json(sweep.question),
+        question=_question_of(plan),
         forecast=forecast,
         code="",
         started_at=now_text(),
         provenance={"overrides": list(overrides), "origin": sweep.origin},
     )
+
+
+def _question_of(plan: SweepPlan) -> dict[str, Any]:
+    """The question; ``measured_as`` names the protocol whose numbers answer it, where the one that
+    it names measures as that does (empty: the recipe's own), and so has no stages of its own."""
+    asked: dict[str, Any] = to_json(plan.sweep.question)
+    first, named = plan.trials[0].plan, plan.sweep.question.protocol
+    models = dict.fromkeys(s.model for s in first.stages if s.kind == "evaluate")
+    found = (first.evaluation(model, named) for model in models)
+    stage = next(filter(None, found), None)
+    if named and stage is not None and stage.protocol != named:
+        asked["measured_as"] = stage.protocol
+    return asked
 
 
 def _same(one: SweepRecord, other: SweepRecord) -> bool:

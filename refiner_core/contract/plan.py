@@ -32,11 +32,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan_builder import OF_A_PROTOCOL as OF_A_PROTOCOL
-from refiner_core.contract.plan_builder import Builder
+from refiner_core.contract.plan_builder import Builder, stage_values
 from refiner_core.contract.plan_builder import judge_service as judge_service
 from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.planned import HUB_DIGEST as HUB_DIGEST
@@ -77,6 +78,17 @@ class Plan:
     def _under(self) -> dict[str, RecipeConfig]:
         return configs_under(self.config)
 
+    def evaluation(self, model: str, protocol: str = "") -> PlannedStage | None:
+        """The stage that measures a model under a protocol file; under the recipe's own, where none
+        is named. Where a protocol measures as another does, it is the stage of that one. None:
+        there is none."""
+        found = [s for s in self.stages if s.kind == "evaluate" and s.model == model]
+        own = [s for s in found if s.protocol == protocol]
+        if own or protocol not in self._under:
+            return next(iter(own), None)
+        wanted = _measuring(self._under[protocol])
+        return next((s for s in found if _measuring(self.config_of(s)) == wanted), None)
+
     def find(self, name_or_kind: str) -> list[PlannedStage]:
         """Stages of that name, else of that kind.
 
@@ -95,6 +107,11 @@ class Plan:
                 fix="name one of these, or add the stage to `stages:` in the recipe",
             )
         return hits
+
+
+def _measuring(config: RecipeConfig) -> dict[str, Any]:
+    """What decides what an evaluation measures."""
+    return stage_values(config, {}, (*STAGE_FIELDS["evaluate"], "data"), False)
 
 
 def make_plan(

@@ -156,7 +156,7 @@ class Builder:
         found: dict[str, Any] = {}
         for part in fields:
             made_of = ("part", self._number(protocol, (part,)), best)
-            read = functools.partial(_values, config, sources, (part,), best)
+            read = functools.partial(stage_values, config, sources, (part,), best)
             found |= self.memo.once(made_of, read)
         return found
 
@@ -275,7 +275,7 @@ class Builder:
         return kind in ("publish", "card") and self.config.publish.target == "hub"
 
 
-def _values(
+def stage_values(
     config: RecipeConfig, sources: Mapping[str, str], fields: tuple[str, ...], best: bool
 ) -> dict[str, Any]:
     """The identity fields among ``fields``; see :meth:`Builder._identity`."""

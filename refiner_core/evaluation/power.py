@@ -115,6 +115,8 @@ def detectable_effect(
     from scipy.optimize import brentq
 
     half, error = _half_widths(components, seeds, prompts, alpha)
+    if not error:
+        return 0.0  # one seed, and all that spreads are seeds
     high = error
     while _power(high, half, error) < power:
         high *= 2

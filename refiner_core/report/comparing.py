@@ -104,7 +104,10 @@ def choose_primary(
     if wanted["decoding"]:
         fitting = [g for g in fitting if g.decoding == wanted["decoding"]]
     if wanted["protocol"]:
-        fitting = [g for g in fitting if wanted["protocol"] in g.protocol_files]
+        named = [g for g in fitting if wanted["protocol"] in g.protocol_files]
+        if not named and "measured_as" in asked:
+            named = [g for g in fitting if asked["measured_as"] in g.protocol_files]
+        fitting = named
     metric = wanted["metric"]
     if not metric:
         known = {m for g in fitting for m in g.metrics}

@@ -152,6 +152,17 @@ def test_a_protocol_file_s_name_hides_no_arm_that_was_asked_other_prompts() -> N
     assert number(make_report(made.evidence()), "new").verdict == "not comparable"
 
 
+def test_a_protocol_without_stages_of_its_own_is_answered_by_the_one_that_measures_alike() -> None:
+    asked = {"metric": "rubric_score", "protocol": "mine"}
+    for question, answered in ((asked, False), ({**asked, "measured_as": ""}, True)):
+        made = MadeSweep(("base", "new"), question=question)
+        for seed in made.seeds:
+            made.add("base", seed, {"rubric_score": drawn()})
+            made.add("new", seed, {"rubric_score": drawn(0.4)})
+        report = make_report(made.evidence())
+        assert any(c.primary for c in report.comparisons) is answered
+
+
 def test_another_judge_is_another_comparison_and_a_common_protocol_answers() -> None:
     other = {**PROTOCOL, "judge": {**PROTOCOL["judge"], "model": "judge-70b"}}
     made = MadeSweep(("base", "new"))

@@ -11,11 +11,16 @@ import pytest
 from flows.calls import make_recipe_plan
 from flows.sweeping.planning import make_sweep_plan, plan_of
 from flows.sweeping.showing import look_at_sweep, show_sweep_plan, sweep_json
+from flows.sweeping.versions import record_version
+from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
+from refiner_core.contract.protocols import FIELDS, protocol_text
 from sweeps.definition import parse_sweep, shipped_sweeps
 from sweeps.planning import plan_sweep
+from sweeps.power import evaluation_of
 from sweeps.values import SweepPlan
 
 WEIGHTS = "reward.paper_citation_weight"
@@ -339,3 +344,24 @@ def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path)
     assert (stage["name"], stage["action"], stage["reason"]) == ("sft", "run", "never run")
     assert value["stages"] == {"planned": 32, "unique": 25, "to_run": 25, "running": 0, "done": 0}
     assert {"forecast", "detectable", "warnings", "limits", "question"} <= value.keys()
+
+
+def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(
+    tmp_path: Path,
+) -> None:
+    """It has no stages of its own: its numbers are those of the recipe's own protocol."""
+    base = load_recipe("tiny")
+    own = {p: get_field(base, p) for p in FIELDS if p.startswith(("evaluate.", "reward."))}
+    (tmp_path / "mine.yaml").write_text(protocol_text("mine-v1", own))
+    place = f"evaluate.protocols=[{tmp_path}/mine.yaml]"
+    found = planned(
+        [place],
+        factors={"grpo.beta": [0.01, 0.1]},
+        question={"metric": "oracle", "protocol": "mine-v1"},
+    )
+    stage = evaluation_of(found, "grpo", "mine-v1")
+    assert stage is not None
+    assert stage.name == "evaluate-grpo"
+    assert found.trials[0].plan.evaluation("grpo", "other") is None
+    record = record_version(found, Workspace.open(tmp_path / "w"), (), {})
+    assert record.question["measured_as"] == ""

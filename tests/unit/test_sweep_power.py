@@ -8,7 +8,7 @@ import pytest
 
 from flows.calls import make_recipe_plan
 from flows.sweeping.before import detectable_json, detectable_lines
-from refiner_core.evaluation.power import Components
+from refiner_core.evaluation.power import Components, detectable_effect
 from sweeps.power import Aim, Evidence, aim_of, assumed, detectable
 from sweeps.values import Question, SweepFile, SweepPlan, Trial
 
@@ -125,3 +125,7 @@ def test_shares_have_a_worst_case_and_other_numbers_none(plan: SweepPlan) -> Non
     found = detectable(_asks(plan, metric="length_tokens"), 100, assumed("length_tokens"))
     assert found.effect is None
     assert "no bounds" in found.evidence.text
+
+
+def test_one_planned_seed_of_what_only_seeds_spread_has_an_answer() -> None:
+    assert detectable_effect(Components(0.01, 0.0, 0.0), seeds=1, prompts=50) == 0.0
