@@ -175,13 +175,19 @@ class Campaign:
             return dict(self._views)
 
     def request_stop(
-        self, reason: str, failure: Literal["interrupted", "cancelled"] = "interrupted"
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
     ) -> None:
         """Begin nothing more and ask the running jobs to save and end. Returns at once.
 
-        Jobs that belong to another call that still runs are left alone.
+        Jobs that belong to another call that still runs are left alone, and so are those of
+        ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
+        nobody begins another.
         """
         if self._stop is None:
+            self._spared = {**self._spared, **(spared or {})}
             self._stop = StopWish(reason, failure, grace_s=self._settings.grace_s)
             self._note({"event": "stop", "reason": reason})
         self._wake.set()

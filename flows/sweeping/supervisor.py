@@ -25,6 +25,7 @@ from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
 from infra.layout import sweep_call
+from infra.orchestrators import wanted_by_others
 from infra.processes import ProcessId, host_name
 from infra.timeline import first_line
 from infra.together import SharedRouter
@@ -116,6 +117,7 @@ class Supervisor:
     _begun: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
     _stop: tuple[str, Literal["interrupted", "cancelled"]] | None = None
+    _spared: Mapping[str, str] = field(default_factory=dict)
     _ahead: Canary | None = None
     _not_before: float = 0.0
     _look_s: float = 0.0
@@ -261,6 +263,8 @@ class Supervisor:
         if self._stop is None and (asked := self.workspace.cancel_asked(call)) is not None:
             reason = f"cancelled by {asked.get('by', 'somebody')}"
             self.note({"event": "cancel", "reason": reason})
+            ours = {live.run.run for live in self.live.values()}
+            self._spared = wanted_by_others(self.workspace, ours)
             self.request_stop(reason, "cancelled")
 
     def _step(self, live: Live) -> float:
@@ -268,7 +272,7 @@ class Supervisor:
         campaign = live.campaign
         try:
             if self._stop is not None:
-                campaign.request_stop(*self._stop)
+                campaign.request_stop(*self._stop, self._spared)
             over = campaign.step()
         except Exception as error:  # one trial's trouble is told with it, and stops no other
             campaign.give_up(error)

@@ -14,7 +14,7 @@ from flows.sweeping.versions import record_version
 from infra.dispatch import Router
 from infra.history import read_events
 from infra.layout import sweep_call
-from infra.orchestrators import orchestrator_of
+from infra.orchestrators import orchestrator_of, take_up
 from infra.together import SharedRouter
 from infra.workspace import Workspace
 from refiner_core.contract.sweep_records import SweepRecord
@@ -401,6 +401,26 @@ def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
     assert "interrupted" in told.states().values()
     asked = workspace.stop_asked(*told.jobs.stopped[0])
     assert asked["failure"] == "cancelled"
+
+
+def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
+    workspace: Workspace,
+) -> None:
+    """After a cancelled job nobody begins another: that run would end, too."""
+    plan = small_sweep()
+    told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
+    told.supervisor.begin()
+    while len(told.jobs.begun) < 5:
+        told.supervisor.step()
+    mine = told.supervisor.live[plan.trials[0].name].run
+    workspace.write_run(replace(mine, run="20261121-000000-by-hand", provenance={}))
+    take_up(workspace, "20261121-000000-by-hand")
+    workspace.ask_cancel(sweep_call("small"), "somebody")
+    while not told.supervisor.step():
+        pass
+    stopped = {ref.stage_id for ref in told.jobs.stopped}
+    assert stopped.isdisjoint(mine.stages.values())
+    assert stopped, "jobs that the sweep alone wants are ended"
 
 
 def test_a_version_is_written_only_when_something_has_changed(workspace: Workspace) -> None:
