@@ -88,13 +88,36 @@ def _yaml(text: str, origin: str) -> Any:
     import yaml
 
     try:
+        if twice := _keys_twice(yaml.compose(text, yaml.SafeLoader)):
+            raise ConfigurationError(
+                f"{origin} has {', '.join(twice)} twice.",
+                expected="each key once: else one value would hide the other",
+                fix="remove one of the two",
+            )
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        why = "it is nested too deeply" if deep else " ".join(str(error).split())
         raise ConfigurationError(
-            f"{origin} is not YAML: {' '.join(str(error).split())}.",
+            f"{origin} is not YAML: {why}.",
             expected="`key: value` lines",
-            fix="correct the place named above",
+            fix="correct the nesting" if deep else "correct the place named above",
         ) from error
+
+
+def _keys_twice(node: Any) -> list[str]:
+    """Keys that a mapping of the document has twice, with their lines."""
+    if node is None or node.id == "scalar":
+        return []
+    pairs = node.value if node.id == "mapping" else [(None, item) for item in node.value]
+    seen, found = set(), []
+    for key, value in pairs:
+        if key is not None and key.id == "scalar":
+            if key.value in seen:
+                found.append(f"`{key.value}` (line {key.start_mark.line + 1})")
+            seen.add(key.value)
+        found += _keys_twice(value)
+    return found
 
 
 def _canary(value: Any, origin: str) -> Checkpoint:

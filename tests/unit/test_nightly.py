@@ -251,6 +251,8 @@ def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
         ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field 'xfolder'"),
         ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
         ("catch_up: 3", "catch_up: -1", "catch_up"),
+        ("catch_up: 3", "catch_up: 3\ncatch_up: 4", "has `catch_up` .line [0-9]+. twice"),
+        ("catch_up: 3", "catch_up: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
         ("- tracking.wandb=disabled", "- model.name_or_path=x", "said by `checkpoints`"),
         ("  metrics: [oracle]", "  channels: [{webhook: 'http://x/y'}]", "name of the environment"),
     ],
