@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import MeanSquares, mean_squares, spread_of_squares
+from refiner_core.evaluation.crossed import (
+    MeanSquares,
+    half_widths,
+    mean_squares,
+    spread_of_squares,
+)
 
 Floats = npt.NDArray[np.float64]
 #: Draws of mean squares, a power of two: points of a Sobol sequence.
@@ -157,9 +162,8 @@ def _half_widths(
     if seeds == 1:
         half = t.ppf(1 - alpha / 2, prompts - 1) * np.sqrt(squares.prompt / prompts)
         return half, math.sqrt(expected[1] / prompts)
-    variance, freedom = spread_of_squares(squares, seeds, prompts)
     error = math.sqrt((expected[0] + expected[1] - expected[2]) / (seeds * prompts))
-    return t.ppf(1 - alpha / 2, freedom) * np.sqrt(variance), error
+    return half_widths(spread_of_squares(squares, seeds, prompts), alpha), error
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import mean_spread
+from refiner_core.evaluation.crossed import half_widths, mean_spread, p_values
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -275,22 +275,18 @@ def _whole(values: Floats, confidence: float) -> list[Difference]:
         return [Difference(float(m), None, None, prompts, seeds, 0, None, "none") for m in means]
     if not layouts:
         return []
-    from scipy.stats import t
-
     means = values.mean(axis=(1, 2))
-    variance, freedom = mean_spread(values)
+    spread = mean_spread(values)
     # What rounding leaves of equal values is no spread.
     flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))
-    error = np.sqrt(np.where(flat, 0.0, variance))
-    half = t.ppf((1 + confidence) / 2, freedom) * error
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p_values = 2 * t.sf(np.abs(means) / error, freedom)
+    half = np.where(flat, 0.0, half_widths(spread, 1 - confidence))
+    safe = spread._replace(variance=np.where(flat, 1.0, spread.variance))
     alike = np.where(np.abs(means) > 1e-12, min(1.0, 2.0 ** (1 - prompts)), 1.0)
-    p_values = np.where(flat, alike, p_values)
+    found = np.where(flat, alike, p_values(means, safe))
     name = "t over prompts" if seeds == 1 else "t over seeds and prompts"
     return [
         Difference(m, m - h, m + h, prompts, seeds, 0, p, name)
-        for m, h, p in zip(means.tolist(), half.tolist(), p_values.tolist(), strict=True)
+        for m, h, p in zip(means.tolist(), half.tolist(), found.tolist(), strict=True)
     ]
 
 

@@ -103,7 +103,7 @@ def satterthwaite(differences: Floats) -> tuple[Floats, Floats]:
 def over_prompts(differences: Floats) -> tuple[Floats, Floats]:
     """t over prompts, the seeds taken for all that there are."""
     spread = mean_spread(differences.mean(axis=1, keepdims=True))
-    return _by_t(differences, *spread)
+    return _by_t(differences, spread.variance, np.array(differences.shape[2] - 1.0))
 
 
 def pooled(differences: Floats) -> tuple[Floats, Floats]:
@@ -207,9 +207,9 @@ def leniency(repeats: int, *, shift: float, noise: float, policy: float = 1.0) -
     return Asked(name, better / repeats, 0.0, 0.05)
 
 
-def family(repeats: int, arms: int = 6) -> Asked:
+def family(repeats: int, of_seeds: float, arms: int = 6) -> Asked:
     """Sweeps in which no arm differs: how often is any called better or worse?"""
-    world = World(seed=0.05)
+    world = World(seed=of_seeds)
     rng = np.random.default_rng(12)
     wrong = 0
     for _ in range(repeats):
@@ -217,7 +217,8 @@ def family(repeats: int, arms: int = 6) -> Asked:
         report = make_report(made_from(values).evidence())
         assert report.primary is not None
         wrong += any(n.verdict in ("better", "worse") for n in report.primary.numbers)
-    return Asked(f"{arms - 1} arms without effect: any better or worse", wrong / repeats, 0.0, 0.06)
+    name = f"{arms - 1} arms without effect, seeds that spread by {of_seeds:g}: any better or worse"
+    return Asked(name, wrong / repeats, 0.0, 0.06)
 
 
 def planted(repeats: int, seeds: int, of_seeds: float) -> Asked:
@@ -264,7 +265,8 @@ def questions(repeats: int) -> Iterator[Asked]:
         yield leniency(repeats, shift=shift, noise=noise)
     yield leniency(repeats, shift=0.05, noise=0.02, policy=2.0)
     yield leniency(repeats, shift=-0.05, noise=0.02, policy=-1.0)
-    yield family(repeats)
+    for of_seeds in (0.0, 0.05, 0.1):
+        yield family(repeats, of_seeds)
     for seeds, of_seeds in itertools.product(SEEDS, (0.0, 0.05)):
         yield planted(repeats, seeds, of_seeds)
     yield refused(max(1, repeats // 20))

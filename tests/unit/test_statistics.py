@@ -171,8 +171,11 @@ def test_two_way_variance_by_hand() -> None:
     assert result.high is not None
     from scipy.stats import t
 
-    freedom = 1 / ((6 / 8) ** 0.8 / 1 + (2 / 8) ** 2 / 2)
-    assert result.high - 2.0 == pytest.approx(t.ppf(0.975, freedom) * (8 / 6) ** 0.5)
+    # Three quarters of it are the seeds', which have one degree of freedom; prompts have two.
+    at = (result.high - 2.0) / (8 / 6) ** 0.5
+    assert 0.75 * 2 * t.sf(at, 1) + 0.25 * 2 * t.sf(at, 2) == pytest.approx(0.05, abs=1e-6)
+    size = 2.0 / (8 / 6) ** 0.5
+    assert result.p_value == pytest.approx(0.75 * 2 * t.sf(size, 1) + 0.25 * 2 * t.sf(size, 2))
 
 
 @pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])
