@@ -104,7 +104,11 @@ class Trials:
             clock=self.clock,
             together=self.together,
         )
-        campaign.begin()
+        try:
+            campaign.begin()
+        except Exception as error:  # else it would seem to be worked on as long as the sweep is
+            campaign.give_up(error)
+            raise
         return Live(trial, run, campaign)
 
     def ensure_run(self, trial: Trial) -> str:

@@ -11,12 +11,14 @@ from flows.sweeping.forecasting import used_before
 from flows.sweeping.reading import trial_states
 from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
+from infra.campaign import Campaign
 from infra.dispatch import Router
 from infra.history import read_events
 from infra.layout import sweep_call
 from infra.orchestrators import orchestrator_of, take_up
 from infra.together import SharedRouter
 from infra.workspace import Workspace
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep
 from sweeps.history import History
@@ -518,3 +520,21 @@ def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
 def test_a_job_that_cannot_be_seen_says_why_in_a_sweep_too(workspace: Workspace) -> None:
     router = SharedRouter.of(Router({}, lambda _: "slurm", missing="there is no sbatch here"))
     assert router.missing == "there is no sbatch here"
+
+
+def test_a_trial_that_found_no_room_when_it_began_begins_again(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, times = small_sweep(), iter(range(99))
+    told = bench(workspace, plan, SCRIPT)
+    began = Campaign.begin
+
+    def without_room(campaign: Campaign) -> None:
+        if next(times) == 1:
+            raise NoSpaceError("There is no room for the run's record.")
+        began(campaign)
+
+    monkeypatch.setattr(Campaign, "begin", without_room)
+    moments = iter(range(0, 10_000, 10))
+    told.supervisor.clock = lambda: float(next(moments))
+    assert set(told.run().values()) == {"done"}
