@@ -168,6 +168,8 @@ def sync_tree(folder: Path) -> None:
 
 def remove_quietly(path: Path) -> None:
     """Delete a temporary file; a failure is only logged, so that it never hides the first error."""
+    if not os.path.lexists(path):
+        return  # of a file system that is read-only, unlink would complain all the same
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -35,8 +35,8 @@ def until_nobody_reads() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def output_folder(out: str) -> Path:
-    """The folder of ``--out``, made before anything is done whose results go there.
+def output_folder(out: str | Path) -> Path:
+    """The folder that results go to, made before anything is done.
 
     Raises
     ------
@@ -57,7 +57,9 @@ def output_folder(out: str) -> Path:
     with no_space_guard(folder, "making the folder for the results"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as error:
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise refused from error
     if not os.access(folder, os.W_OK):
         raise refused

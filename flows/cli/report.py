@@ -44,13 +44,13 @@ def report_command(
     trials.csv and report.json beside it. While a sweep runs its page loads itself again; --watch
     keeps it fresh.
     """
-    from flows.reporting.writing import write_report
+    from flows.reporting.writing import report_folder, write_report
     from infra.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
     sweep = _which(workspace, rest)
-    folder = output_folder(out) if out else None
+    folder = output_folder(out or report_folder(workspace, sweep))
     written = write_report(workspace, sweep, folder, reload_s=every_s)
     if watch:
         written = _watched(workspace, written, every_s)
@@ -78,6 +78,7 @@ def _which(workspace: Workspace, words: Sequence[str]) -> str:
     ConfigurationError
         None of that name, or there are none.
     """
+    from flows.sweeping.names import newest_sweep
     from refiner_core.contract.errors import ConfigurationError
 
     if len(words) > 1:
@@ -89,14 +90,14 @@ def _which(workspace: Workspace, words: Sequence[str]) -> str:
     if words:
         workspace.read_sweep(words[0])
         return words[0]
-    names = workspace.sweep_names()
-    if not names:
+    newest = newest_sweep(workspace, None)
+    if newest is None:
         raise ConfigurationError(
             f"{workspace.root} has no sweeps.",
             expected="a workspace in which `refiner sweep FILE` has been called",
             fix="name another one with workspace=DIR",
         )
-    return names[-1]
+    return newest
 
 
 def _watched(workspace: Workspace, written: Written, every_s: int) -> Written:

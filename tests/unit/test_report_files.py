@@ -259,6 +259,28 @@ def test_the_report_can_go_elsewhere_and_to_scripts(
     assert "mine" not in (out / "report.md").read_text()
 
 
+def test_a_workspace_that_takes_no_report_is_said_with_what_helps(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of somebody else, or on a read-only mount."""
+    workspace.layout.reports.write_text("in the way")
+    assert main(["report", f"workspace={workspace.root}"]) == 2
+    said = capsys.readouterr().err
+    assert str(workspace.layout.reports / "weights") in said
+    assert "--out DIR" in said
+
+
+def test_the_newest_sweep_is_the_one_that_was_launched_last(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the one that was begun last: an older one may have been amended since."""
+    first = workspace.read_sweep("weights")
+    workspace.write_sweep(replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))
+    workspace.write_sweep(replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))
+    assert main(["report", f"workspace={workspace.root}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sweep"] == "weights"
+
+
 def test_watching_a_sweep_that_nobody_works_on_ends_at_once(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
