@@ -23,6 +23,7 @@ from refiner_core.contract.overrides import whole_paths
 from sweeps.checks import varied_fields
 from sweeps.definition import load_sweep
 from sweeps.planning import plan_sweep
+from sweeps.reading import KEYS
 from sweeps.values import SweepFile, SweepPlan
 
 
@@ -44,6 +45,7 @@ def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPl
 
 def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     """Like :func:`make_sweep_plan`, of a sweep that was read already."""
+    _refuse_keys_of_the_file(sweep, overrides)
     texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
     sweep = replace(sweep, overrides=_last_of_each((*sweep.overrides, *texts)))
     with each_read_once(), _all_stays():
@@ -55,6 +57,19 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
             raise
         follow = what_follows(sweep.recipe, sweep.overrides, [*varied_fields(sweep), "seed"])
         return plan_sweep(sweep, base, _remembered(resolve_sources), follow)
+
+
+def _refuse_keys_of_the_file(sweep: SweepFile, overrides: Sequence[str]) -> None:
+    """What a sweep is stands in its file, and in no overrides: those are of the recipe."""
+    for text in overrides:
+        key = text.partition("=")[0].partition(".")[0].strip()
+        if key in KEYS and not hasattr(RecipeConfig, key):
+            raise ConfigurationError(
+                f"`{key}` is a key of the sweep's file, not a field of its recipe: {text}.",
+                expected="overrides of recipe fields, for every trial",
+                fix=f"write `{key}` into {sweep.origin or 'the file'}"
+                + (" (a copy, where it is a shipped one)" if sweep.origin else ""),
+            )
 
 
 @contextlib.contextmanager

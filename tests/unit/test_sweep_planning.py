@@ -287,6 +287,9 @@ def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
         planned([f"{WEIGHTS}=1"], factors={WEIGHTS: [0, 0.5]})
     with pytest.raises(ConfigurationError, match="`seed` is set for all trials"):
         planned(["seed=3"])
+    for text in ("seeds=3", "limits.concurrency=1"):
+        with pytest.raises(ConfigurationError, match=r"is a key of the sweep's file.*write `"):
+            planned([text])
 
 
 @pytest.mark.parametrize(
