@@ -77,7 +77,8 @@ def sweep_command(
     launch = Launch(
         use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
     )
-    again = ["refiner", "sweep", names[0], *overrides]
+    again = ["refiner", "sweep", names[0], *overrides, *(["--no-server"] if no_server else [])]
+    again += [f"--detach={detach}"] if detach else []
     asked = _Asked(yes, detach, as_json, again, rescore)
     if dry_run:
         _show_only(plan, asked)

@@ -207,6 +207,8 @@ def _why_absent(trial: TrialEvidence, group: Group) -> str:
     if row.state == "done" and not trial.missing:
         return "it was not measured in this way"
     names = [name for name in trial.missing if f"-{group.model}" in name]
+    if row.state == "done":  # so every stage is, and what there is of them could not be read
+        return f"{names[0] if names else 'its evaluation'} is left out: see the warnings"
     what = f"{names[0]} is not done" if names else "it is not done"
     return f"{what}, the trial is {row.state}" + (f" ({row.reason})" if row.reason else "")
 

@@ -90,6 +90,7 @@ def test_an_evaluation_that_is_damaged_is_missing_and_named(tmp_path: Path) -> N
     assert report.primary is not None
     (more,) = [n for n in report.primary.numbers if n.arm == "more"]
     assert more.seeds == 2
+    assert "eed 2 is missing: evaluate-grpo is left out: see the warnings" in more.note
 
 
 def test_curves_that_are_damaged_are_left_out_and_named(tmp_path: Path) -> None:
