@@ -34,6 +34,10 @@ class Cell:
     measured: Measured
 
 
+#: Trial -> name of a protocol file (empty: the recipe's own protocol) -> its evaluation.
+_Cells = dict[tuple[str, int], dict[str, Cell]]
+
+
 @dataclass(frozen=True)
 class Group:
     """Evaluations of one model, measured in one way.
@@ -98,7 +102,7 @@ def make_groups(evidence: Evidence) -> list[Group]:
     in which every seed has one evaluation for all arms are left out.
     """
     families = {fp: _family(protocol) for fp, protocol in evidence.protocols.items()}
-    found: dict[tuple[str, str, str, bool], dict[tuple[str, int], Cell]] = {}
+    found: dict[tuple[str, str, str, bool], _Cells] = {}
     for trial in evidence.trials:
         for stage in trial.evaluations:
             evaluation = evidence.evaluations[stage]
@@ -107,12 +111,37 @@ def make_groups(evidence: Evidence) -> list[Group]:
                     protocol = measured.reward_protocol if reward else measured.protocol
                     family = families.get(protocol, protocol)
                     key = (evaluation.model, measured.decoding, family, reward)
-                    cells = found.setdefault(key, {})
-                    cells.setdefault(trial.place, Cell(evaluation, measured))
+                    cells = found.setdefault(key, {}).setdefault(trial.place, {})
+                    cells.setdefault(evaluation.protocol_file, Cell(evaluation, measured))
     groups = [
-        _group(evidence, key, cells) for key, cells in found.items() if not _shared(evidence, cells)
+        _group(evidence, key, cells)
+        for key, places in found.items()
+        for cells in _apart(evidence, places)
+        if not _shared(evidence, cells)
     ]
     return [group for group in groups if group.metrics]
+
+
+def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Cell]]:
+    """What is measured alike, but several times in one trial (under the recipe's own protocol and
+    under a file that says the same of all but the prompts, for example), each in a group of its
+    own; a trial without any that the baseline has stands beside the baseline's in all."""
+    if all(len(cells) == 1 for cells in places.values()):
+        return [{place: next(iter(cells.values())) for place, cells in places.items()}]
+    files = dict.fromkeys(file for cells in places.values() for file in cells)
+    base = {
+        f for (arm, _), cells in places.items() for f in cells if arm == evidence.sweep.baseline
+    }
+    apart = []
+    for file in files:
+        chosen = {}
+        for place, cells in places.items():
+            if file in cells:
+                chosen[place] = cells[file]
+            elif file in base and not base & cells.keys():
+                chosen[place] = next(iter(cells.values()))
+        apart.append(chosen)
+    return apart
 
 
 def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Cell]) -> bool:
