@@ -1,6 +1,6 @@
 """Whether the report's statistics keep their word, on results whose truth is known.
 
-    python -m tests.prove.statistics             everything, half an hour
+    python -m tests.prove.statistics             everything, a quarter of an hour
     python -m tests.prove.statistics --small     what CI runs
 
 1. Cells: seeds x prompts x spread of seeds x interaction x kind of result. In every one: no more
