@@ -124,6 +124,7 @@ class _Asked:
 
 
 def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked) -> int:
+    from flows.sweeping.before import detectable_json
     from flows.sweeping.forecasting import forecast_json, used_before
     from flows.sweeping.launching import (
         check_launch,
@@ -144,6 +145,7 @@ def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked
         forecast = {
             **forecast_json(before.forecast, before.passed, trials=False),
             "used": used_before(plan, workspace_of(plan)),
+            "detectable": detectable_json(before.detectable),
         }
         if not launch.quiet or not asked.yes:
             share = asked.rescored(plan)

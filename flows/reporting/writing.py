@@ -51,9 +51,8 @@ def make(workspace: Workspace, sweep: str) -> SweepReport:
     ConfigurationError
         There is no such sweep; names the nearest.
     """
-    from refiner_core.report.comparing import make_report
-
     from flows.reporting.gather import gather
+    from refiner_core.report.comparing import make_report
 
     workspace.read_sweep(sweep)
     return make_report(gather(workspace, sweep))
