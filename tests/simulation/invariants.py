@@ -83,8 +83,14 @@ class Watch:
         self.stages[stage_id].setbacks[why] += 1
 
     def scancelled(self, stage_id: str, attempt: int) -> None:
-        """See :class:`tests.simulation.slurm.Ledger`."""
-        self.cancelled.add((stage_id, self.stages[stage_id].newest or attempt))
+        """See :class:`tests.simulation.slurm.Ledger`.
+
+        A job that Slurm has started again closes the attempt before its own. One that is cancelled
+        between the two belongs to no attempt that could say so, and may be tried again.
+        """
+        stage = self.stages[stage_id]
+        if (newest := stage.newest or attempt) not in stage.ends:
+            self.cancelled.add((stage_id, newest))
 
     def call_begins(self, process: Process) -> None:
         """An orchestrator begins: what has ended by now is history to it."""

@@ -391,7 +391,7 @@ def test_tokens_of_a_reply_are_told() -> None:
     )
     absurd = {"prompt_tokens": 2**70, "completion_tokens": True}  # more than a file has room for
     for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, absurd):
-        assert read_reply(chat('{"score": 2}', usage=odd), one_call())[1:] == (0, 0)
+        assert read_reply(chat('{"score": 2}', usage=odd), one_call())[1:] == (0, 0, "")
 
 
 @pytest.mark.parametrize(

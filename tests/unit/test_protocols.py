@@ -2,7 +2,7 @@
 different ways.
 
 What a file fixes, what it may not, which stages follow from it, and that it means the same whatever
-becomes of the file. Whole runs are in ``tests/integration/test_protocols.py``.
+becomes of the file. Whole runs are in ``tests/integration/test_protocol_runs.py``.
 """
 
 from __future__ import annotations
