@@ -8,7 +8,7 @@ its numbers are missing then, not zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from infra.timeline import Incident, incidents_of
 from infra.tracking import tracked_address
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
+from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
 from refiner_core.evaluation.results import load_results
@@ -77,7 +78,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         incidents=_incidents(workspace, standings),
         stored=FromWorkspace(workspace, read.folders, read.samples),
         provenance=_provenance(workspace, record, read),
-        warnings=tuple(read.warnings),
+        warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
     )
 
 
@@ -102,6 +103,7 @@ class _Read:
         self.folders: dict[str, Path] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
+        self.made_with: dict[str, tuple[str, str]] = {}
         self._results: dict[str, dict[str, Any] | None] = {}
 
     def result(self, stage: str) -> dict[str, Any] | None:
@@ -129,6 +131,7 @@ class _Read:
             return None
         folder = path.data / str(result["output_dir"])
         self.folders[stage] = folder
+        self.made_with[stage] = _made_with(result.get("provenance") or {})
         try:
             report = result["report"]
             report = report if "evaluations" in report else load_results(folder)
@@ -260,6 +263,33 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
     return tuple(
         IncidentRow(s.arm, s.seed, i.at, f"{i.stage}: {i.text}", i.resolved) for i, s in found
     )
+
+
+def _made_with(provenance: Mapping[str, Any]) -> tuple[str, str]:
+    """Code and libraries that have made a stage."""
+    versions = provenance.get("versions") or {}
+    return str(provenance.get("code") or ""), canonical_json(versions)
+
+
+def _mixed(
+    sweep: SweepRecord, trials: Sequence[TrialEvidence], made_with: Mapping[str, tuple[str, str]]
+) -> Iterator[str]:
+    """Whether arms were made with different code or libraries: then that may be the difference."""
+    for place, what in enumerate(("the code", "the libraries")):
+        found: dict[str, list[str]] = {}
+        for trial in trials:
+            for made in sorted({made_with[stage][place] for stage in trial.evaluations}):
+                found.setdefault(made, []).append(f"{trial.row.arm}/seed{trial.row.seed}")
+        if len(found) < 2:
+            continue
+        few, many = min(found.values(), key=len), max(found.values(), key=len)
+        odd = few[0]
+        other = next((name for name in reversed(many) if name != odd), odd)
+        yield (
+            f"Trials were made with {len(found)} versions of {what}, {odd} with another one than "
+            f"{other}: a difference of arms may come from that. "
+            f"`refiner diff {sweep.name}:{other} {sweep.name}:{odd}` shows it."
+        )
 
 
 def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[str, Any]:

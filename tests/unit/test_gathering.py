@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -103,6 +104,19 @@ def test_curves_that_are_damaged_are_left_out_and_named(tmp_path: Path) -> None:
     assert any(stage in w and f"Line 1 of {path}" in w for w in report.warnings)
     assert report.primary is not None
     assert {n.seeds for n in report.primary.numbers} == {3}, "evaluations count all the same"
+
+
+def test_arms_that_were_made_with_different_code_are_warned_of(tmp_path: Path) -> None:
+    made = RecordedSweep(tmp_path, arms=("base", "more"), seeds=(1, 2), prompts=4)
+    made.write()
+    assert not make_report(gather(made.workspace, made.name)).warnings
+    trial = next(t for t in made.workspace.read_sweep(made.name).trials if t.arm == "more")
+    path = made.workspace.layout.stage(trial.stages["evaluate-grpo"]).result
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, "provenance": {"code": "0" * 16}}))
+    (warning,) = make_report(gather(made.workspace, made.name)).warnings
+    assert "2 versions of the code, more/seed1 with another one than" in warning
+    assert f"refiner diff {made.name}:" in warning
 
 
 def test_a_sweep_that_is_not_there_is_said_to_be(made: RecordedSweep) -> None:
