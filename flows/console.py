@@ -8,20 +8,16 @@ never touched: it belongs to ``--json``.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from flows.screen import Screen
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
-    from rich.live import Live
     from rich.table import Table
 
 _LINE_EVERY_S = 10.0
@@ -42,7 +38,7 @@ _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
 
 
-class Console:
+class Console(Screen):
     """Shows a campaign. Safe to call from several threads.
 
     ``command`` is the command line that runs the same thing again; ``workspace`` its folder. Both
@@ -58,16 +54,11 @@ class Console:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._command, self._workspace, self._quiet = tuple(command), workspace, quiet
-        self._stream = sys.stderr if stream is None else stream
-        self._clock, self._began = clock, clock()
-        self._lock = threading.RLock()
+        super().__init__(quiet, stream, clock)
+        self._command, self._workspace = tuple(command), workspace
         self._states: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._said: dict[str, tuple[float, Progress]] = {}
-        self._live: Live | None = None
-        self._lost = False
-        self._fancy = not quiet and can_redraw(self._stream)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
@@ -80,15 +71,6 @@ class Console:
                     self._redraw(views)
             self._states.update({name: view.state for name, view in views.items()})
 
-    def note(self, message: str) -> None:
-        """Say something in between; left out when quiet."""
-        if not self._quiet:
-            self._print(message)
-
-    def warn(self, message: str) -> None:
-        """Say something that is amiss, but stops nothing."""
-        self._print(f"warning: {message}")
-
     def finish(self, views: Mapping[str, StageView]) -> None:
         """The last state of every stage, then the summary with the next commands."""
         self.show(views)
@@ -97,14 +79,6 @@ class Console:
         if troubled or not self._quiet:
             elapsed = self._clock() - self._began
             self._print("\n".join(self.summary(views, elapsed)))
-
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
-        with self._lock:
-            live, self._live = self._live, None
-            if live is not None:
-                with self._while_it_can_be_written():
-                    live.stop()
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """What was done, skipped, failed; where the logs are; what to type next."""
@@ -150,23 +124,6 @@ class Console:
         if not self._fancy:
             self._print(state_line(view))
 
-    def _print(self, message: str) -> None:
-        with self._lock, self._while_it_can_be_written():
-            if self._lost:
-                return
-            if self._live is not None:
-                self._live.console.print(message, markup=False, highlight=False)
-            else:
-                print(message, file=self._stream, flush=True)
-
-    @contextlib.contextmanager
-    def _while_it_can_be_written(self) -> Iterator[None]:
-        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
-        try:
-            yield
-        except (OSError, ValueError):
-            self._lost, self._live = True, None
-
     # ------------------------------------------------------------ terminal
 
     def _redraw(self, views: Mapping[str, StageView]) -> None:
@@ -204,12 +161,6 @@ class Console:
                 Text(duration(seconds) if seconds else ""),
             )
         return table
-
-
-def can_redraw(stream: TextIO) -> bool:
-    """Whether a stream is a terminal on which lines can be redrawn."""
-    encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
 
 
 def state_line(view: StageView) -> str:

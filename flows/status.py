@@ -107,6 +107,18 @@ class RunStatus:
     cancel_asked: Mapping[str, Any] | None = None
 
 
+def orchestrator_text(who: Orchestrator, finished: bool) -> str:
+    """Who works on a run or a sweep, in a line."""
+    if who.standing == "running":
+        return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
+    if who.standing == "elsewhere":
+        return f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
+    if finished:
+        return "finished"
+    why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
+    return f"orchestrator: not running ({why.get(who.standing, 'never begun')})"
+
+
 class Watcher:
     """Looks at one run, once or again and again.
 

@@ -159,19 +159,15 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
+    from flows.status import orchestrator_text
+
     who, where = status.orchestrator, f"workspace={workspace.root}"
     if status.cancel_asked:
         yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
-    if who.standing == "running":
-        yield f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
-    elif who.standing == "elsewhere":
-        yield f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
-    elif status.finished:
-        yield "finished"
-    else:
-        why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
-        again = shlex.join(["refiner", "resume", status.run, where])
-        yield f"orchestrator: not running ({why.get(who.standing, 'never begun')}). Next: {again}"
+    said = orchestrator_text(who, status.finished)
+    if who.standing not in ("running", "elsewhere") and not status.finished:
+        said += f". Next: {shlex.join(['refiner', 'resume', status.run, where])}"
+    yield said
 
 
 def _count(status: RunStatus) -> str:

@@ -7,22 +7,18 @@ work. Standard output belongs to ``--json``.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from flows.console import can_redraw, detail
+from flows.console import detail
+from flows.screen import Screen
 from infra.timeline import first_line, rough
 from refiner_core.contract.views import StageView
 from refiner_core.report.document import TrialState
 
 if TYPE_CHECKING:
-    from rich.live import Live
-
     from flows.sweeping.supervisor import Supervisor
     from flows.sweeping.words import TrialWord
 
@@ -31,7 +27,7 @@ _ROWS = 16
 _ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
-class SweepConsole:
+class SweepConsole(Screen):
     """Shows a sweep; a :class:`flows.pipeline.Shows`. Safe to call from several threads."""
 
     def __init__(
@@ -42,15 +38,10 @@ class SweepConsole:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._supervisor, self._quiet = supervisor, quiet
-        self._stream = sys.stderr if stream is None else stream
-        self._clock, self._began = clock, clock()
-        self._lock = threading.RLock()
+        super().__init__(quiet, stream, clock)
+        self._supervisor = supervisor
         self._said: dict[str, str] = dict.fromkeys(supervisor.standing(), "waiting")
         self._told_at = clock()
-        self._live: Live | None = None
-        self._fancy = not quiet and can_redraw(self._stream)
-        self._lost = False
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
@@ -69,15 +60,6 @@ class SweepConsole:
                 for line in self._at_work():
                     self._print(f"  {line}")
 
-    def note(self, message: str) -> None:
-        """Say something in between; left out when quiet."""
-        if not self._quiet:
-            self._print(message)
-
-    def warn(self, message: str) -> None:
-        """Say something that is amiss, but stops nothing."""
-        self._print(f"warning: {message}")
-
     def finish(self, views: Mapping[str, StageView]) -> None:
         """The last state of every trial."""
         self.show(views)
@@ -85,14 +67,6 @@ class SweepConsole:
         words = self._supervisor.standing()
         if not self._quiet or any(w.state != "done" for w in words.values()):
             self._print(f"{self._totals(words)} in {rough(self._clock() - self._began)}")
-
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
-        with self._lock:
-            live, self._live = self._live, None
-            if live is not None:
-                with self._while_it_can_be_written():
-                    live.stop()
 
     # ------------------------------------------------------------ lines
 
@@ -134,20 +108,3 @@ class SweepConsole:
         if len(lines) > _ROWS:
             shown.append(Text(f"and {len(lines) - _ROWS} more", style="dim"))
         self._live.update(Group(Text(self._totals(words), style="bold"), *shown), refresh=True)
-
-    def _print(self, message: str) -> None:
-        with self._lock, self._while_it_can_be_written():
-            if self._lost:
-                return
-            if self._live is not None:
-                self._live.console.print(message, markup=False, highlight=False)
-            else:
-                print(message, file=self._stream, flush=True)
-
-    @contextlib.contextmanager
-    def _while_it_can_be_written(self) -> Iterator[None]:
-        """A terminal that has gone takes nothing with it."""
-        try:
-            yield
-        except (OSError, ValueError):
-            self._lost, self._live = True, None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flows.status import orchestrator_text
 from flows.sweeping.reading import SweepReader, TrialStanding
 from flows.sweeping.use import NOTHING, Use
 from infra.layout import sweep_call
@@ -161,15 +162,7 @@ def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     who = status.orchestrator
     if status.cancel_asked:
         yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
-    if who.standing == "running":
-        yield f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
-    elif who.standing == "elsewhere":
-        yield f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
-    elif status.finished:
-        yield "finished"
-    else:
-        why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
-        yield f"orchestrator: not running ({why.get(who.standing, 'never begun')})"
+    yield orchestrator_text(who, status.finished)
     commands = next_commands(status, workspace)
     if commands:
         yield "Next:"
