@@ -137,13 +137,14 @@ def _by_kind_and_basis(stages: Sequence[StageForecast]) -> list[list[StageForeca
 def _kind_row(group: Sequence[StageForecast]) -> list[str]:
     seconds = [s.seconds for s in group]
     hours, calls = [s.gpu_hours for s in group], [s.judge_calls for s in group]
+    known = sum(c or 0 for c in calls)
     basis = "; judge calls ".join(filter(None, [group[0].basis, group[0].calls_basis]))
     return [
         group[0].kind,
         f"{len(group)} x",
         rough(sum(s or 0.0 for s in seconds)) if None not in seconds else "?",
         f"{sum(h or 0.0 for h in hours):.1f} GPU-h" if any(hours) else "",
-        "? calls" if None in calls else f"{sum(calls)} calls" if any(calls) else "",  # type: ignore[arg-type]
+        "? calls" if None in calls else f"{known} calls" if known else "",
         basis,
     ]
 
