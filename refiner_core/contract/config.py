@@ -18,6 +18,12 @@ from typing import Literal
 from refiner_core.contract.judge_config import JudgeConfig, RewardConfig, ServeConfig
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
+from refiner_core.contract.training_config import (
+    GrpoConfig,
+    HealthConfig,
+    RolloutServerConfig,
+    SftConfig,
+)
 
 __all__ = [
     "CommandConfig",
@@ -26,6 +32,7 @@ __all__ = [
     "DispatchConfig",
     "EvaluateConfig",
     "GrpoConfig",
+    "HealthConfig",
     "JudgeConfig",
     "ModelConfig",
     "PublishConfig",
@@ -33,6 +40,7 @@ __all__ = [
     "Resources",
     "RetryConfig",
     "RewardConfig",
+    "RolloutServerConfig",
     "ServeConfig",
     "SftConfig",
     "TrackingConfig",
@@ -103,107 +111,6 @@ class DataConfig:
         legacy_value=False,
     )
     resources: Resources = section(Resources, doc="resources of the data job")
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Supervised fine-tuning on assistant tokens only."""
-
-    learning_rate: float = identity(1e-5, doc="peak learning rate of AdamW")
-    muon_learning_rate: float = identity(
-        0.01, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
-    )
-    optimizer: Literal["adamw", "muon"] = identity(
-        "adamw", doc="`muon`: Muon on hidden matrices, AdamW on the rest"
-    )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
-        "cosine", doc="schedule after the warm-up"
-    )
-    warmup_ratio: float = identity(0.03, doc="share of steps in linear warm-up")
-    num_train_epochs: float = identity(2.0, doc="passes over the demonstrations")
-    max_train_steps: int | None = identity(None, doc="stop after this many optimiser steps")
-    pack_length: int = identity(8192, doc="tokens in one pack")
-    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
-    gradient_accumulation_steps: int = identity(1, doc="forward passes per optimiser step")
-    weight_decay: float = identity(0.0, doc="AdamW weight decay")
-    max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
-    eval_freq: int = execution(50, doc="steps between validation losses")
-    save_freq: int = execution(200, doc="steps between checkpoints")
-    first_save: int | None = execution(
-        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
-    )
-    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
-    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
-        None, doc="ZeRO stage; none trains with plain torch in one process"
-    )
-    resources: Resources = section(Resources, doc="resources of the SFT job")
-
-
-@dataclass(frozen=True)
-class GrpoConfig:
-    """Group-relative policy optimisation; names and seed values of the reference trainer."""
-
-    num_training_steps: int = identity(1000, doc="optimiser steps of the whole run")
-    num_unique_prompts_rollout: int = identity(32, doc="prompts per step")
-    num_samples_per_prompt_rollout: int = identity(8, doc="samples per prompt: the group size")
-    temperature: float = identity(
-        1.0, doc="sampling temperature; logits are divided by it in the loss too"
-    )
-    top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
-    response_length: int = identity(1024, doc="largest number of sampled tokens")
-    max_token_length: int = identity(8192, doc="prompt and response together (tokens)")
-    pack_length: int = identity(8192, doc="tokens in one pack")
-    stop_strings: tuple[str, ...] = identity(
-        (), doc="sampling ends after one of these; they stay in the text"
-    )
-    learning_rate: float = identity(5e-6, doc="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
-        "constant", doc="schedule after the warm-up"
-    )
-    warmup_ratio: float = identity(0.0, doc="share of steps in linear warm-up")
-    weight_decay: float = identity(0.0, doc="AdamW weight decay")
-    max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
-    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
-    num_mini_batches: int = identity(1, doc="optimiser steps per batch of rollouts")
-    num_epochs: int = identity(1, doc="passes over one batch of rollouts")
-    beta: float = identity(0.001, doc="KL coefficient; 0 keeps no reference model in memory")
-    kl_estimator: Literal["kl1", "kl2", "kl3", "kl4"] = identity(
-        "kl3", doc="per-token KL estimator"
-    )
-    clip_lower: float = identity(0.2, doc="ratio is clipped below at 1 - clip_lower")
-    clip_higher: float = identity(0.2, doc="ratio is clipped above at 1 + clip_higher")
-    loss_aggregation: Literal["token", "sequence", "constant"] = identity(
-        "token",
-        doc="mean over all tokens of the step, per sample then mean, or a constant denominator",
-    )
-    advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
-        "standard", doc="group mean and population std; mean only; mean and sample std"
-    )
-    mask_truncated_completions: bool = identity(
-        False, doc="completions that hit the length limit carry no loss (after group statistics)"
-    )
-    entropy_coefficient: float = identity(0.0, doc="loss - c * entropy")
-    truncated_importance_sampling_ratio_cap: float = identity(
-        2.0, doc="upper clamp of trainer/sampler probability ratio; 0 turns the correction off"
-    )
-    generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples the rollouts"
-    )
-    generation_batch_size: int = identity(
-        256, doc="samples decoded together; sums are taken in another order with another number"
-    )
-    save_freq: int = execution(50, doc="steps between checkpoints")
-    first_save: int | None = execution(
-        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
-    )
-    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
-    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
-        None, doc="ZeRO stage; none trains with plain torch in one process"
-    )
-    offload_optimizer: bool = execution(False, doc="keep AdamW state in host memory")
-    vllm_num_engines: int = execution(1, doc="rollout servers of the vllm backend")
-    vllm_tensor_parallel_size: int = execution(1, doc="GPUs per rollout server")
-    resources: Resources = section(Resources, doc="resources of the GRPO job")
 
 
 @dataclass(frozen=True)
