@@ -1,0 +1,131 @@
+"""Who gets which GPU: training processes and rollout servers of a stage, on every node alike.
+
+In: a recipe's configuration and a training stage. Out: a :class:`Placement`, the same for whoever
+launches processes, starts servers, checks a plan or forecasts memory.
+
+All nodes look the same: torchrun starts equally many processes on each, and each node has its share
+of the rollout servers. Servers are spread and not gathered on one node because they listen on
+loopback and take their weights from memory of their own node, so that only processes of that node
+can reach them. Processes take the first GPUs of a node and servers the last; with
+`rollout_server.colocate` servers take the first ones, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+
+TrainingStage = Literal["sft", "grpo"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Processes and servers of a training stage.
+
+    Attributes
+    ----------
+    nodes
+        How many nodes the job has.
+    nproc_per_node
+        Training processes on each.
+    trainer_gpus
+        GPUs of a node's processes, by local rank, as numbers within what the job was given on
+        that node; empty without GPUs.
+    server_gpus
+        GPUs of each rollout server of a node; one entry per server, empty ones without GPUs.
+    """
+
+    nodes: int
+    nproc_per_node: int
+    trainer_gpus: tuple[int, ...] = ()
+    server_gpus: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Training processes on all nodes together."""
+        return self.nodes * self.nproc_per_node
+
+    @property
+    def servers(self) -> int:
+        """Rollout servers on all nodes together."""
+        return self.nodes * len(self.server_gpus)
+
+
+def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
+    """Where the processes and rollout servers of a training stage go.
+
+    Raises
+    ------
+    ConfigurationError
+        They do not fit on its nodes; says the numbers and the fields.
+    """
+    section = config.sft if stage == "sft" else config.grpo
+    gpus, nodes, wanted = section.resources.gpus, section.resources.nodes, section.nproc_per_node
+    servers, width = _servers_per_node(config, stage), config.grpo.vllm_tensor_parallel_size
+    taken, shared = servers * width if gpus else 0, config.grpo.rollout_server.colocate
+    if taken > gpus or (taken and taken == gpus and not shared):
+        raise _servers_do_not_fit(gpus, servers, width, shared)
+    free = gpus if shared else gpus - taken
+    if gpus and wanted is not None and wanted > free:
+        raise _processes_do_not_fit(stage, wanted, gpus, gpus - free)
+    processes = wanted if wanted is not None else max(1, free)
+    first = 0 if shared else gpus - taken
+    return Placement(
+        nodes=nodes,
+        nproc_per_node=processes,
+        trainer_gpus=tuple(range(processes)) if gpus else (),
+        server_gpus=tuple(
+            tuple(range(first + i * width, first + (i + 1) * width)) if gpus else ()
+            for i in range(servers)
+        ),
+    )
+
+
+def _servers_per_node(config: RecipeConfig, stage: TrainingStage) -> int:
+    if stage != "grpo" or config.grpo.generation_backend != "vllm":
+        return 0
+    engines, nodes = config.grpo.vllm_num_engines, config.grpo.resources.nodes
+    if engines % nodes:
+        raise ConfigurationError(
+            f"{engines} rollout servers (grpo.vllm_num_engines) cannot be spread evenly over "
+            f"{nodes} nodes (grpo.resources.nodes).",
+            expected="as many servers on each node: they are reached from their own node only",
+            fix=f"set grpo.vllm_num_engines={max(1, round(engines / nodes)) * nodes}",
+        )
+    if config.grpo.resources.gpus == 0 and config.grpo.vllm_tensor_parallel_size > 1:
+        raise ConfigurationError(
+            f"A rollout server is to have {config.grpo.vllm_tensor_parallel_size} GPUs "
+            "(grpo.vllm_tensor_parallel_size), but the job has none (grpo.resources.gpus=0).",
+            expected="one process per rollout server without GPUs",
+            fix="set grpo.vllm_tensor_parallel_size=1, or grpo.resources.gpus",
+        )
+    return engines // nodes
+
+
+def _servers_do_not_fit(gpus: int, servers: int, width: int, shared: bool) -> ConfigurationError:
+    left = "" if shared else ", and none would be left to train on"
+    return ConfigurationError(
+        f"{servers} rollout server{'s' if servers > 1 else ''} with {width} "
+        f"GPU{'s' if width > 1 else ''} each (grpo.vllm_num_engines per node, "
+        f"grpo.vllm_tensor_parallel_size) take {servers * width} of the {gpus} GPUs of a node "
+        f"(grpo.resources.gpus){left}.",
+        expected="servers x GPUs each <= GPUs of a node"
+        if shared
+        else "servers x GPUs each + at least one training process <= GPUs of a node",
+        fix="lower grpo.vllm_num_engines or grpo.vllm_tensor_parallel_size, or raise "
+        "grpo.resources.gpus"
+        + ("" if shared else "; grpo.rollout_server.colocate=true lets both share GPUs"),
+    )
+
+
+def _processes_do_not_fit(stage: str, wanted: int, gpus: int, taken: int) -> ConfigurationError:
+    servers = f", of which rollout servers take {taken}" if taken else ""
+    return ConfigurationError(
+        f"{wanted} training processes per node ({stage}.nproc_per_node) need a GPU each, but a "
+        f"node has {gpus} ({stage}.resources.gpus){servers}.",
+        expected=f"{stage}.nproc_per_node <= {gpus - taken}",
+        fix=f"set {stage}.nproc_per_node={gpus - taken}, or raise {stage}.resources.gpus",
+    )
