@@ -22,6 +22,7 @@ from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
+    HealthStop,
     HubOutage,
     HubRefused,
     Interrupted,
@@ -121,6 +122,9 @@ CLASSES: dict[FailureClass, ClassRule] = {
         "stop", 9, "interrupted", "HubRefused: 401, 403, a taken name, a full storage"
     ),
     "not_finite": ClassRule("stop", 1, "failed", "NaN or infinity in loss, norm or reward"),
+    "unhealthy": ClassRule(
+        "stop", 1, "failed", "HealthStop: a health check whose policy is `stop`"
+    ),
     "bad_configuration": ClassRule("stop", 2, "failed", "ConfigurationError; exit code 2"),
     "bad_data": ClassRule("stop", 3, "failed", "DataError; exit code 3"),
     "unsupported": ClassRule("stop", 8, "failed", "UnsupportedError; exit code 8"),
@@ -143,6 +147,7 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (ConfigurationError, "bad_configuration"),
     (DataError, "bad_data"),
     (NotFiniteError, "not_finite"),
+    (HealthStop, "unhealthy"),
     (KeyboardInterrupt, "interrupted"),
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),

@@ -44,6 +44,7 @@ WHAT: dict[FailureClass, str] = {
     "hub_outage": "Hub did not answer",
     "hub_refused": "Hub refused",
     "not_finite": "loss, norm or reward was not finite",
+    "unhealthy": "stopped by a health check",
     "bad_configuration": "configuration refused",
     "bad_data": "data refused",
     "unsupported": "not supported here",

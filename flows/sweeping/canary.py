@@ -65,7 +65,11 @@ def failed_by_its_arm(workspace: Workspace, canary: Canary) -> bool:
     result, and says nothing of the others."""
     record = workspace.read_record(canary.stage.id)
     last = record.attempts[-1] if record is not None and record.attempts else None
-    return last is not None and last.outcome is not None and last.outcome.failure == "not_finite"
+    return (
+        last is not None
+        and last.outcome is not None
+        and last.outcome.failure in ("not_finite", "unhealthy")
+    )
 
 
 def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:

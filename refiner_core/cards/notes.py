@@ -42,6 +42,7 @@ _FAILURES = {
     "hub_outage": "the Hub did not answer",
     "hub_refused": "the Hub refused it",
     "not_finite": "a value was not finite",
+    "unhealthy": "a health check stopped it",
     "bad_configuration": "its configuration was refused",
     "bad_data": "its data was refused",
     "unsupported": "the machine lacked what it needs",

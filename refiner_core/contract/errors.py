@@ -97,6 +97,17 @@ class NotFiniteError(StageFailed):
     """NaN or infinity where a number was expected; the weights were not touched with it."""
 
 
+class HealthStop(StageFailed):
+    """A health check whose policy is ``stop`` found something; nothing was trained on it.
+
+    The same recipe would find it again, so it is not tried again by itself. The same command goes
+    on from the last checkpoint once the cause, the check's limit or its policy is another: none of
+    these but ``skip`` makes it another stage.
+    """
+
+    resumable = True
+
+
 class Interrupted(RefinerError, RuntimeError):
     """Stopped on request (Ctrl-C, SIGTERM, a time limit); work up to the last step is saved."""
 

@@ -21,6 +21,7 @@ from refiner_core.contract.fingerprint import (
 )
 from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.planned import (
+    HEALTH_CHECKS_OF,
     HUB_DIGEST,
     HUB_READS,
     NAMED_BY_SOURCE,
@@ -287,7 +288,17 @@ def stage_values(
         and not ("/" in str(value) and SHIPPED_OR_FILE.get(path) in sources)
         and (best or path not in ONLY_OF_THE_BEST)
         and (config.judge.kind == "openai" or path not in ONLY_OF_A_SERVED_JUDGE)
+        and (".health." not in path or _decides_updates(config, path))
     }
+
+
+def _decides_updates(config: RecipeConfig, path: str) -> bool:
+    """Whether a field of a health check has a say in what is trained: only a check that skips
+    updates has. So a run that a check has stopped goes on under another policy or limit."""
+    section, _, name = path.partition(".health.")
+    health = getattr(config, section).health
+    checks = HEALTH_CHECKS_OF.get(name, (name,))
+    return any(getattr(health, check) == "skip" for check in checks)
 
 
 #: Sources that a protocol file may have of its own.

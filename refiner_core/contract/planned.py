@@ -72,6 +72,14 @@ NOT_IN_A_STAGE = (
 ONLY_OF_THE_BEST = ("publish.best_metric", "publish.best_decoding")
 #: What the lexical judge takes no notice of.
 ONLY_OF_A_SERVED_JUDGE = ("judge.form", "judge.structured_output", "judge.extra_body")
+#: Limits of health checks, and the checks that go by them.
+HEALTH_CHECKS_OF = {
+    "spike_factor": ("loss_spike",),
+    "min_entropy": ("entropy_collapse",),
+    "max_truncated_share": ("length_explosion",),
+    "max_kl": ("kl_blow_up",),
+    "patience": ("entropy_collapse", "zero_reward_variance", "length_explosion", "kl_blow_up"),
+}
 #: Where something lies is no part of what it is, once its content is known by a source's digest.
 NAMED_BY_SOURCE = {
     "data.sft_path": "data.sft",

@@ -36,6 +36,7 @@ FailureClass = Literal[
     "hub_outage",  # it cannot be reached, fails, or asks to wait for long
     "hub_refused",  # token, permission, name, storage
     "not_finite",  # NaN or Inf
+    "unhealthy",  # a health check of the recipe says stop
     "bad_configuration",
     "bad_data",
     "unsupported",

@@ -20,7 +20,8 @@ HealthPolicy = Literal["off", "warn", "skip", "stop"]
 @dataclass(frozen=True)
 class HealthConfig:
     """What is watched at every step, and what follows: `off`, `warn`, `skip` (the update is not
-    made), `stop` (resumable). Policies are identity because a skipped update is another result.
+    made), `stop` (resumable). A check's policy and limits are part of what a stage is only where
+    the policy is `skip`: a skipped update is another result, a warning or a stop is none.
     """
 
     not_finite: Literal["skip", "stop"] = identity(
@@ -28,11 +29,11 @@ class HealthConfig:
     )
     loss_spike: HealthPolicy = identity(
         "warn",
-        doc="the gradient norm exceeds its running mean by `spike_factor`",
+        doc="the gradient norm (SFT: or the loss) exceeds its running mean by `spike_factor`",
         legacy_value="warn",
     )
     spike_factor: float = identity(
-        10.0, doc="with loss_spike: times the running mean of the last steps", legacy_value=10.0
+        10.0, doc="with loss_spike: times the mean of the last 20 updates", legacy_value=10.0
     )
     entropy_collapse: HealthPolicy = identity(
         "warn", doc="mean entropy per token falls below `min_entropy` (GRPO)", legacy_value="warn"

@@ -66,6 +66,10 @@ def config_with(path: str) -> RecipeConfig:
         return replace_fields(config, {"publish.which": "best"})
     if path in ("judge.form", "judge.structured_output", "judge.extra_body"):
         return replace_fields(config, {"judge.kind": "openai"})
+    if ".health." in path:  # only checks that skip updates decide what is trained
+        policies = {p: "skip" for p in FIELDS if p.startswith(path.rpartition(".")[0] + ".")}
+        skipping = {p: v for p, v in policies.items() if "skip" in str(FIELDS[p].type)}
+        return replace_fields(config, skipping)
     if not path.startswith("command."):
         return config
     command = dataclasses.replace(config.command, run="python train.py --out {output}")
@@ -104,6 +108,16 @@ def test_identity_fields_change_a_fingerprint(path: str) -> None:
     config = config_with(path)
     changed = replace_fields(config, {path: another(FIELDS[path], get_field(config, path))})
     assert fingerprints(changed) != fingerprints(config)
+
+
+def test_what_a_health_check_has_stopped_goes_on_under_another_policy_or_limit() -> None:
+    stopped = {"grpo.health.kl_blow_up": "stop", "sft.health.loss_spike": "stop"}
+    eased = {"grpo.health.max_kl": 50.0, "grpo.health.patience": 9, "sft.health.spike_factor": 2.0}
+    config = RecipeConfig()
+    assert fingerprints(replace_fields(config, stopped | eased)) == fingerprints(config)
+    skipping = replace_fields(config, eased | {"grpo.health.kl_blow_up": "skip"})
+    assert fingerprints(skipping)["grpo"] != fingerprints(config)["grpo"]
+    assert fingerprints(skipping)["sft"] == fingerprints(config)["sft"]
 
 
 def test_a_change_reaches_exactly_the_stages_downstream() -> None:
