@@ -1,14 +1,16 @@
 """What happens between two steps: save, stop, go on. Shared by SFT and GRPO.
 
-In: a :class:`StageIO`, model, updater and the stage's progress dictionary. Out: checkpoints, or
+In: a :class:`StageIO`, an engine and the stage's progress dictionary. Out: checkpoints, or
 :class:`Interrupted` once the step that is under way is saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import (
@@ -18,7 +20,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, StageIO
-from refiner_core.training.checkpoint import load_state, save_state
+from refiner_core.training.engines.protocol import Engine
 
 #: Points of a curve that a report keeps; metrics keep all.
 CURVE_POINTS = 100
@@ -32,13 +34,13 @@ class Boundary:
     ``save_freq`` steps, after the last, and after ``first_save`` where that is given."""
 
     io: StageIO
-    model: Any
-    updater: Any
+    engine: Engine
     stage: str
     total_steps: int
     save_freq: int
     first_save: int | None = None
     saved_step: int = field(default=0, init=False)
+    restored: Path | None = field(default=None, init=False)
 
     def restore(self, data_hash: str) -> dict[str, Any] | None:
         """The progress of the newest checkpoint, its state loaded; None without one.
@@ -51,7 +53,7 @@ class Boundary:
         checkpoint = self.io.latest_checkpoint()
         if checkpoint is None:
             return None
-        progress = load_state(checkpoint.path, self.model, self.updater)
+        progress = self.engine.restore(checkpoint.path)
         for key, expected in (("stage", self.stage), ("data_hash", data_hash)):
             if progress.get(key) != expected:
                 raise WorkspaceError(
@@ -60,12 +62,23 @@ class Boundary:
                     expected=f"{key} {expected}",
                     fix="remove the checkpoint to start the stage again",
                 )
-        self.saved_step = checkpoint.step
+        self.saved_step, self.restored = checkpoint.step, checkpoint.path
         return progress
 
-    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+    def attachment(self, name: str) -> bytes | None:
+        """A file that was saved beside the state that was restored; None where there is none."""
+        path = None if self.restored is None else self.restored / name
+        return path.read_bytes() if path is not None and path.exists() else None
+
+    def save(
+        self,
+        step: int,
+        progress: Mapping[str, Any],
+        attachments: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
         """Checkpoint after ``step``, unless that is done already or nothing has happened yet.
 
+        ``attachments`` gives further files of rank 0, by name: what is in flight between two steps.
         A disk that fills up in the middle costs a wait, not the steps since the last checkpoint:
         they are still in memory, and are saved once there is room.
 
@@ -76,17 +89,27 @@ class Boundary:
         """
         if step <= self.saved_step:
             return
+        snapshot = self.engine.snapshot({"stage": self.stage, **progress})
+        files = attachments()
         for tries_left in reversed(range(SAVE_TRIES)):
             try:
                 with self.io.new_checkpoint(step) as folder:
-                    save_state(folder, self.model, self.updater, {"stage": self.stage, **progress})
+                    snapshot.write(folder)
+                    if self.engine.ranks.rank == 0:
+                        _write_files(folder, files)
                 break
             except NoSpaceError as error:
                 if not tries_left or not self.io.room_again(error):
                     raise
         self.saved_step = step
 
-    def after(self, step: int, progress: Mapping[str, Any], values: Mapping[str, float]) -> None:
+    def after(
+        self,
+        step: int,
+        progress: Mapping[str, Any],
+        values: Mapping[str, float],
+        attachments: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
         """Report progress; save where it is due; stop where somebody asks for it.
 
         Raises
@@ -95,12 +118,17 @@ class Boundary:
             See :meth:`stop_if_asked`.
         """
         self.io.progress(Progress(step, self.total_steps, "train", values))
-        self.stop_if_asked(step, progress)
+        self.stop_if_asked(step, progress, attachments)
         due = step % max(1, self.save_freq) == 0 or step == self.first_save
         if step >= self.total_steps or due:
-            self.save(step, progress)
+            self.save(step, progress, attachments)
 
-    def stop_if_asked(self, step: int, progress: Mapping[str, Any]) -> None:
+    def stop_if_asked(
+        self,
+        step: int,
+        progress: Mapping[str, Any],
+        attachments: Callable[[], Mapping[str, bytes]] = dict,
+    ) -> None:
         """Save and stop, where somebody asks for it and steps are left after ``step``.
 
         May be called wherever the state is that of the end of ``step``.
@@ -111,11 +139,19 @@ class Boundary:
             The checkpoint is complete by then.
         """
         if step < self.total_steps and self.io.should_stop():
-            self.save(step, progress)
+            self.save(step, progress, attachments)
             raise Interrupted(
                 f"{self.stage} stopped on request after step {step} of {self.total_steps}",
                 fix="run the same command again to go on from there",
             )
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        with (folder / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def require_finite(stage: str, step: int, **values: float) -> None:

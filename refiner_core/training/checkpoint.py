@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +32,48 @@ FORMAT_VERSION = 1
 WEIGHTS, STATE, PROGRESS = "model.safetensors", "state.pt", "progress.json"
 
 
+@dataclass(frozen=True)
+class StateSnapshot:
+    """A training state in host memory, to be written at leisure."""
+
+    tensors: Mapping[str, torch.Tensor]
+    state: Mapping[str, Any]
+    progress_text: str
+
+    def write(self, folder: Path) -> None:
+        """Write a complete state into ``folder``, and to the disk (fsync)."""
+        safetensors.torch.save_file(dict(self.tensors), folder / WEIGHTS, metadata={"format": "pt"})
+        with (folder / STATE).open("wb") as file:
+            torch.save(dict(self.state), file)
+        (folder / PROGRESS).write_text(self.progress_text, encoding="utf-8")
+        for name in (WEIGHTS, STATE, PROGRESS):
+            with (folder / name).open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def take_snapshot(model: Any, updater: Any, progress: dict[str, Any]) -> StateSnapshot:
+    """Copy the whole state into host memory; what comes later does not change it."""
+    return StateSnapshot(
+        tensors={name: _copied(tensor) for name, tensor in _tensors(model).items()},
+        state={"updater": _copied(updater.state_dict()), "rng": rng_state()},
+        progress_text=json.dumps({"format": FORMAT_VERSION, **progress}, allow_nan=False),
+    )
+
+
 def save_state(folder: Path, model: Any, updater: Any, progress: dict[str, Any]) -> None:
-    """Write a complete state into ``folder``, and to the disk (fsync)."""
-    tensors = {name: tensor.contiguous() for name, tensor in _tensors(model).items()}
-    safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    with (folder / STATE).open("wb") as file:
-        torch.save({"updater": updater.state_dict(), "rng": rng_state()}, file)
-    text = json.dumps({"format": FORMAT_VERSION, **progress}, allow_nan=False)
-    (folder / PROGRESS).write_text(text, encoding="utf-8")
-    for name in (WEIGHTS, STATE, PROGRESS):
-        with (folder / name).open("rb+") as file:
-            os.fsync(file.fileno())
+    """Write the state as of now into ``folder``."""
+    take_snapshot(model, updater, progress).write(folder)
+
+
+def _copied(value: Any) -> Any:
+    """The same structure with copies of its tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
 
 
 def load_state(folder: Path, model: Any, updater: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted, JudgeOutage
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, StageIO
 from refiner_core.data.prepared import load_prompts
-from refiner_core.generation.load import device_for, set_threads
+from refiner_core.generation.load import set_threads
 from refiner_core.judges.usage import (
     usage_between,
     usage_from_json,
@@ -38,11 +38,13 @@ from refiner_core.judges.usage import (
     usage_to_json,
 )
 from refiner_core.rewards import require_scored
-from refiner_core.training import engine
 from refiner_core.training.boundary import Boundary, curve
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.grpo_update import GrpoUpdate
-from refiner_core.training.optim import Updater, schedule_factor
+from refiner_core.training.optim import schedule_factor
 from refiner_core.training.order import order_hash, prompt_batch
+from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.rollout import (
     RewardFunction,
     RolloutBatch,
@@ -77,10 +79,11 @@ def train_grpo(
     data_dir: Path,
     model_ref: str,
     output_dir: Path,
-    io: StageIO,
-    judge: Judge,
+    io: StageIO | None,
+    judge: Judge | None,
     generator: Generator | None = None,
     rewards: RewardFunction | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
 
@@ -95,12 +98,15 @@ def train_grpo(
     output_dir
         Gets ``model/``, an exported folder.
     io
-        Metrics, rollouts, checkpoints, progress and stop requests.
+        Metrics, rollouts, checkpoints, progress and stop requests; rank 0 has it, the other ranks
+        None.
     judge
-        Scores rubrics and citations.
+        Scores rubrics and citations; rank 0 has it, the other ranks None.
     generator, rewards
         Seams: by default transformers over the live model, and
         :func:`refiner_core.rewards.compute_rewards`.
+    ranks
+        The processes that train together; none is this one alone.
 
     Returns
     -------
@@ -121,9 +127,9 @@ def train_grpo(
         See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, "grpo")
-    run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards)
+    run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards, ranks or OneRank())
     run.train()
-    engine.export(run.loaded.model, run.loaded.tokenizer, output_dir / "model")
+    run.engine.export(output_dir / "model")
     return run.report()
 
 
@@ -135,32 +141,29 @@ class _GrpoRun:
         config: RecipeConfig,
         data_dir: Path,
         model_ref: str,
-        io: StageIO,
-        judge: Judge,
+        io: StageIO | None,
+        judge: Judge | None,
         generator: Generator | None,
         rewards: RewardFunction | None,
+        ranks: Ranks,
     ) -> None:
         grpo = config.grpo
         set_threads(config.model)
-        self.config, self.grpo, self.io, self.judge = config, grpo, io, judge
+        if judge is None:
+            raise ValueError("rank 0 needs a judge")
+        self.config, self.grpo, self.judge = config, grpo, judge
+        self.io, self.ranks = RanksIO(io, ranks), ranks
         self.rewards = rewards
         self.prompts = load_prompts(data_dir / TRAIN_FILE)
         prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
         check_lengths(self.prompts, grpo)
-        device = device_for(grpo.resources)
-        self.loaded = engine.load_for_training(model_ref, config.model, device)
-        generator = generator or _default_generator(self.loaded, grpo.generation_batch_size)
-        self.sampler = RolloutSampler(grpo, config.seed, generator, self.loaded.tokenizer)
-        self.updater = Updater(
-            self.loaded.model,
-            learning_rate=grpo.learning_rate,
-            weight_decay=grpo.weight_decay,
-            max_grad_norm=grpo.max_grad_norm,
-        )
-        reference = engine.load_model(model_ref, config.model, device) if grpo.beta else None
-        self.update = GrpoUpdate(self.loaded, reference, self.updater, grpo, config.seed)
+        self.engine = open_engine(config, "grpo", model_ref, self.ranks)
+        generator = generator or _default_generator(self.engine, grpo.generation_batch_size)
+        self.sampler = RolloutSampler(grpo, config.seed, generator, self.engine.tokenizer)
+        reference = self.engine.reference(model_ref) if grpo.beta else None
+        self.update = GrpoUpdate(self.engine, reference, grpo, config.seed)
         self.boundary = Boundary(
-            *(io, self.loaded.model, self.updater, "grpo"),
+            *(self.io, self.engine, "grpo"),
             *(grpo.num_training_steps, grpo.save_freq, grpo.first_save),
         )
         data_hash = order_hash([row.sample_id for row in self.prompts])
@@ -190,7 +193,7 @@ class _GrpoRun:
             metrics.update(self._train_on(batch, step, clock))
             self._count(step, batch, metrics)
             metrics.update(clock.metrics(_tokens(batch)))
-            metrics.update(engine.memory_metrics(self.loaded.model))
+            metrics.update(self.engine.memory())
             self.io.save_rollouts(step, rollout_rows(step, batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
@@ -329,7 +332,7 @@ def _tokens(batch: RolloutBatch) -> int:
     return sum(len(s.prompt.prompt_ids) + len(s.completion.token_ids) for s in batch.samples)
 
 
-def _default_generator(loaded: engine.Loaded, batch_size: int) -> Generator:
+def _default_generator(engine: Engine, batch_size: int) -> Generator:
     from refiner_core.generation.transformers_backend import TransformersGenerator
 
-    return TransformersGenerator(loaded.model, loaded.tokenizer, batch_size=batch_size)
+    return TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)

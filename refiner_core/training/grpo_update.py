@@ -14,14 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.training.boundary import require_finite
-from refiner_core.training.engine import Loaded
-from refiner_core.training.logprobs import token_scores
+from refiner_core.training.engines.protocol import Engine, Scorer
 from refiner_core.training.losses import (
     KL_NAMES,
     importance_weights,
@@ -29,7 +28,6 @@ from refiner_core.training.losses import (
     policy_terms,
     token_weights,
 )
-from refiner_core.training.optim import Updater
 from refiner_core.training.order import permutation
 from refiner_core.training.packing import Batch, Sample, collate, pack_samples, to_device
 from refiner_core.training.rollout import TrainSample
@@ -53,9 +51,9 @@ class GrpoUpdate:
     """
 
     def __init__(
-        self, loaded: Loaded, reference: Any | None, updater: Updater, grpo: GrpoConfig, seed: int
+        self, engine: Engine, reference: Scorer | None, grpo: GrpoConfig, seed: int
     ) -> None:
-        self.loaded, self.reference, self.updater = loaded, reference, updater
+        self.engine, self.reference = engine, reference
         self.grpo, self.seed = grpo, seed
 
     def run(
@@ -87,38 +85,40 @@ class GrpoUpdate:
             start += len(tokens)
         advantages = [s.advantage for s in train_samples for _ in s.response_ids]
         sampler = [value for s in train_samples for value in s.sampler_logprobs]
-        device = self.loaded.device
+        device = self.engine.device
         moves = self.grpo.num_mini_batches * self.grpo.num_epochs > 1
         return _Buffers(
             samples=tuple(samples),
             advantage_F=torch.tensor(advantages, dtype=torch.float32, device=device),
             sampler_F=torch.tensor(sampler, dtype=torch.float32, device=device),
             # With a single optimiser step the policy is its own old policy: ratio exactly 1.
-            old_F=self._score(self.loaded.model, samples, start) if moves else None,
+            old_F=self._score(self.engine, samples, start) if moves else None,
             reference_F=(
                 None if self.reference is None else self._score(self.reference, samples, start)
             ),
         )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _score(self, model: Any, samples: Sequence[Sample], tokens: int) -> torch.Tensor:
-        """(F,) log-probabilities under ``model``."""
-        flat_F = torch.zeros(tokens, device=self.loaded.device)
+    def _score(
+        self, scorer: Engine | Scorer, samples: Sequence[Sample], tokens: int
+    ) -> torch.Tensor:
+        """(F,) log-probabilities under ``scorer``."""
+        flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in self._batches(samples):
-            scores = token_scores(model, batch, temperature=self.grpo.temperature)
+            scores = scorer.score(batch, temperature=self.grpo.temperature)
             flat_F[batch.flat_T] = scores.logprob_T
         return flat_F
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[Batch]:
         packs = pack_samples(
-            samples, self.grpo.pack_length, share_prompts=self.loaded.share_prompts
+            samples, self.grpo.pack_length, share_prompts=self.engine.share_prompts
         )
         size = self.grpo.per_device_train_batch_size
         for i in range(0, len(packs), size):
             batch = collate(
-                packs[i : i + size], pad_id=self.loaded.pad_id, balance=self.loaded.balance
+                packs[i : i + size], pad_id=self.engine.pad_id, balance=self.engine.balance
             )
-            yield to_device(batch, self.loaded.device)
+            yield to_device(batch, self.engine.device)
 
     def _mini_batches(
         self, samples: Sequence[Sample], step: int, epoch: int
@@ -150,7 +150,7 @@ class GrpoUpdate:
             for name, value in self._backward(batch, buffers, weight_F, totals).items():
                 losses[name] += value
         require_finite("grpo", step, loss=losses["total"])
-        norm = self.updater.step(factor)
+        norm = self.engine.step(factor)
         require_finite("grpo", step, gradient_norm=norm)
         totals.add_update(losses, norm)
 
@@ -173,7 +173,7 @@ class GrpoUpdate:
         """Gradients of one batch's share of the loss; returns its parts."""
         grpo, at = self.grpo, batch.flat_T
         mode: Literal["loss", "metric"] = "loss" if grpo.entropy_coefficient else "metric"
-        scores = token_scores(self.loaded.model, batch, temperature=grpo.temperature, entropy=mode)
+        scores = self.engine.score(batch, temperature=grpo.temperature, entropy=mode)
         logprob_T = scores.logprob_T
         old_T = logprob_T.detach() if buffers.old_F is None else buffers.old_F[at]
         terms = policy_terms(
@@ -200,7 +200,7 @@ class GrpoUpdate:
             parts["kl"] = float(kl.detach())
             for name in KL_NAMES:
                 totals.add_tokens(f"objective/{name}_avg", estimates[name])
-        total.backward()
+        self.engine.backward(total)
         totals.tokens += len(at)
         totals.add_tokens("policy/entropy_avg", scores.entropy_T)
         totals.add_tokens("policy/clipfrac_avg", terms.clipped_T)

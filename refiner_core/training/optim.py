@@ -140,9 +140,7 @@ class Updater:
 
         Gradients are cleared. A norm that is not finite is returned and nothing is changed.
         """
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if master is not weight:
-                master.grad = None if weight.grad is None else weight.grad.float()
+        self._to_masters()
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, limit))
         if math.isfinite(norm):
@@ -151,9 +149,19 @@ class Updater:
                     group["lr"] = peak * factor
                 optimizer.step()
             self._copy_masters()
+        self.drop()
+        return norm
+
+    def gradient_norm(self) -> float:
+        """The norm that :meth:`step` would return; gradients stay."""
+        self._to_masters()
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def drop(self) -> None:
+        """Clear the gradients."""
         for weight, master in zip(self._weights, self._masters, strict=True):
             weight.grad = master.grad = None
-        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser states, and the master weights where there are any."""
@@ -174,6 +182,11 @@ class Updater:
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 if saved is not None:
                     master.copy_(saved)
+
+    def _to_masters(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if master is not weight:
+                master.grad = None if weight.grad is None else weight.grad.float()
 
     def _copy_masters(self) -> None:
         with torch.no_grad():

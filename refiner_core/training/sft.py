@@ -21,11 +21,11 @@ from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
-from refiner_core.generation.load import device_for, set_threads
-from refiner_core.training import engine
+from refiner_core.generation.load import set_threads
 from refiner_core.training.boundary import Boundary, curve, require_finite
-from refiner_core.training.logprobs import token_scores
-from refiner_core.training.optim import Updater, schedule_factor
+from refiner_core.training.engine import check_window
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.optim import schedule_factor
 from refiner_core.training.order import SftStep, order_hash, sft_steps
 from refiner_core.training.packing import (
     Batch,
@@ -36,13 +36,20 @@ from refiner_core.training.packing import (
     pack_samples,
     to_device,
 )
+from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.support import refuse_unsupported
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
 
 def train_sft(
-    config: RecipeConfig, *, data_dir: Path, model_ref: str, output_dir: Path, io: StageIO
+    config: RecipeConfig,
+    *,
+    data_dir: Path,
+    model_ref: str,
+    output_dir: Path,
+    io: StageIO | None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Train on demonstrations; resumes from ``io.latest_checkpoint()`` where there is one.
 
@@ -57,7 +64,9 @@ def train_sft(
     output_dir
         Gets ``model/``, an exported folder.
     io
-        Metrics, checkpoints, progress and stop requests.
+        Metrics, checkpoints, progress and stop requests; rank 0 has it, the other ranks None.
+    ranks
+        The processes that train together; none is this one alone.
 
     Returns
     -------
@@ -75,35 +84,34 @@ def train_sft(
         See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, "sft")
-    run = _SftRun(config, data_dir, model_ref, io)
+    run = _SftRun(config, data_dir, model_ref, io, ranks or OneRank())
     run.train()
-    engine.export(run.loaded.model, run.loaded.tokenizer, output_dir / "model")
+    run.engine.export(output_dir / "model")
     return run.report()
 
 
 class _SftRun:
     """The state of one training run; everything that changes is in ``progress`` or the model."""
 
-    def __init__(self, config: RecipeConfig, data_dir: Path, model_ref: str, io: StageIO) -> None:
+    def __init__(
+        self,
+        config: RecipeConfig,
+        data_dir: Path,
+        model_ref: str,
+        io: StageIO | None,
+        ranks: Ranks,
+    ) -> None:
         sft = config.sft
         set_threads(config.model)
-        self.sft, self.io = sft, io
+        self.sft, self.io, self.ranks = sft, RanksIO(io, ranks), ranks
         rows = load_demonstrations(data_dir / TRAIN_FILE)
         self.samples = _samples(rows, sft.pack_length)
         self.steps = _plan(config, rows)
-        self.loaded = engine.load_for_training(model_ref, config.model, device_for(sft.resources))
-        engine.check_window(self.loaded.model, max(len(row.input_ids) for row in rows))
+        self.engine = open_engine(config, "sft", model_ref, self.ranks)
+        check_window(self.engine.model, max(len(row.input_ids) for row in rows))
         self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
-        self.updater = Updater(
-            self.loaded.model,
-            learning_rate=sft.learning_rate,
-            weight_decay=sft.weight_decay,
-            max_grad_norm=sft.max_grad_norm,
-            muon_learning_rate=sft.muon_learning_rate if sft.optimizer == "muon" else None,
-        )
         self.boundary = Boundary(
-            *(io, self.loaded.model, self.updater, "sft"),
-            *(len(self.steps), sft.save_freq, sft.first_save),
+            *(self.io, self.engine, "sft"), *(len(self.steps), sft.save_freq, sft.first_save)
         )
         data_hash = order_hash([row.sample_id for row in rows])
         self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
@@ -124,7 +132,7 @@ class _SftRun:
             step_s = time.perf_counter() - started
             metrics["time/step_s"] = step_s
             metrics["tokens_per_second"] = metrics.pop("tokens") / step_s
-            metrics.update(engine.memory_metrics(self.loaded.model))
+            metrics.update(self.engine.memory())
             step = index + 1
             if self.validation and (step % max(1, self.sft.eval_freq) == 0 or self._is_last(step)):
                 loss = self._validation_loss()
@@ -165,14 +173,14 @@ class _SftRun:
         loss = 0.0
         for batch in self._batches(packs):
             if len(batch.target_T):
-                part = -token_scores(self.loaded.model, batch).logprob_T.sum() / loss_tokens
-                part.backward()
+                part = -self.engine.score(batch).logprob_T.sum() / loss_tokens
+                self.engine.backward(part)
                 loss += float(part.detach())
         require_finite("sft", index + 1, loss=loss)
         factor = schedule_factor(
             index, len(self.steps), self.sft.lr_scheduler_type, self.sft.warmup_ratio
         )
-        norm = self.updater.step(factor)
+        norm = self.engine.step(factor)
         require_finite("sft", index + 1, gradient_norm=norm)
         tokens = sum(len(pack) for pack in packs)
         self.progress["tokens"] += tokens
@@ -192,9 +200,9 @@ class _SftRun:
         return [
             to_device(
                 collate(
-                    packs[i : i + size], pad_id=self.loaded.pad_id, balance=self.loaded.balance
+                    packs[i : i + size], pad_id=self.engine.pad_id, balance=self.engine.balance
                 ),
-                self.loaded.device,
+                self.engine.device,
             )
             for i in range(0, len(packs), size)
         ]
@@ -202,8 +210,7 @@ class _SftRun:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _validation_loss(self) -> float:
         total = sum(
-            -float(token_scores(self.loaded.model, batch).logprob_T.double().sum())
-            for batch in self.validation
+            -float(self.engine.score(batch).logprob_T.double().sum()) for batch in self.validation
         )
         loss = total / sum(len(batch.target_T) for batch in self.validation)
         require_finite("sft", self.progress["step"] + 1, validation_loss=loss)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from infra.checkpoints import CheckpointStore
 from infra.stage_io import AttemptIO, read_metrics, read_rollouts
 from infra.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.training import boundary
 from refiner_core.training.boundary import SAVE_TRIES, Boundary
+from refiner_core.training.ranks import OneRank
 from tests.support.plans import claim, small_plan
 from tests.support.quota import fill, small_tmpfs
 from tests.support.stage_io import FolderStageIO
@@ -75,32 +76,42 @@ class SometimesFull(FolderStageIO):
         return self.comes_back
 
 
+class OnlyProgress:
+    """An engine whose whole state is the progress that it is given."""
+
+    ranks = OneRank()
+
+    def __init__(self) -> None:
+        self.saved: list[Any] = []
+
+    def snapshot(self, progress: Mapping[str, Any]) -> SimpleNamespace:
+        return SimpleNamespace(write=lambda folder: self.saved.append(progress))
+
+
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    steps: list[Any] = []
-    monkeypatch.setattr(boundary, "save_state", lambda f, m, u, progress: steps.append(progress))
-    return steps
+def engine() -> Any:
+    return OnlyProgress()
 
 
 def test_a_save_that_did_not_fit_is_tried_again_at_the_same_step(
-    tmp_path: Path, saved: list[Any]
+    tmp_path: Path, engine: Any
 ) -> None:
     io = SometimesFull(tmp_path, full=2)
-    edge = Boundary(io, None, None, "grpo", total_steps=100, save_freq=50)
+    edge = Boundary(io, engine, "grpo", total_steps=100, save_freq=50)
     edge.save(50, {"step": 50})
     assert io.checkpoint_steps() == [50]
-    assert (io.asked, len(saved), edge.saved_step) == (2, 1, 50)
+    assert (io.asked, len(engine.saved), edge.saved_step) == (2, 1, 50)
 
 
 @pytest.mark.parametrize(("full", "comes_back"), [(1, False), (SAVE_TRIES, True)])
 def test_a_save_gives_up_in_the_end_and_says_why(
-    tmp_path: Path, saved: list[Any], full: int, comes_back: bool
+    tmp_path: Path, engine: Any, full: int, comes_back: bool
 ) -> None:
     io = SometimesFull(tmp_path, full, comes_back)
-    edge = Boundary(io, None, None, "grpo", total_steps=100, save_freq=50)
+    edge = Boundary(io, engine, "grpo", total_steps=100, save_freq=50)
     with pytest.raises(NoSpaceError, match="full"):
         edge.save(50, {"step": 50})
-    assert (edge.saved_step, saved) == (0, [])
+    assert (edge.saved_step, engine.saved) == (0, [])
 
 
 def test_what_the_system_said_is_in_the_log(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from refiner_core.contract.config import GrpoConfig
+from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engine import Loaded
+from refiner_core.training.engines.plain import FrozenModel, PlainEngine
 from refiner_core.training.grpo_update import GrpoUpdate
 from refiner_core.training.optim import Updater
 from refiner_core.training.order import permutation
@@ -101,7 +102,9 @@ def test_a_step_is_its_formula(aggregation, estimator, mini_batches, share_promp
     updater = Updater(model, learning_rate=0.0, weight_decay=0.0, max_grad_norm=0.0)
     loaded = Loaded(model, tiny_tokenizer(), share_prompts, balance=50.0)
     samples = rollouts()
-    metrics = GrpoUpdate(loaded, reference, updater, grpo, SEED).run(samples, step=STEP, factor=1.0)
+    engine = PlainEngine(loaded, updater, ModelConfig())
+    update = GrpoUpdate(engine, FrozenModel(reference), grpo, SEED)
+    metrics = update.run(samples, step=STEP, factor=1.0)
 
     groups = [list(group) for _, group in groupby(samples, key=lambda s: s.prompt_ids)]
     order = permutation(len(groups), SEED, "mini_batches", STEP, 0)
