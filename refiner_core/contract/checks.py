@@ -31,6 +31,7 @@ from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import serves as serves
+from refiner_core.contract.training_checks import check_training
 
 
 class Check(NamedTuple):
@@ -68,6 +69,9 @@ _AT_LEAST_ONE = (
     "grpo.generation_batch_size",
     "grpo.save_freq",
     "grpo.keep",
+    "grpo.active_sampling_max_rounds",
+    "grpo.vllm_num_engines",
+    "grpo.vllm_tensor_parallel_size",
     "evaluate.num_samples",
     "evaluate.batch_size",
     "evaluate.bootstrap_samples",
@@ -82,6 +86,10 @@ _AT_LEAST_ONE = (
     "sft.max_train_steps",
     "sft.first_save",
     "grpo.first_save",
+    "sft.nproc_per_node",
+    "grpo.nproc_per_node",
+    "sft.health.patience",
+    "grpo.health.patience",
     "evaluate.max_prompts",
     *(
         f"{stage}.resources.{name}"
@@ -100,6 +108,10 @@ _NOT_NEGATIVE = (
     "grpo.clip_lower",
     "grpo.clip_higher",
     "grpo.truncated_importance_sampling_ratio_cap",
+    "grpo.async_steps",
+    "grpo.rollout_server.max_restarts",
+    "sft.health.min_entropy",
+    "grpo.health.min_entropy",
     "evaluate.temperature",
     "judge.temperature",
     "judge.cache_gb",
@@ -123,6 +135,11 @@ _ABOVE_ZERO = (
     "reward.verification_reward",
     "sft.num_train_epochs",
     "grpo.top_p",
+    "grpo.rollout_server.start_timeout_s",
+    "grpo.rollout_server.request_timeout_s",
+    "grpo.rollout_server.canary_tolerance",
+    "sft.health.max_kl",
+    "grpo.health.max_kl",
     "evaluate.top_p",
     "judge.timeout_s",
     "judge.batch_timeout_s",
@@ -132,6 +149,7 @@ _ABOVE_ZERO = (
     "dispatch.scheduler_poll_s",
     "disk.watch_s",
 )
+_ABOVE_ONE = ("sft.health.spike_factor", "grpo.health.spike_factor")
 _RETRIES = tuple(f"dispatch.retries.{f.name}" for f in fields(RetryConfig))
 _SHARES = (
     "data.validation_fraction",
@@ -142,6 +160,8 @@ _SHARES = (
     "grpo.warmup_ratio",
     "grpo.top_p",
     "evaluate.top_p",
+    "sft.health.max_truncated_share",
+    "grpo.health.max_truncated_share",
 )
 
 CHECKS: tuple[Check, ...] = (
@@ -156,61 +176,6 @@ CHECKS: tuple[Check, ...] = (
         lambda c: f"`data.held_out_fraction` is {c.data.held_out_fraction}.",
         "a share of questions strictly between 0 and 1",
         "set e.g. data.held_out_fraction=0.1",
-    ),
-    Check(
-        lambda c: "grpo" not in c.stages or c.grpo.num_samples_per_prompt_rollout >= 2,
-        lambda c: (
-            "`grpo.num_samples_per_prompt_rollout` is "
-            f"{c.grpo.num_samples_per_prompt_rollout}: a group of one has no advantage."
-        ),
-        "at least 2 samples per prompt",
-        "set grpo.num_samples_per_prompt_rollout=8",
-    ),
-    Check(
-        lambda c: "grpo" not in c.stages or c.grpo.temperature > 0,
-        lambda c: "`grpo.temperature` is 0: all samples of a group would be the same.",
-        "a temperature above 0",
-        "set grpo.temperature=1.0",
-    ),
-    Check(
-        lambda c: (
-            "grpo" not in c.stages
-            or c.grpo.pack_length >= c.data.max_prompt_token_length + c.grpo.response_length
-        ),
-        lambda c: (
-            f"A pack of {c.grpo.pack_length} tokens (grpo.pack_length) cannot hold a prompt of "
-            f"{c.data.max_prompt_token_length} (data.max_prompt_token_length) and a response of "
-            f"{c.grpo.response_length} (grpo.response_length)."
-        ),
-        "grpo.pack_length >= data.max_prompt_token_length + grpo.response_length",
-        "raise grpo.pack_length, or lower one of the other two",
-    ),
-    Check(
-        lambda c: (
-            "grpo" not in c.stages
-            or c.grpo.max_token_length >= c.data.max_prompt_token_length + c.grpo.response_length
-        ),
-        lambda c: (
-            f"grpo.max_token_length {c.grpo.max_token_length} is below "
-            f"{c.data.max_prompt_token_length} + {c.grpo.response_length} "
-            "(data.max_prompt_token_length + grpo.response_length)."
-        ),
-        "room for the longest prompt with the longest response",
-        "raise grpo.max_token_length, or lower one of the other two",
-    ),
-    Check(
-        lambda c: (
-            (c.grpo.num_unique_prompts_rollout * c.grpo.num_samples_per_prompt_rollout)
-            % c.grpo.num_mini_batches
-            == 0
-        ),
-        lambda c: (
-            f"A batch of {c.grpo.num_unique_prompts_rollout} x "
-            f"{c.grpo.num_samples_per_prompt_rollout} rollouts cannot be split into "
-            f"{c.grpo.num_mini_batches} equal mini-batches."
-        ),
-        "a divisor of the number of rollouts",
-        "change grpo.num_mini_batches",
     ),
     Check(
         lambda c: (
@@ -386,6 +351,7 @@ _RANGES = (
     _range(_NOT_NEGATIVE, lambda v: v >= 0, "zero or more"),
     _range(_RETRIES, lambda v: v >= -1, "zero or more, or -1 for no limit"),
     _range(_ABOVE_ZERO, lambda v: v > 0, "a number above zero"),
+    _range(_ABOVE_ONE, lambda v: v > 1, "a number above one"),
     _range(_SHARES, lambda v: 0.0 <= v <= 1.0, "a share between 0 and 1"),
 )
 
@@ -406,6 +372,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         if not check.holds(config):
             raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
     check_command(config)
+    check_training(config)
     for name, measured in configs_under(config).items():
         with refused_under(name):
             _check_measuring(

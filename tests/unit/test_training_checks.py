@@ -1,0 +1,261 @@
+"""Trainings that cannot work are refused when they are planned, with the numbers and the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.placement import Placement, placement_of
+
+TINY = load_recipe("tiny")
+VLLM = {"grpo.generation_backend": "vllm"}
+SLURM = {"dispatch.executor": "slurm"}
+FLASH = {"model.attn_implementation": "flash_attention_2"}
+
+
+def tiny(fields: dict[str, Any]) -> RecipeConfig:
+    return replace_fields(TINY, fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        # sizes
+        (
+            {"sft.pack_length": 256},
+            r"A pack of 256 tokens \(sft\.pack_length\).*a prompt of 256 .*raise sft\.pack_length",
+        ),
+        ({"grpo.pack_length": 303}, r"pack of 303 tokens.*prompt of 256.*response of 48.*=304"),
+        (
+            {"grpo.pack_length": 304, "grpo.stop_strings": ("</answer>",)},
+            r"pack of 304 tokens.*response of 48.* 1 token that closes a stop string.*=305",
+        ),
+        ({"grpo.max_token_length": 300}, r"grpo\.max_token_length 300 is below 256 \+ 48"),
+        ({"grpo.num_samples_per_prompt_rollout": 1}, r"is 1: a group of one has no advantage"),
+        ({"grpo.temperature": 0.0}, "all samples of a group would be the same"),
+        ({"grpo.stop_strings": ("",)}, "empty text, which every response begins with"),
+        ({"grpo.num_mini_batches": 7}, r"8 x 8 rollouts .* 7 equal mini-batches"),
+        (
+            {"grpo.num_mini_batches": 16},
+            r"8 prompts a step .*16 mini-batches.*never taken apart.*grpo\.num_mini_batches=8",
+        ),
+        # batches over processes
+        (
+            {"sft.nproc_per_node": 2},
+            r"A step has 1 packs .*for 2 processes.*: 1 would never have work.*"
+            r"sft\.gradient_accumulation_steps=2",
+        ),
+        (
+            {"sft.nproc_per_node": 6, "sft.per_device_train_batch_size": 4},
+            r"4 packs.*accumulation_steps 1\) for 6 processes.*: 2 .*accumulation_steps=2",
+        ),
+        (
+            {"grpo.nproc_per_node": 9},
+            r"8 prompts a step .* 9 processes.*: 1 of them would sample nothing.*nproc_per_node=8",
+        ),
+        (
+            {**VLLM, "grpo.nproc_per_node": 12, "grpo.num_mini_batches": 8},
+            r"mini-batch of 8 rollouts \(8 prompts x 8 samples / 8 .*12 processes.*: 4 would",
+        ),
+        # sharding
+        (
+            {"sft.optimizer": "adamw", "sft.offload_optimizer": True},
+            r"sft\.offload_optimizer is true, but sft\.deepspeed_stage is null.*ZeRO-1 to 3",
+        ),
+        (
+            {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 0},
+            r"grpo\.offload_optimizer is true, but grpo\.deepspeed_stage is 0",
+        ),
+        (
+            {"grpo.offload_param": True, "grpo.deepspeed_stage": 2},
+            r"grpo\.offload_param is true, but grpo\.deepspeed_stage is 2.*ZeRO-3 alone",
+        ),
+        (
+            {"sft.optimizer": "muon", "sft.deepspeed_stage": 1},
+            r"muon, and sft\.deepspeed_stage is 1.*whole matrices.*sft\.optimizer=adamw",
+        ),
+        # kernels and machines
+        (FLASH, r"flash_attention_2, which needs a GPU, but sft\.resources\.gpus is 0"),
+        (
+            {**FLASH, "sft.resources.gpus": 1, "grpo.resources.gpus": 1},
+            r"computes in 16 bits, but model\.dtype is float32",
+        ),
+        (
+            {"grpo.resources.nodes": 2},
+            r"grpo\.resources\.nodes is 2, but dispatch\.executor=local has one machine",
+        ),
+        # who gets which GPU
+        (
+            {"grpo.resources.gpus": 2, "grpo.nproc_per_node": 4},
+            r"4 training processes per node \(grpo\.nproc_per_node\).*a node has 2 .*"
+            r"set grpo\.nproc_per_node=2",
+        ),
+        (
+            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 4}
+            | {"grpo.nproc_per_node": 6},
+            r"6 training processes.*a node has 8 .*servers take 4.*nproc_per_node <= 4",
+        ),
+        (
+            {**VLLM, "grpo.resources.gpus": 8, "grpo.vllm_num_engines": 8},
+            r"8 rollout servers with 1 GPU each .*take 8 of the 8 GPUs.*none would be left",
+        ),
+        (
+            {**VLLM, "grpo.resources.gpus": 4, "grpo.rollout_server.colocate": True}
+            | {"grpo.vllm_num_engines": 3, "grpo.vllm_tensor_parallel_size": 2},
+            r"3 rollout servers with 2 GPUs each .*take 6 of the 4 GPUs of a node",
+        ),
+        (
+            {**VLLM, **SLURM, "grpo.resources.nodes": 3, "grpo.vllm_num_engines": 4},
+            r"4 rollout servers .*evenly over 3 nodes.*grpo\.vllm_num_engines=3",
+        ),
+        (
+            {**VLLM, "grpo.vllm_tensor_parallel_size": 2},
+            r"to have 2 GPUs .*but the job has none",
+        ),
+        # older policies
+        (
+            {"grpo.async_steps": 70},
+            r"grpo\.async_steps is 70, and grpo\.num_training_steps 70: no trained weights",
+        ),
+        (
+            {"grpo.async_steps": 1, "grpo.truncated_importance_sampling_ratio_cap": 0.0},
+            r"1 steps old .*nothing corrects for it.*ratio_cap=2\.0",
+        ),
+        (
+            {"grpo.old_logprobs": "sampler", "grpo.top_p": 0.9},
+            r"grpo\.top_p 0\.9: .*ratios would begin at 0\.9 to 1",
+        ),
+        (
+            {"grpo.active_sampling": True, "grpo.active_sampling_max_rounds": 1},
+            r"active_sampling_max_rounds is 1, the first round included",
+        ),
+        # rollout servers
+        (
+            {**VLLM, "grpo.rollout_server.weight_transfer": "nccl"},
+            r"weight_transfer is nccl, which goes from GPU to GPU, but grpo\.resources\.gpus is 0",
+        ),
+        (
+            {**VLLM, "grpo.rollout_server.weight_transfer": "nccl", "grpo.resources.gpus": 2}
+            | {"grpo.rollout_server.colocate": True},
+            r"NCCL takes no two processes of one GPU",
+        ),
+        (
+            {**VLLM, "grpo.rollout_server.weight_transfer": "ipc", "grpo.resources.gpus": 2},
+            r"CUDA IPC hands memory over within one GPU",
+        ),
+        ({**VLLM, "grpo.rollout_server.weights_dir": "shm"}, r"'shm'.*an absolute path"),
+        # ranges
+        ({"sft.nproc_per_node": 0}, r"`sft\.nproc_per_node` is 0.*at least 1"),
+        ({"grpo.vllm_num_engines": 0}, r"`grpo\.vllm_num_engines` is 0.*at least 1"),
+        ({"grpo.async_steps": -1}, r"`grpo\.async_steps` is -1.*zero or more"),
+        ({"sft.health.patience": 0}, r"`sft\.health\.patience` is 0.*at least 1"),
+        ({"grpo.health.spike_factor": 1.0}, r"spike_factor` is 1\.0.*above one"),
+        ({"grpo.health.max_kl": 0.0}, r"max_kl` is 0\.0.*above zero"),
+        ({"grpo.health.max_truncated_share": 1.5}, r"is 1\.5.*share between 0 and 1"),
+        ({"grpo.rollout_server.canary_tolerance": 0.0}, r"canary_tolerance` is 0\.0.*above zero"),
+        ({"grpo.rollout_server.max_restarts": -1}, r"max_restarts` is -1.*zero or more"),
+    ],
+    ids=lambda v: (
+        ",".join(f"{k.partition('.')[2]}={x}" for k, x in v.items())[:60]
+        if isinstance(v, dict)
+        else ""
+    ),
+)
+def test_what_cannot_be_trained_is_refused_with_the_numbers(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says) as refused:
+        check_config(tiny(fields))
+    assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sft.optimizer": "adamw", "sft.deepspeed_stage": 3},  # one process: slow, not wrong
+        {"sft.deepspeed_stage": 0},  # ZeRO-0 keeps matrices whole, so that Muon works
+        {"sft.nproc_per_node": 2, "sft.gradient_accumulation_steps": 3},  # the odd one is neutral
+        {"model.dtype": "bfloat16"},
+        {"model.gradient_checkpointing": True},
+        {"grpo.async_steps": 1, "grpo.num_mini_batches": 2, "grpo.num_epochs": 2},
+        {"grpo.async_steps": 1, "grpo.active_sampling": True},
+        {"grpo.async_steps": 1, "grpo.old_logprobs": "sampler"}
+        | {"grpo.truncated_importance_sampling_ratio_cap": 0.0},
+        {**VLLM, "grpo.vllm_num_engines": 2},  # servers on a CPU
+        {**VLLM, "grpo.resources.gpus": 1, "grpo.rollout_server.colocate": True},
+        {"grpo.offload_optimizer": True, "grpo.deepspeed_stage": 2, "grpo.nproc_per_node": 2},
+        {"sft.health.loss_spike": "off", "grpo.health.max_truncated_share": 1.0},
+        {"sft.nproc_per_node": 64, "stages": ("data", "grpo")},  # a stage that is not there
+    ],
+)
+def test_what_can_be_trained_is_not_refused(fields: dict[str, Any]) -> None:
+    check_config(tiny(fields))
+
+
+def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:
+    return placement_of(tiny(fields), stage)
+
+
+def test_without_gpus_one_process_trains() -> None:
+    assert placed({}) == placed({}, "sft") == Placement(1, 1, (), ())
+    two = placed({"grpo.nproc_per_node": 2, "grpo.vllm_num_engines": 3, **VLLM})
+    assert (two.world, two.trainer_gpus, two.server_gpus) == (2, (), ((), (), ()))
+
+
+def test_processes_take_the_first_gpus_and_servers_the_last() -> None:
+    gpus = {"grpo.resources.gpus": 8, **VLLM, "grpo.vllm_num_engines": 2}
+    plain = placed(gpus | {"grpo.vllm_tensor_parallel_size": 2})
+    assert plain == Placement(1, 4, (0, 1, 2, 3), ((4, 5), (6, 7)))
+    fewer = placed(gpus | {"grpo.nproc_per_node": 3})
+    assert fewer == Placement(1, 3, (0, 1, 2), ((6,), (7,)))
+    # The transformers backend has no servers, however many engines are configured.
+    assert placed(gpus | {"grpo.generation_backend": "transformers"}).nproc_per_node == 8
+
+
+def test_every_node_has_its_share_of_the_servers() -> None:
+    """They listen on loopback and read weights from memory, so each serves its own node."""
+    found = placed(
+        {"grpo.resources.gpus": 4, "grpo.resources.nodes": 3, **VLLM, "grpo.vllm_num_engines": 6}
+    )
+    assert found == Placement(3, 2, (0, 1), ((2,), (3,)))
+    assert (found.world, found.servers) == (6, 6)
+
+
+def test_servers_that_share_gpus_take_the_trainers() -> None:
+    found = placed(
+        {"grpo.resources.gpus": 4, **VLLM, "grpo.vllm_num_engines": 2}
+        | {"grpo.vllm_tensor_parallel_size": 2, "grpo.rollout_server.colocate": True}
+    )
+    assert found == Placement(1, 4, (0, 1, 2, 3), ((0, 1), (2, 3)))
+
+
+def test_rollout_servers_are_of_grpo_alone() -> None:
+    fields = {"sft.resources.gpus": 8, **VLLM, "grpo.vllm_num_engines": 4}
+    assert placed(fields, "sft") == Placement(1, 8, tuple(range(8)), ())
+
+
+def test_no_gpu_is_given_twice() -> None:
+    for gpus in range(1, 9):
+        for engines in range(1, 9):
+            for width in (1, 2, 4):
+                fields = {"grpo.resources.gpus": gpus, "grpo.vllm_num_engines": engines, **VLLM}
+                try:
+                    found = placed(fields | {"grpo.vllm_tensor_parallel_size": width})
+                except ConfigurationError:
+                    assert engines * width >= gpus, "it would have fitted"
+                    continue
+                taken = [*found.trainer_gpus, *(g for one in found.server_gpus for g in one)]
+                assert sorted(taken) == list(range(gpus)), "each GPU once, none idle"
+
+
+def test_the_large_recipes_train_on_half_of_their_gpus_and_sample_on_the_others() -> None:
+    for name in ("refiner-gpt54", "refiner-instance-only", "refiner-answer-only"):
+        config = check_config(load_recipe(name))
+        found = placement_of(config, "grpo")
+        assert (found.nproc_per_node, found.servers) == (4, 4), name
+        assert found.trainer_gpus == (0, 1, 2, 3), name
