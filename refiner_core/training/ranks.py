@@ -4,20 +4,31 @@ In: how many there are and which one this is. Out: values that all agree on. Wha
 (where to resume, whether to stop, what was sampled) is decided by rank 0 and broadcast, so that no
 two ranks can take different turns: under ZeRO-3 they would wait for each other for ever.
 
-Gradients do not travel here; that is the engine's business.
+Gradients do not travel here; that is the engine's business. What does travel goes over gloo, in a
+group of its own that waits for days: rank 0 may be waiting for a judge. torch is imported where
+there is more than one process.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 
 T = TypeVar("T")
+
+#: How long a rank waits for another one to say something: as long as a job may wait for a judge.
+#: A rank that died closes its connections, and is noticed at once.
+PATIENCE = timedelta(days=7)
+#: What torchrun sets for each of its processes.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Ranks(Protocol):
@@ -79,6 +90,134 @@ class OneRank:
         """Raise the error, if there is one."""
         if error is not None:
             raise error
+
+
+class TorchRanks:
+    """One of the processes that torchrun started, over torch.distributed.
+
+    The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
+    here. Call it from the main thread only: collectives pair up by their order. Use it as a context
+    manager, or call :meth:`close`.
+
+    Parameters
+    ----------
+    cuda
+        Whether this rank trains on a GPU; which one, see :meth:`device`.
+
+    Raises
+    ------
+    ConfigurationError
+        The process was not started by torchrun, or this rank's GPU is not there.
+    """
+
+    def __init__(self, *, cuda: bool) -> None:
+        missing = [name for name in ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise ConfigurationError(
+                f"This process is to train with others, and {missing[0]} is not set",
+                expected=f"the environment of torchrun ({', '.join(ENVIRONMENT)})",
+                fix="start it with torchrun, or train in one process",
+            )
+        import torch
+        import torch.distributed as dist
+
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self._cuda, self._torch, self._dist = cuda, torch, dist
+        if cuda:
+            torch.cuda.set_device(gpu_of(self.local_rank))
+        dist.init_process_group("nccl" if cuda else "gloo", rank=self.rank, world_size=self.world)
+        self._said = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def __enter__(self) -> TorchRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the groups: together where all is well, else at once."""
+        if not failed:
+            self._dist.barrier(group=self._said)
+        if not (failed and self._cuda):  # NCCL would wait for kernels that never end
+            self._dist.destroy_process_group()
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on all of them."""
+        held = [value]
+        self._dist.broadcast_object_list(
+            held, src=0, group=self._said, device=self._torch.device("cpu")
+        )
+        return value if self.rank == 0 else held[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Everybody's values in order of rank, on rank 0; None elsewhere."""
+        gathered: list[T] | None = [value] * self.world if self.rank == 0 else None
+        self._dist.gather_object(value, gathered, dst=0, group=self._said)
+        return gathered
+
+    def add(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in double precision, taken in order of rank."""
+        mine = self._torch.tensor([float(v) for v in values], dtype=self._torch.float64)
+        if not len(mine):
+            return []
+        parts = [self._torch.empty_like(mine) for _ in range(self.world)]
+        self._dist.all_gather(parts, mine, group=self._said)
+        sums = parts[0]
+        for part in parts[1:]:
+            sums = sums + part
+        return [float(value) for value in sums]
+
+    def all_or_none(self, error: BaseException | None) -> None:
+        """Wait for all; raise on every rank if any of them has an error."""
+        errors: list[BaseException | None] = [None] * self.world
+        sent = None if error is None else portable(error)
+        self._dist.all_gather_object(errors, sent, group=self._said)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                other.add_note(f"(rank {rank} of {self.world} ran into this)")
+                raise other
+
+
+@contextmanager
+def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
+    """All ranks where torchrun started more than one, else this process alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield OneRank()
+        return
+    with TorchRanks(cuda=cuda) as ranks:
+        yield ranks
+
+
+def gpu_of(local_rank: int) -> int:
+    """The number of this rank's GPU among those that it sees: its own number, or the only one.
+
+    Raises
+    ------
+    ConfigurationError
+        There are more ranks on this node than GPUs.
+    """
+    import torch
+
+    count = int(torch.cuda.device_count())
+    if count == 1 or local_rank < count:
+        return local_rank if local_rank < count else 0
+    raise ConfigurationError(
+        f"Training process {local_rank} of this node has no GPU: torch sees {count}",
+        expected="a GPU for every training process of a node",
+        fix="lower nproc_per_node, or raise resources.gpus",
+    )
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error itself where another process can rebuild it, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return StageFailed(f"{type(error).__name__}: {error}")
+    return error
 
 
 class RanksIO:
@@ -147,7 +286,7 @@ class RanksIO:
             try:
                 answer = (ask(self._io), None)
             except Exception as error:
-                answer = (None, error)
+                answer = (None, error if self.ranks.world == 1 else portable(error))
         value, error_ = self.ranks.broadcast(answer)
         if error_ is not None:
             raise error_
