@@ -42,6 +42,7 @@ from refiner_core.generation.batches import (
     place_samples,
     plan_batches,
 )
+from refiner_core.generation.limits import check_params, check_window, stop_ids
 from refiner_core.generation.sampling import draw, uniform_streams
 from refiner_core.generation.shared_cache import SharedPromptCache
 
@@ -89,7 +90,7 @@ class TransformersGenerator:
             )
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.on_step = on_step
-        self.stop_ids = _stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids(model, tokenizer)
 
     def generate(
         self,
@@ -114,7 +115,7 @@ class TransformersGenerator:
         """
         if not requests:
             return []
-        _check_params(params)
+        check_params(params)
         self._check_lengths(requests, params)
         completions: dict[int, Completion] = {}
         with _ready(self.model):
@@ -136,40 +137,10 @@ class TransformersGenerator:
         return [completions[index] for index in range(len(requests))]
 
     def _check_lengths(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
-        lengths = [len(request.prompt_ids) for request in requests]
-        if min(lengths) == 0:
-            raise ConfigurationError(
-                f"Request {lengths.index(0)} has an empty prompt", expected="at least one token"
-            )
         config = self.model.config.get_text_config()
         window = getattr(config, "max_position_embeddings", None)
-        longest = max(lengths) + params.max_new_tokens
-        if window is not None and longest > window:
-            raise ConfigurationError(
-                f"A prompt of {max(lengths)} tokens and up to {params.max_new_tokens} new ones "
-                f"make {longest}, and the model's window has {window}",
-                expected=f"at most {window} tokens together",
-                fix="lower data.max_prompt_token_length or grpo.response_length",
-            )
+        longest = check_window(requests, params, window)
         _check_layers(config, longest)
-
-
-def _check_params(params: SamplingParams) -> None:
-    """Refuse parameters that no distribution fits."""
-    checks = (
-        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
-        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
-        (params.top_k >= 0, "top_k", params.top_k, "0 (off) or more"),
-        (params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "1 or more"),
-        ("" not in params.stop_strings, "stop_strings", params.stop_strings, "no empty string"),
-    )
-    for holds, name, value, expected in checks:
-        if not holds:
-            raise ConfigurationError(
-                f"Sampling with {name} = {value!r} is not possible",
-                expected=expected,
-                fix=f"change {name}",
-            )
 
 
 def _check_layers(config: Any, longest: int) -> None:
@@ -188,20 +159,6 @@ def _check_layers(config: Any, longest: int) -> None:
             expected="layers that attend to all earlier tokens",
             fix="use grpo.generation_backend=vllm for this model",
         )
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a text, by the generation configuration or by the tokenizer."""
-    declared = (
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    found: set[int] = set()
-    for value in declared:
-        found.update(
-            value if isinstance(value, list | tuple) else () if value is None else (value,)
-        )
-    return frozenset(found)
 
 
 @contextmanager

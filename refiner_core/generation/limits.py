@@ -1,0 +1,77 @@
+"""What every sampler refuses, and where every sampler stops. Torch-free.
+
+In: sampling parameters, a model and its tokenizer. Out: an error of three parts, or the tokens that
+end a text. Backends share it, so that changing one for another changes no sample's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.types import GenerationRequest, SamplingParams
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse parameters that no distribution fits.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the parameter.
+    """
+    checks = (
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (off) or more"),
+        (params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "1 or more"),
+        ("" not in params.stop_strings, "stop_strings", params.stop_strings, "no empty string"),
+    )
+    for holds, name, value, expected in checks:
+        if not holds:
+            raise ConfigurationError(
+                f"Sampling with {name} = {value!r} is not possible",
+                expected=expected,
+                fix=f"change {name}",
+            )
+
+
+def check_window(
+    requests: Sequence[GenerationRequest], params: SamplingParams, window: int | None
+) -> int:
+    """Refuse empty prompts and samples that may not fit; returns the longest that may come.
+
+    Raises
+    ------
+    ConfigurationError
+        With the numbers and the fields.
+    """
+    lengths = [len(request.prompt_ids) for request in requests]
+    if min(lengths) == 0:
+        raise ConfigurationError(
+            f"Request {lengths.index(0)} has an empty prompt", expected="at least one token"
+        )
+    longest = max(lengths) + params.max_new_tokens
+    if window is not None and longest > window:
+        raise ConfigurationError(
+            f"A prompt of {max(lengths)} tokens and up to {params.max_new_tokens} new ones "
+            f"make {longest}, and the model's window has {window}",
+            expected=f"at most {window} tokens together",
+            fix="lower data.max_prompt_token_length or grpo.response_length",
+        )
+    return longest
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a text, by the generation configuration or by the tokenizer."""
+    declared = (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found: set[int] = set()
+    for value in declared:
+        found.update(
+            value if isinstance(value, list | tuple) else () if value is None else (value,)
+        )
+    return frozenset(found)
