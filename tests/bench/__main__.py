@@ -7,6 +7,7 @@ ratios, not seconds.
 
 from __future__ import annotations
 
+import importlib
 import json
 import statistics
 import sys
@@ -29,43 +30,36 @@ ROUNDS = 5
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 180, 48
 
 
-def main() -> None:
-    """Run every pair; ``python -m tests.bench publishing …`` (judging, sweeps) is one alone."""
-    if sys.argv[1:2] == ["sweep_again"]:
-        from tests.bench import sweep_again
+#: Pairs with a module of their own, which takes the remaining arguments and returns an exit status.
+BENCHES = (
+    "gpu",
+    "grpo_step",
+    "judgements",
+    "judging",
+    "memory",
+    "overlap",
+    "packing",
+    "parsing",
+    "publishing",
+    "report",
+    "sweep_again",
+    "sweeps",
+    "trainer",
+)
 
-        sys.exit(sweep_again.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["publishing"]:
-        from tests.bench import publishing
 
-        sys.exit(publishing.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["parsing"]:
-        from tests.bench import parsing
-
-        sys.exit(parsing.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["overlap"]:
-        from tests.bench import overlap
-
-        sys.exit(overlap.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["judging"]:
-        from tests.bench import judging
-
-        sys.exit(judging.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["judgements"]:
-        from tests.bench import judgements
-
-        sys.exit(judgements.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["sweeps"]:
-        from tests.bench import sweeps
-
-        sys.exit(sweeps.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["report"]:
-        from tests.bench import report
-
-        sys.exit(report.main(sys.argv[2:]))
-    torch.set_num_threads(1)
-    for pair in (generation_of_groups,):
-        print(json.dumps(pair()), flush=True)
+def main() -> int:
+    """`python -m tests.bench NAME …` runs one bench; without a name, generation of groups."""
+    if not sys.argv[1:]:
+        torch.set_num_threads(1)
+        print(json.dumps(generation_of_groups()), flush=True)
+        return 0
+    name, *arguments = sys.argv[1:]
+    if name not in BENCHES:
+        print(f"There is no bench {name!r}: {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    status: int = importlib.import_module(f"tests.bench.{name}").main(arguments)
+    return status
 
 
 def generation_of_groups() -> dict[str, Any]:
