@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from flows.model_checks import check_model_files
 from flows.sources import resolve_sources
 from flows.status import find_run, unfinished_runs
 from infra.dispatch import make_router
@@ -29,6 +30,9 @@ from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
 from refiner_core.contract.views import StageView
+
+if TYPE_CHECKING:
+    from flows.pipeline import Shows
 
 T = TypeVar("T")
 
@@ -65,11 +69,13 @@ def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
 
     Raises
     ------
-    ConfigurationError, DataError
+    ConfigurationError, DataError, UnsupportedError
         The recipe cannot be carried out as it stands.
     """
     config = check_config(load_recipe(recipe, overrides))
-    return make_plan(config, resolve_sources(config))
+    plan = make_plan(config, resolve_sources(config))
+    check_model_files(config)
+    return plan
 
 
 def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspace, RunRecord]:
@@ -279,6 +285,7 @@ class Showing:
     command: Sequence[str]
     take_over: bool = False
     resumed: bool = False
+    console: Shows | None = None  # none: the terminal's own
 
 
 def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
@@ -294,7 +301,9 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     take_up(workspace, run.run, regardless=showing.take_over)
     if showing.resumed:
         workspace.withdraw_cancel(run.run)
-    console = Console(command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet)
+    console = showing.console or Console(
+        command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet
+    )
     known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)
     campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
@@ -350,7 +359,7 @@ def check_supported(config: RecipeConfig) -> None:
     UnsupportedError
         Names the field.
     ConfigurationError
-        A Hub data set without a pinned revision.
+        A Hub data set without a pinned revision, or a model whose files do not fit the recipe.
     """
     from refiner_core.data.sources import resolve_source
     from refiner_core.training.support import refuse_unsupported
@@ -360,4 +369,5 @@ def check_supported(config: RecipeConfig) -> None:
     for name, measured in configs_under(config).items():
         with refused_under(name):
             resolve_source(measured.data, "rl")
+    check_model_files(config)
     refuse_unsupported(config)

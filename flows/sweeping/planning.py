@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flows.model_checks import asked_of_model, check_model_files
 from flows.sources import each_read_once, resolve_sources
 from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import RecipeConfig
@@ -56,7 +57,10 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
             error.args = (error.paragraph(),)
             raise
         follow = what_follows(sweep.recipe, sweep.overrides, [*varied_fields(sweep), "seed"])
-        return plan_sweep(sweep, base, _remembered(resolve_sources), follow)
+        plan = plan_sweep(sweep, base, _remembered(resolve_sources), follow)
+        for config in {asked_of_model(t.plan.config): t.plan.config for t in plan.trials}.values():
+            check_model_files(config)
+        return plan
 
 
 def _refuse_keys_of_the_file(sweep: SweepFile, overrides: Sequence[str]) -> None:

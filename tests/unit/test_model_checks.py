@@ -1,0 +1,381 @@
+"""A model that cannot do what a recipe asks for is refused when the plan is made, by its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from flows.api import make_recipe_plan
+from flows.model_checks import check_model_files
+from flows.model_files import ModelFiles, model_files
+from flows.sweeping.planning import make_sweep_plan
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.models import tiny_model_dir
+from tests.support.command import refiner
+
+TINY = load_recipe("tiny")
+WORDS = 835  # of the shipped model
+Edit = Callable[[Path], None]
+
+
+def copied(folder: Path) -> Path:
+    """The shipped model in a folder of its own; its weights are a link."""
+    folder.mkdir(parents=True)
+    for path in tiny_model_dir().iterdir():
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(path)
+        else:
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def edited(folder: Path, name: str, **changes: Any) -> None:
+    """Fields of a JSON file; a value of ... takes one away."""
+    value = {**json.loads((folder / name).read_text()), **changes}
+    kept = {k: v for k, v in value.items() if v is not ...}
+    (folder / name).write_text(json.dumps(kept))
+
+
+def config(**changes: Any) -> Edit:
+    return lambda folder: edited(folder, "config.json", **changes)
+
+
+def tokenizer(**changes: Any) -> Edit:
+    return lambda folder: edited(folder, "tokenizer_config.json", **changes)
+
+
+def gone(*names: str) -> Edit:
+    def edit(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return edit
+
+
+def weights(folder: Path, names: Mapping[str, tuple[int, ...]], short: int = 0) -> None:
+    """A safetensors file with tensors of that shape, ``short`` bytes too short."""
+    header, begin = dict[str, Any](), 0
+    for name, shape in names.items():
+        size = 4 * int(shape[0] * shape[-1])
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, begin + size]}
+        begin += size
+    text = json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.unlink(missing_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * (begin - short))
+
+
+def recipe(folder: Path | str, **fields: Any) -> RecipeConfig:
+    dotted = {name.replace("__", "."): value for name, value in fields.items()}
+    return replace_fields(TINY, {"model.name_or_path": str(folder), **dotted})
+
+
+def index_of_three(folder: Path) -> None:
+    shards = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    (folder / "model.safetensors").rename(folder / shards[1])
+    index = {"weight_map": dict(zip("abc", shards, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("edit", "fields", "error", "says"),
+    [
+        (
+            lambda f: edited(f, "tokenizer.json", added_tokens=[{"id": 900, "content": "<|x|>"}]),
+            {},
+            ConfigurationError,
+            r"ids up to 900.*embeddings of 835 tokens.*66 too many.*tokenizer_name_or_path",
+        ),
+        (
+            tokenizer(chat_template=...),
+            {},
+            ConfigurationError,
+            r"\(model\.name_or_path\) has no chat template.*set model\.chat_template",
+        ),
+        (
+            tokenizer(chat_template=[{"name": "rag", "template": "x"}]),
+            {},
+            ConfigurationError,
+            r"1 chat templates \(rag\), none of them called default",
+        ),
+        (None, {"model__chat_template": " "}, ConfigurationError, r"chat_template` is empty"),
+        (
+            tokenizer(eos_token=None),
+            {},
+            ConfigurationError,
+            r"no end-of-text token .*never learn to stop",
+        ),
+        (tokenizer(eos_token=...), {}, ConfigurationError, r"no end-of-text token"),
+        (
+            tokenizer(eos_token="</turn>"),
+            {},
+            ConfigurationError,
+            r"'</turn>' .* is not in its vocabulary",
+        ),
+        (
+            gone("tokenizer.json"),
+            {},
+            ConfigurationError,
+            r"has no tokenizer.*tokenizer\.json.*tokenizer_name_or_path",
+        ),
+        (index_of_three, {}, ConfigurationError, r"lacks 2 of the weight files.*model-00001-of"),
+        (gone("model.safetensors"), {}, ConfigurationError, r"a configuration, but no weights"),
+        (
+            lambda f: weights(f, {"model.embed_tokens.weight": (WORDS, 128)}, short=9),
+            {},
+            ConfigurationError,
+            r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
+        ),
+        (
+            config(vocab_size=900),
+            {},
+            ConfigurationError,
+            r"embeddings of 835 tokens.*vocab_size 900.*set vocab_size to 835",
+        ),
+        (
+            config(tie_word_embeddings=False),
+            {},
+            ConfigurationError,
+            r"no lm_head\.weight.*tie_word_embeddings false.*random numbers",
+        ),
+        (
+            config(max_position_embeddings=300),
+            {},
+            ConfigurationError,
+            r"has 300 tokens; a prompt of 256 .*response of 48.*need 304.*prompt_token_length=252",
+        ),
+        (
+            config(max_position_embeddings=40),
+            {},
+            ConfigurationError,
+            r"lower grpo\.response_length below 40",
+        ),
+        (
+            config(layer_types=["linear_attention"] * 3 + ["full_attention"]),
+            {},
+            UnsupportedError,
+            r"layers of kind linear_attention.*runs on from one packed sequence",
+        ),
+        (config(model_type="mamba2"), {}, UnsupportedError, "layers of kind mamba2"),
+        (
+            config(final_logit_softcapping=30.0),
+            {},
+            UnsupportedError,
+            r"final_logit_softcapping \(30\.0\)",
+        ),
+        (config(logits_scaling=8.0), {}, UnsupportedError, r"scale of logits \(8\.0\)"),
+        (
+            config(sliding_window=128, use_sliding_window=True),
+            {},
+            UnsupportedError,
+            r"last 128 tokens only .* may have 304 .*generation_backend=vllm",
+        ),
+        (
+            config(head_dim=16),
+            {"grpo__generation_backend": "vllm"},
+            UnsupportedError,
+            r"heads of 16 numbers \(head_dim\), and vLLM serves 32 or more",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: Path, edit: Edit | None, fields: dict[str, Any], error: type[RefinerError], says: str
+) -> None:
+    folder = copied(tmp_path / "model")
+    if edit is not None:
+        edit(folder)
+    with pytest.raises(error, match=says) as refused:
+        check_model_files(recipe(folder, **fields))
+    assert all((refused.value.expected, refused.value.fix)), "what is right, and how to mend it"
+
+
+@pytest.mark.parametrize(
+    ("edit", "fields"),
+    [
+        (None, {}),
+        (config(sliding_window=304, use_sliding_window=True), {}),  # a window that holds everything
+        (config(sliding_window=128), {}),  # Qwen names one that it does not use
+        (config(sliding_window=128, use_sliding_window=True), {"grpo__generation_backend": "vllm"}),
+        (config(max_position_embeddings=304), {}),
+        (
+            config(max_position_embeddings=300, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            {},
+        ),
+        (config(logits_scaling=1.0), {}),
+        (tokenizer(chat_template=...), {"model__chat_template": "{{ messages }}"}),
+        (tokenizer(eos_token={"content": "<|im_end|>"}), {}),
+        (tokenizer(chat_template=[{"name": "default", "template": "x"}]), {}),
+        (config(vocab_size=...), {}),
+        (gone("model.safetensors", "tokenizer.json"), {"stages": ("command", "publish")}),
+        (gone("model.safetensors", "tokenizer.json"), {"only": ("publish",)}),
+        (in_pickles, {}),
+    ],
+)
+def test_a_model_that_fits_is_not_refused(
+    tmp_path: Path, edit: Edit | None, fields: dict[str, Any]
+) -> None:
+    folder = copied(tmp_path / "model")
+    if edit is not None:
+        edit(folder)
+    check_model_files(recipe(folder, **fields))
+
+
+def test_embeddings_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
+    """Qwen3 has 151,936 embeddings for a tokenizer of 151,669."""
+    folder = copied(tmp_path / "model")
+    config(vocab_size=1024)(folder)
+    weights(folder, {"model.embed_tokens.weight": (1024, 128)})
+    check_model_files(recipe(folder))
+
+
+def test_an_untied_model_has_a_head(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    config(tie_word_embeddings=False)(folder)
+    names = {"model.embed_tokens.weight": (WORDS, 128), "lm_head.weight": (WORDS, 128)}
+    weights(folder, names)
+    check_model_files(recipe(folder))
+
+
+def test_another_tokenizer_is_held_against_the_model(tmp_path: Path) -> None:
+    other = copied(tmp_path / "other")
+    edited(other, "tokenizer.json", added_tokens=[{"id": 5000, "content": "<|im_end|>"}])
+    with pytest.raises(ConfigurationError, match=r"\(model\.tokenizer_name_or_path, .*up to 5,000"):
+        check_model_files(
+            recipe(copied(tmp_path / "model"), model__tokenizer_name_or_path=str(other))
+        )
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_ids_are_those_that_the_tokenizer_gives() -> None:
+    path = tiny_model_dir() / "tokenizer.json"
+    highest = max(Tokenizer.from_file(str(path)).get_vocab().values())
+    files = ModelFiles(tiny_model_dir(), whole=True)
+    assert files.id_from(highest) == highest
+    assert files.id_from(highest + 1) is None
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_ids_of_a_large_tokenizer_are_found_whatever_its_tokens_look_like(
+    tmp_path: Path, indent: int | None
+) -> None:
+    """A large one is searched, not parsed; tokens may look like what is searched for."""
+    nasty = ['": [1, 2],', 'vocab": {', '":999999,', '\\":12}', "merges", '"merges": [', "\\"]
+    vocabulary = {token: i for i, token in enumerate(nasty)}
+    vocabulary |= {f"token{i}": i for i in range(len(nasty), 40_000)}
+    vocabulary["last\\"] = 40_000
+    value = {
+        "added_tokens": [{"id": 40_001, "content": "<|im_end|>"}],
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["token1", "50000"]] * 20_000},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(value, indent=indent))
+    assert path.stat().st_size > 1 << 20
+    files = ModelFiles(tmp_path, whole=True)
+    assert files.id_from(40_001) == 40_001
+    assert files.id_from(40_002) is None
+
+
+def cached(home: Path, complete: bool) -> Path:
+    """The shipped model as a snapshot of somebody/model in a Hub cache."""
+    repository = home / "hub" / "models--somebody--model"
+    folder = copied(repository / "snapshots" / "abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    (repository / "blobs").mkdir()
+    if not complete:
+        (repository / "blobs" / "0f.incomplete").write_bytes(b"")
+    return folder
+
+
+def test_a_model_in_the_hubs_cache_is_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    wanted = recipe("somebody/model")
+    check_model_files(wanted)  # nothing is here yet: nothing is said
+    folder = cached(tmp_path, complete=True)
+    check_model_files(wanted)
+    edited(folder, "tokenizer_config.json", chat_template=...)
+    with pytest.raises(ConfigurationError, match="no chat template"):
+        check_model_files(wanted)
+    check_model_files(replace_fields(wanted, {"model.revision": "v2"}))  # that one is not here
+
+
+def test_of_an_unfinished_download_only_what_is_there_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = cached(tmp_path, complete=False)
+    gone("model.safetensors", "tokenizer.json", "tokenizer_config.json")(folder)
+    wanted = recipe("somebody/model")
+    check_model_files(wanted)
+    config(max_position_embeddings=100)(folder)
+    with pytest.raises(ConfigurationError, match="has 100 tokens"):
+        check_model_files(wanted)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    """Who mends a file and plans again in the same process is not told of the old one."""
+    folder = copied(tmp_path / "model")
+    config(max_position_embeddings=100)(folder)
+    with pytest.raises(ConfigurationError):
+        check_model_files(recipe(folder))
+    config(max_position_embeddings=4096)(folder)
+    os.utime(folder / "config.json", ns=(1, 1))
+    check_model_files(recipe(folder))
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, damaged: str) -> None:
+    folder = copied(tmp_path / "model")
+    (folder / damaged).unlink()
+    (folder / damaged).write_bytes(b"\xff{<|im_end|>")
+    if damaged == "tokenizer.json":
+        edited(folder, "tokenizer_config.json", eos_token="<|im_end|>", added_tokens_decoder={})
+        with pytest.raises(ConfigurationError):  # its end token is not in it
+            check_model_files(recipe(folder))
+        return
+    assert model_files(str(folder), "main") is not None
+    check_model_files(recipe(folder))
+
+
+# ---------------------------------------------------------------- where it is asked
+
+
+def test_plans_of_recipes_and_sweeps_refuse_it(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    config(max_position_embeddings=100)(folder)
+    overrides = [f"model.name_or_path={folder}", f"workspace={tmp_path / 'none'}"]
+    with pytest.raises(ConfigurationError, match="has 100 tokens"):
+        make_recipe_plan("tiny", overrides)
+    with pytest.raises(ConfigurationError, match="has 100 tokens"):
+        make_sweep_plan("kl-tiny", overrides)
+
+
+def test_the_command_that_plans_says_it_and_starts_nothing(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    edited(folder, "tokenizer_config.json", chat_template=...)
+    room = tmp_path / "runs"
+    for call in (["plan", "tiny"], ["run", "tiny", "--dry-run"]):
+        done = refiner(*call, f"model.name_or_path={folder}", f"workspace={room}")
+        assert done.code == 2
+        assert "has no chat template" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not room.exists()
