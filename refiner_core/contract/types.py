@@ -225,6 +225,37 @@ class Generator(Protocol):
         ...
 
 
+class RolloutServers(Protocol):
+    """Servers that sample rollouts, for who sends them weights; ``infra`` starts and ends them.
+
+    Not for several threads at once, but for :meth:`close`.
+    """
+
+    def start(self, weights: Path) -> list[Endpoint]:
+        """Start all of them on a model folder and wait until they answer; their addresses.
+
+        Raises
+        ------
+        RefinerError
+            One cannot be started; none is left running.
+        """
+        ...
+
+    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
+        """End one, whatever it is doing, and start another in its place; its address.
+
+        Raises
+        ------
+        KilledError
+            Servers had to be replaced more often than the recipe allows.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all of them, with all that they have started."""
+        ...
+
+
 # ---------------------------------------------------------------- a stage at work
 
 

@@ -1,0 +1,1 @@
+"""Rollouts from vLLM servers over HTTP, and how new weights get there."""

@@ -1,0 +1,118 @@
+"""The routes of a rollout server that are not about samples: health, pause, new weights.
+
+In: an endpoint. Out: what it answered, or :class:`Failed`. They exist with
+``VLLM_SERVER_DEV_MODE=1`` alone, and vLLM guards none of them with a key.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from refiner_core.contract.types import Endpoint
+from refiner_core.generation.vllm.canary import Canary
+from refiner_core.generation.vllm.transport import said
+from refiner_core.generation.vllm.wire import Unusable, read_scores, scoring_body
+
+
+class Failed(Exception):
+    """A server did not do what it was told to; nothing is known of its state any more."""
+
+
+class Admin:
+    """One server's control; each call is a connection of its own.
+
+    Parameters
+    ----------
+    endpoint
+        The server.
+    timeout_s
+        How long one call may take: loading weights, or compiling before a first answer.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+        self.endpoint, self._timeout_s = endpoint, timeout_s
+
+    def pause(self) -> None:
+        """Take up no request from now on. Nobody's is under way: the caller sees to that."""
+        self._post("/pause?mode=keep")
+
+    def resume(self) -> None:
+        """Take requests again."""
+        self._post("/resume")
+
+    def load(self, weights: str) -> None:
+        """Load a complete folder in place."""
+        body = {"method": "refiner_load_weights", "kwargs": {"weights_path": weights}}
+        results = self._post("/collective_rpc", body).get("results")
+        if not isinstance(results, list) or not all(isinstance(r, dict) for r in results):
+            raise Failed(f"its workers said {results!r} after loading (is the extension there?)")
+
+    def note_version(self, version: str) -> None:
+        """Tell it what its weights are called."""
+        self._post("/update_weight_version", {"new_version": version})
+
+    def forget_prefixes(self) -> None:
+        """Drop what was computed with other weights."""
+        if self._post("/reset_prefix_cache").get("success") is False:
+            raise Failed("it could not drop its prefix cache: something still holds blocks of it")
+
+    def difference(self, canary: Canary, version: str) -> float:
+        """How far its log-probabilities of the canary are from the trainer's."""
+        raw = self._ask("POST", "/v1/completions", scoring_body(canary.prompt_ids, version))
+        try:
+            return canary.difference(read_scores(raw, canary.prompt_ids))
+        except Unusable as error:
+            raise Failed(f"its answer to the canary cannot be used: {error}") from error
+
+    def world_size(self) -> int:
+        """How many workers it has, over all of its GPUs."""
+        found = json.loads(self._ask("GET", "/get_world_size", None))
+        return int(found["world_size"])
+
+    def begin_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Open the channel over which weights come (once)."""
+        self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    def start_update(self) -> None:
+        """Make ready for weights."""
+        self._post("/start_weight_update")
+
+    def update(self, names: Sequence[str], update_info: Mapping[str, Any]) -> None:
+        """Receive the weights of these names; answers when they are there."""
+        self._post("/update_weights", {"update_info": {"names": list(names), **update_info}})
+
+    def finish_update(self) -> None:
+        """Put the received weights to use."""
+        self._post("/finish_weight_update", {})
+
+    def _post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        raw = self._ask("POST", route, None if body is None else json.dumps(body).encode())
+        try:
+            found = json.loads(raw) if raw else {}
+        except ValueError as error:
+            raise Failed(f"{route} answered {said(raw, self.endpoint)}") from error
+        return found if isinstance(found, dict) else {}
+
+    def _ask(self, method: str, route: str, data: bytes | None) -> bytes:
+        parts = urlsplit(self.endpoint.url)
+        headers = {"Content-Type": "application/json"} if data else {}
+        if self.endpoint.key:
+            headers["Authorization"] = f"Bearer {self.endpoint.key}"
+        connection = http.client.HTTPConnection(
+            parts.hostname or "", parts.port, timeout=self._timeout_s
+        )
+        try:
+            connection.request(method, route, data, headers)
+            response = connection.getresponse()
+            raw = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Failed(f"no answer to {route}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise Failed(f"HTTP {response.status} for {route}: {said(raw, self.endpoint)}")
+        return raw
