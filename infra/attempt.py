@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from infra import atomic
-from infra.checkpoints import CheckpointStore, read_checkpoint, step_name, tree_bytes
+from infra.checkpoints import CheckpointStore, checkpoint_to_export, tree_bytes
 from infra.disk.room import is_no_space, no_space_guard
 from infra.failures import classify, detailed, outcome_of
 from infra.heartbeat import Heartbeat
@@ -351,7 +351,8 @@ class AttemptRun:
     def _read_inputs(self) -> None:
         for role, stage_id in self.input_stages.items():
             if role in self.spec.at_step:
-                self.inputs[role] = self._checkpoint(stage_id, self.spec.at_step[role])
+                folder = self.workspace.layout.stage(stage_id).checkpoints
+                self.inputs[role] = checkpoint_to_export(folder, self.spec.at_step[role])
                 continue
             folder = self.workspace.output_dir(stage_id)
             result = self.workspace.read_result(stage_id)
@@ -362,16 +363,6 @@ class AttemptRun:
                     fix="run the recipe again: it makes what is missing",
                 )
             self.inputs[role], self.input_reports[role] = folder, result.report
-
-    def _checkpoint(self, stage_id: str, step: int) -> Path:
-        found = read_checkpoint(self.workspace.layout.stage(stage_id).checkpoints / step_name(step))
-        if found is None:
-            raise WorkspaceError(
-                f"{stage_id} has no complete checkpoint of step {step}; {self.stage_id} reads it",
-                expected="a checkpoint that is kept until it is exported",
-                fix="take the step out of what is published, or train again",
-            )
-        return found.path
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(

@@ -6,7 +6,9 @@ checkpoints. An attempt that resumes from the checkpoint of step *k* takes over 
 rollouts up to *k* from the attempt that made it (rollouts as hard links), so the newest attempt's
 files always tell the whole story, with no step twice and none missing.
 
-Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker.
+Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker. One
+other thread may be saving a checkpoint while this one logs: what is logged meanwhile may be durable
+with it or later.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -95,6 +98,8 @@ class AttemptIO:
         #: Step of the checkpoint that the attempt went on from.
         self.resumed_step: int | None = None
         self._unsynced: list[Path] = []
+        self._lock = threading.Lock()  # of the open file and of the list
+        self._taken_over = False
 
     # ------------------------------------------------------------ metrics and rollouts
 
@@ -120,11 +125,12 @@ class AttemptIO:
                 atomic.write_bytes(path, data, sync=False)
 
         self._held(write)
-        self._unsynced.append(path)
+        with self._lock:
+            self._unsynced.append(path)
 
     def _append(self, line: bytes) -> None:
         """A line of metrics, whole or not at all."""
-        with no_space_guard(self.paths.data, "writing metrics"):
+        with no_space_guard(self.paths.data, "writing metrics"), self._lock:
             if self._metrics is None:
                 self.paths.data.mkdir(parents=True, exist_ok=True)
                 self._metrics = self.paths.metrics.open("ab", buffering=0)
@@ -159,14 +165,22 @@ class AttemptIO:
         return found
 
     def flush(self) -> None:
-        """Make durable what was logged so far."""
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
-        for path in self._unsynced:
-            atomic.sync_file(path)
-        if self._unsynced:
-            atomic.sync_folder(self.paths.rollouts)
-        self._unsynced.clear()
+        """Make durable what was logged so far. From any thread, and who logs does not wait."""
+        with self._lock:
+            metrics = None if self._metrics is None else os.dup(self._metrics.fileno())
+            unsynced = list(self._unsynced)
+        try:
+            if metrics is not None:
+                os.fsync(metrics)
+            for path in unsynced:
+                atomic.sync_file(path)
+            if unsynced:
+                atomic.sync_folder(self.paths.rollouts)
+        finally:
+            if metrics is not None:
+                os.close(metrics)
+        with self._lock:
+            self._unsynced = [path for path in self._unsynced if path not in unsynced]
 
     def close(self) -> None:
         """Flush, and close the files."""
@@ -185,6 +199,18 @@ class AttemptIO:
             self._take_over(found)
         self._asked_for_checkpoint = True
         return None if found is None else saved(found)
+
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        """The newest checkpoint is damaged: from now on the one before it is the newest. Call it
+        before anything is logged."""
+        self.checkpoints.pass_over(checkpoint.step, why)
+        if self._taken_over:  # up to a step that is too late
+            atomic.remove_quietly(self.paths.metrics)
+            atomic.remove_tree(self.paths.rollouts)
+        atomic.remove_quietly(self.paths.resumed)
+        self.resumed_step, self._last_step, self._taken_over = None, None, False
+        self._unsynced.clear()
+        self._asked_for_checkpoint = False
 
     def go_on_from(self, found: Complete) -> None:
         """Go on from a checkpoint that is not in the store (another trainer's): notes it down and
@@ -207,6 +233,7 @@ class AttemptIO:
                 atomic.write_text(self.paths.metrics, text)
                 self._link_rollouts(before.rollouts, found.step)
                 self._last_step = lines[-1].step if lines else None
+                self._taken_over = True
             atomic.write_json(
                 self.paths.resumed, {"step": found.step, "from_attempt": found.attempt}
             )

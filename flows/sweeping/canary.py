@@ -108,12 +108,13 @@ def _first_save(
     workspace: Workspace, stage_id: str
 ) -> tuple[float | None, float | None, int] | None:
     """Seconds of the oldest save that is there, how long its attempt had run, and its step."""
-    folders = sorted(workspace.layout.stage(stage_id).checkpoints.glob(f"step-*/{MARKER}"))
-    for path in folders:
-        marker = atomic.read_json(path)
-        if marker is not None:
-            return marker.get("seconds"), marker.get("elapsed_s"), int(marker.get("step") or 0)
-    return None
+    markers = map(
+        atomic.read_json, workspace.layout.stage(stage_id).checkpoints.glob(f"step-*/{MARKER}")
+    )
+    first = min((m for m in markers if m), key=lambda m: int(m.get("step") or 0), default=None)
+    if first is None:
+        return None
+    return first.get("seconds"), first.get("elapsed_s"), int(first.get("step") or 0)
 
 
 def _start_s(elapsed_s: float | None, seconds: list[float], save_s: float | None) -> float | None:

@@ -125,7 +125,9 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
             yield _candidate(Rank.CODE, item, "only finished runs have used it")
         if facts is None or facts.pinned:
             continue
-        if item.kind == "temporary" and _is_leftover(item, facts):
+        if item.path in stock.damaged:
+            yield _candidate(Rank.LEFTOVER, item, "damaged, and of no use to anybody")
+        elif item.kind == "temporary" and _is_leftover(item, facts):
             yield _candidate(Rank.LEFTOVER, item, "half-written by an attempt that has ended")
         elif item.kind == "outputs" and _is_superseded(item, facts):
             yield _candidate(Rank.SUPERSEDED, item, "of an attempt that did not make the result")

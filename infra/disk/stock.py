@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.checkpoints import MARKER, read_checkpoint
+from infra.checkpoints import DAMAGED, MARKER, read_checkpoint
 from infra.disk.copies import WEIGHTS, Copy, copies_of
 from infra.disk.held import Hold, read_holds
 from infra.disk.marks import pins
@@ -82,7 +82,8 @@ class StageFacts:
 class Stock:
     """What lies there and what protects it.
 
-    ``complete`` are the checkpoints that can be resumed from, ``idle_code`` the snapshots that no
+    ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
+    to be what was saved, ``idle_code`` the snapshots that no
     unfinished run uses, ``caches`` what was asked for besides; ``copies`` is what weights were
     published to, by the stage that made them, ``holds`` what waits for checkpoints.
     """
@@ -94,6 +95,7 @@ class Stock:
     caches: tuple[Item, ...] = field(default=())
     copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
     holds: tuple[Hold, ...] = ()
+    damaged: frozenset[Path] = frozenset()
 
 
 def read_stock(
@@ -130,7 +132,8 @@ def read_stock(
         i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
     )
     idle = _idle_code(runs, records)
-    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds)
+    damaged = frozenset(i.path for i in items if _is_checkpoint(i) and (i.path / DAMAGED).exists())
+    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
@@ -160,6 +163,10 @@ def _looked_at(item: Item) -> Item:
     if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
         return item._replace(kind="temporary")
     return item
+
+
+def _is_checkpoint(item: Item) -> bool:
+    return item.kind in ("checkpoints", "temporary") and item.step is not None
 
 
 def _records(workspace: Workspace) -> dict[str, StageRecord]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -251,10 +252,11 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
     assert steps(store) == [1, 2]
 
 
-def test_the_marker_names_every_file_with_its_size(folder: Path) -> None:
+def test_the_marker_names_every_file_with_its_size_and_hash(folder: Path) -> None:
     save(CheckpointStore(folder, 3), 1)
     marker = json.loads((folder / step_name(1) / MARKER).read_text())
     assert marker.pop("seconds") >= 0
+    assert marker.pop("sha256") == {"sub/state.bin": hashlib.sha256(b"state").hexdigest()}
     assert marker == {"step": 1, "attempt": 3, "files": {"sub/state.bin": 5}, "bytes": 5}
 
 
