@@ -203,6 +203,9 @@ class _NotedIO:
     def latest_checkpoint(self) -> SavedCheckpoint | None:
         return self._io.latest_checkpoint()
 
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        self._io.pass_over(checkpoint, why)
+
     def new_checkpoint(self, step: int) -> contextlib.AbstractContextManager[Path]:
         return self._io.new_checkpoint(step)
 

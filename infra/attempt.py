@@ -351,8 +351,8 @@ class AttemptRun:
     def _read_inputs(self) -> None:
         for role, stage_id in self.input_stages.items():
             if role in self.spec.at_step:
-                folder = self.workspace.layout.stage(stage_id).checkpoints
-                self.inputs[role] = checkpoint_to_export(folder, self.spec.at_step[role])
+                store = self.workspace.layout.stage(stage_id).checkpoints
+                self.inputs[role] = checkpoint_to_export(store, self.spec.at_step[role])
                 continue
             folder = self.workspace.output_dir(stage_id)
             result = self.workspace.read_result(stage_id)

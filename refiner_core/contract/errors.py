@@ -66,6 +66,11 @@ class WorkspaceError(RefinerError, OSError):
     exit_code = 4
 
 
+class DamagedCheckpoint(WorkspaceError):
+    """A checkpoint's files cannot be read as what they should be. Nothing was changed by it, so
+    that the one before it can be gone on from."""
+
+
 class NoSpaceError(RefinerError, OSError):
     """ENOSPC or EDQUOT: a state of the world, not a bug. Always resumable."""
 

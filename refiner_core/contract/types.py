@@ -293,11 +293,20 @@ class StageIO(Protocol):
         ...
 
     def latest_checkpoint(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint of this stage, from whichever attempt."""
+        """The newest complete checkpoint of this stage, from whichever attempt, its contents as
+        they were saved."""
+        ...
+
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        """Say that the newest checkpoint cannot be read after all: from now on the one before it is
+        the newest. Before anything is logged."""
         ...
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write into; complete and visible only after the block ended without error.
+
+        It may be called from another thread than the rest, one checkpoint at a time; so may
+        :meth:`room_again`.
 
         Raises
         ------

@@ -11,6 +11,7 @@ there is more than one process.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,6 +67,11 @@ class Ranks(Protocol):
         else rank's with the lowest number."""
         ...
 
+    def line(self) -> Ranks:
+        """The same processes on a line of their own, for one other thread to talk on: what it says
+        there and what is said here meanwhile do not get mixed up."""
+        ...
+
 
 class OneRank:
     """A process by itself."""
@@ -91,13 +97,17 @@ class OneRank:
         if error is not None:
             raise error
 
+    def line(self) -> OneRank:
+        """Nobody else is on it."""
+        return self
+
 
 class TorchRanks:
     """One of the processes that torchrun started, over torch.distributed.
 
     The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
-    here. Call it from the main thread only: collectives pair up by their order. Use it as a context
-    manager, or call :meth:`close`.
+    here. Call it from the main thread only: collectives pair up by their order; another thread
+    takes a :meth:`line` of its own. Use it as a context manager, or call :meth:`close`.
 
     Parameters
     ----------
@@ -180,6 +190,12 @@ class TorchRanks:
                 other.add_note(f"(rank {rank} of {self.world} ran into this)")
                 raise other
 
+    def line(self) -> TorchRanks:
+        """A third group, which ends with the others."""
+        other = copy.copy(self)
+        other._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
+        return other
+
 
 @contextmanager
 def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
@@ -224,7 +240,7 @@ class RanksIO:
     """A stage's IO for all ranks: rank 0 has the real one, the others hear what it says.
 
     Metrics, rollouts and progress are rank 0's alone and cost the others nothing; where a decision
-    hangs on the world (``latest_checkpoint``, ``should_stop``, ``new_checkpoint``,
+    hangs on the world (``latest_checkpoint``, ``pass_over``, ``should_stop``, ``new_checkpoint``,
     ``room_again``), all ranks call it together and get the same answer.
     """
 
@@ -251,6 +267,14 @@ class RanksIO:
     def latest_checkpoint(self) -> SavedCheckpoint | None:
         """The newest complete checkpoint, the same one for all."""
         return self._decided(lambda io: io.latest_checkpoint())
+
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        """Let the one before it be the newest, for all."""
+        self._decided(lambda io: io.pass_over(checkpoint, why))
+
+    def line(self) -> RanksIO:
+        """The same IO for one other thread, which all ranks have; made by all of them together."""
+        return RanksIO(self._io, self.ranks.line())
 
     def should_stop(self) -> bool:
         """Whether to stop, the same answer for all."""

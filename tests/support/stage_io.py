@@ -51,6 +51,9 @@ class FolderStageIO:
         self._forget_after(step)
         return SavedCheckpoint(step, self._checkpoint(step)) if steps else None
 
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        checkpoint.path.rename(checkpoint.path.with_name(f"damaged-{checkpoint.step}"))
+
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
         part = self.root / "checkpoints" / f".{step}.part"

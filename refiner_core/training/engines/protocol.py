@@ -113,7 +113,15 @@ class Engine(Protocol):
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Put a saved state back; returns its progress. Saved by another number of ranks, or by
-        another engine, it is read all the same, and progress says so (``restored_from``)."""
+        another engine, it is read all the same, and progress says so (``restored_from``).
+
+        Raises
+        ------
+        DamagedCheckpoint
+            A file of it is missing, cut short or not what it should be; nothing was changed.
+        WorkspaceError
+            It is of another model or format.
+        """
         ...
 
     def export(self, folder: Path) -> None:
