@@ -111,7 +111,9 @@ class GrpoUpdate:
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[Batch]:
         packs = pack_samples(
-            samples, self.grpo.pack_length, share_prompts=self.engine.share_prompts
+            *(samples, self.grpo.pack_length),
+            share_prompts=self.engine.share_prompts,
+            balance=self.engine.balance,
         )
         size = self.grpo.per_device_train_batch_size
         for i in range(0, len(packs), size):

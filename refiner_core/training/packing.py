@@ -156,11 +156,21 @@ def first_fit(
 
 
 def pack_samples(
-    samples: Sequence[Sample], pack_length: int, *, share_prompts: bool = False
+    samples: Sequence[Sample],
+    pack_length: int,
+    *,
+    share_prompts: bool = False,
+    balance: float | None = None,
 ) -> list[Pack]:
-    """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order)."""
-    units = list(_units(samples, pack_length, share_prompts))
-    lengths = [_unit_length(unit) for unit in units]
+    """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order).
+
+    With ``share_prompts``, samples of one prompt that follow each other share it. Dense attention
+    also computes what a response does not see of its neighbours; where ``balance`` says what that
+    costs (see :func:`row_width`), a long row of responses is cut where another copy of the prompt
+    is cheaper.
+    """
+    units = list(_units(samples, pack_length, share_prompts, balance))
+    lengths = [unit_length(unit) for unit in units]
     bins = first_fit(lengths, pack_length, decreasing=True)
     return [build_pack([units[i] for i in indices]) for indices in bins]
 
@@ -218,8 +228,13 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
     widths = sorted({min(total, int(longest * factor)) for factor in _ROW_FACTORS})
     return min(
         widths,
-        key=lambda w: len(first_fit(lengths, w, decreasing=True)) * w * (1 + w / balance),
+        key=lambda w: len(first_fit(lengths, w, decreasing=True)) * row_cost(w, balance),
     )
+
+
+def row_cost(width: int, balance: float | None) -> float:
+    """What a row of ``width`` tokens costs, in tokens of a row without attention."""
+    return width if balance is None else width * (1 + width / balance)
 
 
 def block_mask(unit_BL: torch.Tensor, branch_BL: torch.Tensor) -> torch.Tensor:
@@ -241,25 +256,53 @@ def to_device(batch: Batch, device: Any) -> Batch:
 
 
 def _units(
-    samples: Sequence[Sample], pack_length: int, share_prompts: bool
+    samples: Sequence[Sample], pack_length: int, share_prompts: bool, balance: float | None
 ) -> Iterator[list[Sample]]:
     if not share_prompts:
         yield from ([sample] for sample in samples)
         return
-    for prompt, group in groupby(samples, key=lambda sample: sample.prompt_ids):
-        unit: list[Sample] = []
-        room = pack_length - len(prompt)
-        for sample in group:
-            # Without a prompt there is nothing to share, and a first token nobody predicts.
-            if unit and (not prompt or len(sample.response_ids) > room):
-                yield unit
-                unit, room = [], pack_length - len(prompt)
-            unit.append(sample)
-            room -= len(sample.response_ids)
-        yield unit
+    for prompt, members in groupby(samples, key=lambda sample: sample.prompt_ids):
+        group = list(members)
+        if not prompt:
+            # Nothing to share, and a first token that nobody predicts.
+            yield from ([sample] for sample in group)
+            continue
+        yield from cheapest_units(group, pack_length, balance)
 
 
-def _unit_length(unit: Sequence[Sample]) -> int:
+def cheapest_units(
+    group: Sequence[Sample], pack_length: int, balance: float | None
+) -> list[list[Sample]]:
+    """Samples of one prompt in as few units as fit, or in more where those cost less together.
+
+    Tried are 1, 2, ... nearly equal units, each filled in the given order.
+    """
+    prompt = len(group[0].prompt_ids)
+    lengths = [len(sample.response_ids) for sample in group]
+    tried = []
+    for parts in range(1, len(group) + 1):
+        room = min(pack_length - prompt, max(*lengths, -(-sum(lengths) // parts)))
+        tried.append(_filled(group, room))
+        if balance is None:
+            break
+    return min(tried, key=lambda units: sum(row_cost(unit_length(u), balance) for u in units))
+
+
+def _filled(group: Sequence[Sample], room: int) -> list[list[Sample]]:
+    """The samples in order, at most ``room`` response tokens in a unit (or a single sample)."""
+    units: list[list[Sample]] = []
+    left = -1
+    for sample in group:
+        if len(sample.response_ids) > left:
+            units.append([])
+            left = room
+        units[-1].append(sample)
+        left -= len(sample.response_ids)
+    return units
+
+
+def unit_length(unit: Sequence[Sample]) -> int:
+    """Tokens of a prompt and the responses to it."""
     return len(unit[0].prompt_ids) + sum(len(sample.response_ids) for sample in unit)
 
 
