@@ -11,24 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
-import shlex
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.failures import class_of_text
-from infra.foreign import minder
 from infra.foreign.process import kill_leftovers
-from infra.hub.errors import MASK
 from infra.processes import ProcessId
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import (
@@ -40,6 +29,14 @@ from infra.services.health import (
     check_listing,
     lets_strangers_in,
 )
+from infra.services.process import (
+    GRACE_S,
+    PortTaken,
+    ServerProcess,
+    Words,
+    error_line,
+    free_port,
+)
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -50,32 +47,21 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
 
+__all__ = ["GRACE_S", "SILENCE_S", "Order", "Server", "error_line", "node_address"]
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _TELL_EVERY_S = 1.0
-_TAIL_LINES = 400
-_LAST_WORDS_S = 5.0
 _PORTS_TRIED = 5
-#: How long a server gets to end by itself.
-GRACE_S = 15.0
 #: How long a server that has answered before may fail to, before it counts as hung.
 SILENCE_S = 120.0
-_NOT_FOUND, _NOT_RUNNABLE = 127, 126
-_PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
-#: What an engine says of arguments and models that another try would not mend.
-_MISTAKE = re.compile(
-    r"(?i)unrecognized arguments?|invalid choice|no such option|error: argument|"
-    r"repositorynotfound|is not a valid model identifier|not a local folder|"
-    r"no such file or directory|modulenotfounderror|importerror|"
-    r"offlinemodeisenabled|localentrynotfound|cannot find the requested files"
+_WORDS = Words(
+    "The judge's server",
+    not_found="set judge.serve.python to the interpreter that has the engine, or make the "
+    "command known in judge.serve.setup",
+    mistake="correct judge.model, judge.revision or judge.serve.args",
 )
-_ERROR_LINE = re.compile(r"(?:^|[\s(])(?:[\w.]*(?:Error|Exception)\b(?:\(|:|$)|error:|ERROR:?\s)")
-#: Lines that only say that there was an error.
-_NO_CAUSE = re.compile(
-    r"Traceback|root cause above|Engine core initialization failed|EngineDeadError|raise \w+Error"
-)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -132,9 +118,9 @@ class Server:
     ) -> None:
         self.order = order
         self._should_stop, self._tell = should_stop, tell
-        self._process: subprocess.Popen[bytes] | None = None
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._reader: threading.Thread | None = None
+        self._running = ServerProcess(
+            _WORDS, key=order.key, prefix=order.prefix, log_file=order.log
+        )
         self._answered_at = 0.0
         self.endpoint = Endpoint("")
 
@@ -153,7 +139,7 @@ class Server:
     @property
     def process(self) -> ProcessId | None:
         """The process that minds it, as long as there is one."""
-        return ProcessId.of(self._process.pid) if self._code is None and self._process else None
+        return self._running.process
 
     # ------------------------------------------------------------ starting
 
@@ -173,7 +159,7 @@ class Server:
             self._launch()
             try:
                 self._wait_until_ready()
-            except _PortTaken:
+            except PortTaken:
                 if not left:
                     raise
                 log.warning("its port was taken meanwhile; trying another one")
@@ -185,29 +171,16 @@ class Server:
         order = self.order
         at = Listening(order.host, free_port(order.host))
         text = server_text(order.judge, at, order.weights)
-        log.info("starting the server:\n%s", text)
-        self._tail.clear()
         self.endpoint = Endpoint(at.url, order.key)
-        # -I and -S: the settings are the server's, and must not change what minds it. Setup lines
-        # are for bash, whose functions (`module`) a cluster's shells hand on.
-        shell = f"exec bash -c {shlex.quote(text)}" if order.judge.serve.setup else text
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(minder.__file__)), shell],
-            env=server_environment(engine_of(order.judge), order.key, str(order.mark)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, name="server-output", daemon=True)
-        self._reader.start()
+        environment = server_environment(engine_of(order.judge), order.key, str(order.mark))
+        self._running.launch(text, environment, bash=bool(order.judge.serve.setup))
 
     def _wait_until_ready(self) -> None:
         began = told = time.monotonic()
         limit_s, why = self.order.judge.serve.start_timeout_s, ""
         while True:
-            if self._code is not None:
-                raise self._ended("before it answered")
+            if self._running.code is not None:
+                raise self._running.ended("before it answered")
             try:
                 self._check()
             except NotReady as error:
@@ -248,7 +221,7 @@ class Server:
         except Refuses as error:
             has = f" It has: {', '.join(listed)}." if listed and judge.model not in listed else ""
             raise ConfigurationError(
-                f"The judge's server runs, but {error}.{has}{self._where()}",
+                f"The judge's server runs, but {error}.{has}{self._running.where()}",
                 expected=f"a server that takes chat requests for judge.model {judge.model!r}",
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
@@ -274,8 +247,8 @@ class Server:
         KilledError, StageFailed
             It has ended, or has not answered for long.
         """
-        if self._code is not None:
-            raise self._ended("while it served")
+        if self._running.code is not None:
+            raise self._running.ended("while it served")
         if not ask:
             return
         try:
@@ -293,112 +266,16 @@ class Server:
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
-        process = self._process
-        if process is None:
-            return
-        if grace_s > 0 and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()  # the minder hears that, and kills what is left
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            log.warning("the server's processes do not end (%s)", process.pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if self._reader is not None:
-            self._reader.join(_LAST_WORDS_S)
-
-    # ------------------------------------------------------------ its output
-
-    @property
-    def _code(self) -> int | None:
-        """Exit code, 128 + number for a signal; None while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return code if code is None or code >= 0 else 128 - code
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            for raw in pipe:
-                line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
-                if self.order.key:
-                    line = line.replace(self.order.key, MASK)
-                self._tail.append(line)
-                print(f"{self.order.prefix}{line}", flush=True)
-
-    def _ended(self, when: str) -> Exception:
-        """What its end means: its last words, classed by what they speak of."""
-        code = self._code
-        if self._reader is not None:
-            self._reader.join(_LAST_WORDS_S)
-        lines = list(self._tail)
-        text = "\n".join(lines)
-        if when.startswith("before") and _PORT_TAKEN.search(text):
-            return _PortTaken(f"Port taken: {error_line(lines)}")
-        said = error_line(lines)
-        how = (
-            f"exit code {code}"
-            if code is not None and code < 128
-            else f"signal {(code or 0) - 128}"
-        )
-        what = f"The judge's server ended {when} ({how}): {said}.{self._where()}"
-        if code in (_NOT_FOUND, _NOT_RUNNABLE) and when.startswith("before"):
-            return ConfigurationError(
-                what,
-                expected="a command that can be run where the server is started",
-                fix="set judge.serve.python to the interpreter that has the engine, or make the "
-                "command known in judge.serve.setup",
-            )
-        if class_of_text(said) is not None:
-            return StageFailed(what)  # memory, a GPU, a full disk: told by these words
-        if when.startswith("before") and _MISTAKE.search(said):
-            return ConfigurationError(
-                what,
-                expected="arguments and a model that the engine knows, with its weights on this "
-                "machine or in the Hub's cache",
-                fix="correct judge.model, judge.revision or judge.serve.args",
-            )
-        if when.startswith("before") and code is not None and code < 128:
-            return StageFailed(what, fix="look at the log; then run the same command again")
-        return KilledError(what, fix="nothing; another one is started")
+        self._running.stop(grace_s)
 
     def _late(self, limit_s: float, why: str) -> StageFailed:
-        said = error_line(list(self._tail))
+        said = self._running.last_word()
         return StageFailed(
             f"The judge's server has not answered within {limit_s:g} s ({why}). Its last word: "
-            f"{said}.{self._where()}",
+            f"{said}.{self._running.where()}",
             expected="an answer to a chat request by then",
             fix="set judge.serve.start_timeout_s higher, or see what it waits for",
         )
-
-    def _where(self) -> str:
-        return f" All that it has printed: {self.order.log}." if self.order.log else ""
-
-
-class _PortTaken(KilledError):
-    """Somebody else was faster to listen there."""
-
-
-def error_line(lines: list[str]) -> str:
-    """The line of a log that names the error: the last that looks like one, or the last at all."""
-    kept = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in kept if _ERROR_LINE.search(line) and not _NO_CAUSE.search(line)]
-    found = (errors or kept or ["(it printed nothing)"])[-1]
-    return found[:400].rstrip(". ")
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on at the moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def node_address() -> str:
