@@ -1,12 +1,12 @@
-"""Who gets which GPU: training processes and rollout servers of a stage, on every node alike.
+"""Who gets which GPU: training processes and rollout servers of a stage.
 
 In: a recipe's configuration and a training stage. Out: a :class:`Placement`, the same for whoever
 launches processes, starts servers, checks a plan or forecasts memory.
 
-All nodes look the same: torchrun starts equally many processes on each, and each node has its share
-of the rollout servers. Servers are spread and not gathered on one node because they listen on
-loopback and take their weights from memory of their own node, so that only processes of that node
-can reach them. Processes take the first GPUs of a node and servers the last; with
+torchrun starts equally many processes on every node. All rollout servers are on the first one: they
+listen on loopback and take weights through its memory, and rank 0, which is there, is the only one
+that talks to them. What they take of its GPUs is therefore left idle on further nodes, which is
+said when a plan is made. Processes take the first GPUs of a node and servers the last; with
 `rollout_server.colocate` servers take the first ones, too.
 """
 
@@ -19,6 +19,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 
 TrainingStage = Literal["sft", "grpo"]
+STAGES: tuple[TrainingStage, ...] = ("sft", "grpo")
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,17 @@ class Placement:
         GPUs of a node's processes, by local rank, as numbers within what the job was given on
         that node; empty without GPUs.
     server_gpus
-        GPUs of each rollout server of a node; one entry per server, empty ones without GPUs.
+        GPUs of each rollout server, all on the first node; one entry per server, empty ones
+        without GPUs.
+    idle_gpus
+        GPUs that nobody uses, on all nodes together.
     """
 
     nodes: int
     nproc_per_node: int
     trainer_gpus: tuple[int, ...] = ()
     server_gpus: tuple[tuple[int, ...], ...] = ()
+    idle_gpus: int = 0
 
     @property
     def world(self) -> int:
@@ -50,8 +55,8 @@ class Placement:
 
     @property
     def servers(self) -> int:
-        """Rollout servers on all nodes together."""
-        return self.nodes * len(self.server_gpus)
+        """Rollout servers."""
+        return len(self.server_gpus)
 
 
 def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
@@ -60,11 +65,11 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     Raises
     ------
     ConfigurationError
-        They do not fit on its nodes; says the numbers and the fields.
+        They do not fit on a node; says the numbers and the fields.
     """
     section = config.sft if stage == "sft" else config.grpo
     gpus, nodes, wanted = section.resources.gpus, section.resources.nodes, section.nproc_per_node
-    servers, width = _servers_per_node(config, stage), config.grpo.vllm_tensor_parallel_size
+    servers, width = _servers(config, stage), config.grpo.vllm_tensor_parallel_size
     taken, shared = servers * width if gpus else 0, config.grpo.rollout_server.colocate
     if taken > gpus or (taken and taken == gpus and not shared):
         raise _servers_do_not_fit(gpus, servers, width, shared)
@@ -73,28 +78,19 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
         raise _processes_do_not_fit(stage, wanted, gpus, gpus - free)
     processes = wanted if wanted is not None else max(1, free)
     first = 0 if shared else gpus - taken
-    return Placement(
-        nodes=nodes,
-        nproc_per_node=processes,
-        trainer_gpus=tuple(range(processes)) if gpus else (),
-        server_gpus=tuple(
-            tuple(range(first + i * width, first + (i + 1) * width)) if gpus else ()
-            for i in range(servers)
-        ),
+    trainer_gpus = tuple(range(processes)) if gpus else ()
+    server_gpus = tuple(
+        tuple(range(first + i * width, first + (i + 1) * width)) if gpus else ()
+        for i in range(servers)
     )
+    used = {*trainer_gpus, *(gpu for one in server_gpus for gpu in one)}
+    idle = (gpus - len(used)) + (nodes - 1) * (gpus - len(trainer_gpus))
+    return Placement(nodes, processes, trainer_gpus, server_gpus, idle)
 
 
-def _servers_per_node(config: RecipeConfig, stage: TrainingStage) -> int:
+def _servers(config: RecipeConfig, stage: TrainingStage) -> int:
     if stage != "grpo" or config.grpo.generation_backend != "vllm":
         return 0
-    engines, nodes = config.grpo.vllm_num_engines, config.grpo.resources.nodes
-    if engines % nodes:
-        raise ConfigurationError(
-            f"{engines} rollout servers (grpo.vllm_num_engines) cannot be spread evenly over "
-            f"{nodes} nodes (grpo.resources.nodes).",
-            expected="as many servers on each node: they are reached from their own node only",
-            fix=f"set grpo.vllm_num_engines={max(1, round(engines / nodes)) * nodes}",
-        )
     if config.grpo.resources.gpus == 0 and config.grpo.vllm_tensor_parallel_size > 1:
         raise ConfigurationError(
             f"A rollout server is to have {config.grpo.vllm_tensor_parallel_size} GPUs "
@@ -102,14 +98,14 @@ def _servers_per_node(config: RecipeConfig, stage: TrainingStage) -> int:
             expected="one process per rollout server without GPUs",
             fix="set grpo.vllm_tensor_parallel_size=1, or grpo.resources.gpus",
         )
-    return engines // nodes
+    return config.grpo.vllm_num_engines
 
 
 def _servers_do_not_fit(gpus: int, servers: int, width: int, shared: bool) -> ConfigurationError:
     left = "" if shared else ", and none would be left to train on"
     return ConfigurationError(
         f"{servers} rollout server{'s' if servers > 1 else ''} with {width} "
-        f"GPU{'s' if width > 1 else ''} each (grpo.vllm_num_engines per node, "
+        f"GPU{'s' if width > 1 else ''} each (grpo.vllm_num_engines, "
         f"grpo.vllm_tensor_parallel_size) take {servers * width} of the {gpus} GPUs of a node "
         f"(grpo.resources.gpus){left}.",
         expected="servers x GPUs each <= GPUs of a node"

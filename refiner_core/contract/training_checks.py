@@ -12,7 +12,7 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.placement import Placement, TrainingStage, placement_of
+from refiner_core.contract.placement import STAGES, Placement, TrainingStage, placement_of
 
 
 def check_training(config: RecipeConfig) -> None:
@@ -32,6 +32,36 @@ def check_training(config: RecipeConfig) -> None:
         _check_batch(config, placement)
         _check_off_policy(config)
         _check_servers(config)
+
+
+def training_notes(config: RecipeConfig) -> list[str]:
+    """What works, and is hardly meant: said when a plan is made, and by nobody refused."""
+    notes = []
+    for stage in STAGES:
+        if stage not in config.stages:
+            continue
+        section, found = getattr(config, stage), placement_of(config, stage)
+        threads = found.nproc_per_node * config.model.cpu_threads
+        if section.deepspeed_stage and found.world == 1:
+            notes.append(
+                f"{stage}.deepspeed_stage is {section.deepspeed_stage} with one process: there is "
+                f"nobody to share with; {stage}.deepspeed_stage=null does the same with less."
+            )
+        if not section.resources.gpus and found.nproc_per_node > 1:
+            cpus = section.resources.cpus
+            if threads > cpus:
+                notes.append(
+                    f"{found.nproc_per_node} processes with {config.model.cpu_threads} threads "
+                    f"each (model.cpu_threads) share {cpus} CPU cores: "
+                    f"{stage}.resources.cpus={threads} gives each its own."
+                )
+        if found.idle_gpus:
+            notes.append(
+                f"{found.idle_gpus} of the {section.resources.gpus * found.nodes} GPUs of {stage} "
+                f"stay idle: {found.nproc_per_node} processes on each of {found.nodes} nodes, and "
+                f"{found.servers} rollout servers on the first."
+            )
+    return notes
 
 
 # ---------------------------------------------------------------- both stages

@@ -11,10 +11,10 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, replace_fields
 from refiner_core.contract.placement import Placement, placement_of
+from refiner_core.contract.training_checks import training_notes
 
 TINY = load_recipe("tiny")
 VLLM = {"grpo.generation_backend": "vllm"}
-SLURM = {"dispatch.executor": "slurm"}
 FLASH = {"model.attn_implementation": "flash_attention_2"}
 
 
@@ -110,10 +110,6 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
             r"3 rollout servers with 2 GPUs each .*take 6 of the 4 GPUs of a node",
         ),
         (
-            {**VLLM, **SLURM, "grpo.resources.nodes": 3, "grpo.vllm_num_engines": 4},
-            r"4 rollout servers .*evenly over 3 nodes.*grpo\.vllm_num_engines=3",
-        ),
-        (
             {**VLLM, "grpo.vllm_tensor_parallel_size": 2},
             r"to have 2 GPUs .*but the job has none",
         ),
@@ -197,6 +193,21 @@ def test_what_can_be_trained_is_not_refused(fields: dict[str, Any]) -> None:
     check_config(tiny(fields))
 
 
+def test_what_is_hardly_meant_is_said() -> None:
+    assert training_notes(TINY) == []
+    alone = training_notes(tiny({"sft.optimizer": "adamw", "sft.deepspeed_stage": 3}))
+    assert len(alone) == 1
+    assert "sft.deepspeed_stage is 3 with one process" in alone[0]
+    assert not training_notes(tiny({"grpo.nproc_per_node": 2, "grpo.resources.cpus": 2}))
+    [few] = training_notes(tiny({"grpo.nproc_per_node": 2, "model.cpu_threads": 2}))
+    assert "2 processes with 2 threads each" in few
+    assert "grpo.resources.cpus=4" in few
+    [idle] = training_notes(
+        tiny({"grpo.resources.gpus": 8, "grpo.resources.nodes": 2, "grpo.nproc_per_node": 3})
+    )
+    assert "10 of the 16 GPUs of grpo stay idle" in idle
+
+
 def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:
     return placement_of(tiny(fields), stage)
 
@@ -212,18 +223,18 @@ def test_processes_take_the_first_gpus_and_servers_the_last() -> None:
     plain = placed(gpus | {"grpo.vllm_tensor_parallel_size": 2})
     assert plain == Placement(1, 4, (0, 1, 2, 3), ((4, 5), (6, 7)))
     fewer = placed(gpus | {"grpo.nproc_per_node": 3})
-    assert fewer == Placement(1, 3, (0, 1, 2), ((6,), (7,)))
+    assert fewer == Placement(1, 3, (0, 1, 2), ((6,), (7,)), idle_gpus=3)
     # The transformers backend has no servers, however many engines are configured.
     assert placed(gpus | {"grpo.generation_backend": "transformers"}).nproc_per_node == 8
 
 
-def test_every_node_has_its_share_of_the_servers() -> None:
-    """They listen on loopback and read weights from memory, so each serves its own node."""
+def test_servers_are_on_the_first_node_where_rank_0_reaches_them() -> None:
+    """They listen on loopback; torchrun starts as many processes on every node."""
     found = placed(
-        {"grpo.resources.gpus": 4, "grpo.resources.nodes": 3, **VLLM, "grpo.vllm_num_engines": 6}
+        {"grpo.resources.gpus": 4, "grpo.resources.nodes": 3, **VLLM, "grpo.vllm_num_engines": 2}
     )
-    assert found == Placement(3, 2, (0, 1), ((2,), (3,)))
-    assert (found.world, found.servers) == (6, 6)
+    assert found == Placement(3, 2, (0, 1), ((2,), (3,)), idle_gpus=4)
+    assert (found.world, found.servers) == (6, 2)
 
 
 def test_servers_that_share_gpus_take_the_trainers() -> None:
@@ -232,6 +243,11 @@ def test_servers_that_share_gpus_take_the_trainers() -> None:
         | {"grpo.vllm_tensor_parallel_size": 2, "grpo.rollout_server.colocate": True}
     )
     assert found == Placement(1, 4, (0, 1, 2, 3), ((0, 1), (2, 3)))
+    two = placed(
+        {"grpo.resources.gpus": 4, **VLLM, "grpo.vllm_num_engines": 3, "grpo.nproc_per_node": 1}
+        | {"grpo.rollout_server.colocate": True}
+    )
+    assert two == Placement(1, 1, (0,), ((0,), (1,), (2,)), idle_gpus=1)
 
 
 def test_rollout_servers_are_of_grpo_alone() -> None:
