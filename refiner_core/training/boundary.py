@@ -2,25 +2,49 @@
 
 In: a :class:`StageIO`, an engine and the stage's progress dictionary. Out: checkpoints, or
 :class:`Interrupted` once the step that is under way is saved.
+
+A save has two parts. The state is copied to host memory while training stands still; with
+``async_save`` the rest (room, writing, fsync, hashes, the marker, the rename) happens in a thread
+while training goes on. At most one is under way: the next save, a stop, the stage's end and any
+error wait for it. What goes wrong in it is raised at the next step boundary, and a step counts as
+saved only when its checkpoint is complete. The copy is of one moment, so what comes out does not
+depend on it.
+
+With several ranks every rank has such a thread. They agree with each other on a line of their own
+(a process group that nobody else uses, :meth:`refiner_core.training.ranks.Ranks.line`): collectives
+of the training are never mixed up with theirs, a checkpoint is visible as soon as it is complete
+and not only at somebody's next step, and whatever decides (no room, an error of one rank) is known
+to all of them. That a save has ended the main threads learn from rank 0, at the same boundary.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from refiner_core.contract.errors import (
+    DamagedCheckpoint,
     Interrupted,
     NoSpaceError,
     NotFiniteError,
     WorkspaceError,
 )
-from refiner_core.contract.types import Progress, StageIO
-from refiner_core.training.engines.protocol import Engine
+from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+from refiner_core.training.engines.protocol import Engine, Snapshot
+from refiner_core.training.ranks import RanksIO
+from refiner_core.training.saving import BackgroundSave
+
+log = logging.getLogger(__name__)
+
+Attachments = Callable[[], Mapping[str, bytes]]
 
 #: Points of a curve that a report keeps; metrics keep all.
 CURVE_POINTS = 100
@@ -31,7 +55,10 @@ SAVE_TRIES = 5
 @dataclass
 class Boundary:
     """Step boundaries of one stage. ``step`` counts finished steps; 0 is the start. It saves every
-    ``save_freq`` steps, after the last, and after ``first_save`` where that is given."""
+    ``save_freq`` steps, after the last, and after ``first_save`` where that is given.
+
+    A context manager: at its end no save is under way any more, whatever ended it.
+    """
 
     io: StageIO
     engine: Engine
@@ -39,30 +66,75 @@ class Boundary:
     total_steps: int
     save_freq: int
     first_save: int | None = None
+    async_save: bool = False
     saved_step: int = field(default=0, init=False)
     restored: Path | None = field(default=None, init=False)
+    _under_way: BackgroundSave | None = field(default=None, init=False)
+    _stall_s: float | None = field(default=None, init=False)
+    _background_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        apart = self.async_save and isinstance(self.io, RanksIO)
+        self._saving_io = self.io.line() if apart and isinstance(self.io, RanksIO) else self.io
+
+    def __enter__(self) -> Boundary:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._wait()
+            return
+        step = None if self._under_way is None else self._under_way.step
+        try:
+            self._wait()
+        except Exception as second:
+            log.exception("the checkpoint of step %s was not saved", step)
+            error.add_note(f"The checkpoint of step {step} was not saved: {second}")
+
+    # ------------------------------------------------------------ going on
 
     def restore(self, data_hash: str) -> dict[str, Any] | None:
         """The progress of the newest checkpoint, its state loaded; None without one.
+
+        One that cannot be read is passed over for the one before it.
 
         Raises
         ------
         WorkspaceError
             If the checkpoint was made by another stage or on other data.
         """
-        checkpoint = self.io.latest_checkpoint()
-        if checkpoint is None:
-            return None
-        progress = self.engine.restore(checkpoint.path)
-        for key, expected in (("stage", self.stage), ("data_hash", data_hash)):
-            if progress.get(key) != expected:
-                raise WorkspaceError(
-                    f"{checkpoint.path} does not belong to this stage: its {key} is "
-                    f"{progress.get(key)}",
-                    expected=f"{key} {expected}",
-                    fix="remove the checkpoint to start the stage again",
-                )
-        self.saved_step, self.restored = checkpoint.step, checkpoint.path
+        while (checkpoint := self.io.latest_checkpoint()) is not None:
+            try:
+                progress = self._load(checkpoint)
+            except DamagedCheckpoint as error:
+                self.io.pass_over(checkpoint, error.what)
+                continue
+            for key, expected in (("stage", self.stage), ("data_hash", data_hash)):
+                if progress.get(key) != expected:
+                    raise WorkspaceError(
+                        f"{checkpoint.path} does not belong to this stage: its {key} is "
+                        f"{progress.get(key)}",
+                        expected=f"{key} {expected}",
+                        fix="remove the checkpoint to start the stage again",
+                    )
+            self.saved_step, self.restored = checkpoint.step, checkpoint.path
+            return progress
+        return None
+
+    def _load(self, checkpoint: SavedCheckpoint) -> dict[str, Any]:
+        """Its progress, its state loaded by every rank or by none."""
+        damage: DamagedCheckpoint | None = None
+        progress: dict[str, Any] = {}
+        try:
+            progress = self.engine.restore(checkpoint.path)
+        except DamagedCheckpoint as error:
+            damage = error
+        self.engine.ranks.all_or_none(damage)
         return progress
 
     def attachment(self, name: str) -> bytes | None:
@@ -70,13 +142,11 @@ class Boundary:
         path = None if self.restored is None else self.restored / name
         return path.read_bytes() if path is not None and path.exists() else None
 
-    def save(
-        self,
-        step: int,
-        progress: Mapping[str, Any],
-        attachments: Callable[[], Mapping[str, bytes]] = dict,
-    ) -> None:
-        """Checkpoint after ``step``, unless that is done already or nothing has happened yet.
+    # ------------------------------------------------------------ saving
+
+    def save(self, step: int, progress: Mapping[str, Any], attachments: Attachments = dict) -> None:
+        """Checkpoint after ``step``, unless that is done already or nothing has happened yet. It is
+        complete when this returns.
 
         ``attachments`` gives further files of rank 0, by name: what is in flight between two steps.
         A disk that fills up in the middle costs a wait, not the steps since the last checkpoint:
@@ -87,28 +157,90 @@ class Boundary:
         NoSpaceError
             There was no room for too long.
         """
+        self._wait()
         if step <= self.saved_step:
             return
+        began = time.monotonic()
+        snapshot, files = self._taken(progress, attachments)
+        self._write(self.io, step, snapshot, files)
+        self.saved_step = step
+        self._stalled(began)
+
+    def _begin_save(self, step: int, progress: Mapping[str, Any], attachments: Attachments) -> None:
+        """Copy the state; the rest happens in a thread."""
+        self._wait()
+        if step <= self.saved_step:
+            return
+        began = time.monotonic()
+        snapshot, files = self._taken(progress, attachments)
+        self._under_way = BackgroundSave(
+            step, partial(self._write, self._saving_io, step, snapshot, files)
+        )
+        self._stalled(began)
+
+    def _taken(
+        self, progress: Mapping[str, Any], attachments: Attachments
+    ) -> tuple[Snapshot, Mapping[str, bytes]]:
         snapshot = self.engine.snapshot({"stage": self.stage, **progress})
-        files = attachments()
+        return snapshot, dict(attachments())
+
+    def _write(
+        self, io: StageIO, step: int, snapshot: Snapshot, files: Mapping[str, bytes]
+    ) -> None:
+        """Write a state until it fits; the same calls on every rank."""
         for tries_left in reversed(range(SAVE_TRIES)):
             try:
-                with self.io.new_checkpoint(step) as folder:
+                with io.new_checkpoint(step) as folder:
                     snapshot.write(folder)
                     if self.engine.ranks.rank == 0:
                         _write_files(folder, files)
-                break
+                return
             except NoSpaceError as error:
-                if not tries_left or not self.io.room_again(error):
+                if not tries_left or not io.room_again(error):
                     raise
-        self.saved_step = step
+
+    def _wait(self) -> None:
+        """Wait for the save that is under way; raises what went wrong in it."""
+        save, self._under_way = self._under_way, None
+        if save is None:
+            return
+        began = time.monotonic()
+        try:
+            save.wait()
+        finally:
+            self._stalled(began)
+            self._background_s = save.seconds
+        self.saved_step = save.step
+
+    def _look(self) -> None:
+        """Note that a save has ended, if it has; raises what went wrong in it.
+
+        The ranks' threads end together, so what rank 0 says holds for all.
+        """
+        if self._under_way is not None and self.engine.ranks.broadcast(self._under_way.done):
+            self._wait()
+
+    def _stalled(self, began: float) -> None:
+        self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began
+
+    def metrics(self) -> dict[str, float]:
+        """What saving has cost since the last call, for the step that is logged next.
+
+        ``time/save_s`` is how long training stood still for it, ``time/save_background_s`` how long
+        the last save took beside it.
+        """
+        found = {"time/save_s": self._stall_s, "time/save_background_s": self._background_s}
+        self._stall_s = self._background_s = None
+        return {name: value for name, value in found.items() if value is not None}
+
+    # ------------------------------------------------------------ between two steps
 
     def after(
         self,
         step: int,
         progress: Mapping[str, Any],
         values: Mapping[str, float],
-        attachments: Callable[[], Mapping[str, bytes]] = dict,
+        attachments: Attachments = dict,
     ) -> None:
         """Report progress; save where it is due; stop where somebody asks for it.
 
@@ -118,16 +250,16 @@ class Boundary:
             See :meth:`stop_if_asked`.
         """
         self.io.progress(Progress(step, self.total_steps, "train", values))
+        self._look()
         self.stop_if_asked(step, progress, attachments)
         due = step % max(1, self.save_freq) == 0 or step == self.first_save
-        if step >= self.total_steps or due:
+        if step >= self.total_steps or (due and not self.async_save):
             self.save(step, progress, attachments)
+        elif due:
+            self._begin_save(step, progress, attachments)
 
     def stop_if_asked(
-        self,
-        step: int,
-        progress: Mapping[str, Any],
-        attachments: Callable[[], Mapping[str, bytes]] = dict,
+        self, step: int, progress: Mapping[str, Any], attachments: Attachments = dict
     ) -> None:
         """Save and stop, where somebody asks for it and steps are left after ``step``.
 

@@ -85,7 +85,8 @@ def train_sft(
     """
     refuse_unsupported(config, "sft")
     run = _SftRun(config, data_dir, model_ref, io, ranks or OneRank())
-    run.train()
+    with run.boundary:
+        run.train()
     run.engine.export(output_dir / "model")
     return run.report()
 
@@ -111,7 +112,9 @@ class _SftRun:
         check_window(self.engine.model, max(len(row.input_ids) for row in rows))
         self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
         self.boundary = Boundary(
-            *(self.io, self.engine, "sft"), *(len(self.steps), sft.save_freq, sft.first_save)
+            *(self.io, self.engine, "sft"),
+            *(len(self.steps), sft.save_freq, sft.first_save),
+            async_save=sft.async_save,
         )
         data_hash = order_hash([row.sample_id for row in rows])
         self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
@@ -133,6 +136,7 @@ class _SftRun:
             metrics["time/step_s"] = step_s
             metrics["tokens_per_second"] = metrics.pop("tokens") / step_s
             metrics.update(self.engine.memory())
+            metrics.update(self.boundary.metrics())
             step = index + 1
             if self.validation and (step % max(1, self.sft.eval_freq) == 0 or self._is_last(step)):
                 loss = self._validation_loss()
