@@ -32,12 +32,14 @@
       judge-reports/<id>/                     what `refiner judge report` has found
       sweeps/<name>/                          a sweep: its versions, the runs of its trials
       reports/<name>/                         what `refiner report` has made of it
+      proofs/<stage id>/proof.json            what `refiner prove-resume` has found of a stage
+      proofs/scratch/                         what it runs meanwhile
       nightly/<name>/                         a nightly evaluation: its nights, its alerts
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published, judgements, rescores, reports); they may be different file systems, and
+output, tracking, published, judgements, rescores, reports, scratch of proofs); they may be different file systems, and
 are the same folder unless the workspace was made with another ``data_root``. A data root of its own
 carries ``refiner-data.json``: whose it is.
 """
@@ -339,6 +341,15 @@ class Layout:
     def nightly(self) -> Path:
         """One folder per nightly evaluation."""
         return self.control / "nightly"
+
+    def proof(self, stage_id: str) -> Path:
+        """The newest proof that a stage resumes exactly."""
+        return self.control / "proofs" / stage_id / "proof.json"
+
+    @property
+    def proof_scratch(self) -> Path:
+        """Workspaces of proofs in progress."""
+        return self.data / "proofs" / "scratch"
 
     def service(self, service_id: str) -> Path:
         """Key and leases of a server that is shared."""

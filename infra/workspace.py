@@ -18,6 +18,7 @@ from typing import Any
 from infra import atomic
 from infra.disk.room import has_room, no_space_error
 from infra.layout import Layout
+from infra.proof_records import ProofRecords
 from infra.record_files import now_text
 from infra.run_records import RunRecords
 from infra.stage_records import Claim, StageRecords
@@ -31,7 +32,7 @@ __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
 FORMAT = 2
 
 
-class Workspace(StageRecords, RunRecords, SweepRecords):
+class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
     """A workspace folder.
 
     Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is

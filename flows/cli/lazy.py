@@ -17,7 +17,7 @@ Commands = Mapping[str, tuple[str, str]]
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when one is called. A command of a module is named
-    ``NAME_command`` there.
+    ``NAME_command`` there, with ``_`` for ``-``.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class LazyGroup(click.Group):
         if cmd_name not in self._table:
             return None
         module = importlib.import_module(f"flows.cli.{self._table[cmd_name][0]}")
-        command: click.Command = getattr(module, f"{cmd_name}_command")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

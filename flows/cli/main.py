@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resume": ("resume", "Go on with a recorded run, from any shell."),
     "sweep": ("sweep", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
     "report": ("report", "Say what the arms of a sweep have shown: page, Markdown, CSV, JSON."),
+    "prove-resume": (
+        "prove",
+        "Prove that training resumes exactly: straight and interrupted runs.",
+    ),
     "diff": ("diff", "Compare two runs: configuration, data, code, judge, metrics, first step."),
     "nightly": ("nightly", "Evaluate checkpoints every night, and tell change from noise."),
     "track": ("track", "Send what W&B has logged offline, from a node with network."),

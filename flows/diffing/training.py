@@ -14,9 +14,8 @@ from typing import Any
 
 from flows.diffing.sides import Half, Pair
 from infra.stage_io import list_rollouts, read_metrics, read_rollouts
+from refiner_core.contract.proofs import MEASURED
 
-#: Numbers that differ between any two executions.
-MEASUREMENTS = ("time/", "judge/", "memory/", "system/", "tokens_per_second")
 _TRAINS = ("sft", "grpo", "command")
 #: In the order in which a rollout comes about.
 _FIELDS = (
@@ -110,7 +109,7 @@ def _numbers(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[Any, Any]]:
     one, other = _merged(a), _merged(b)
-    names = [n for n in dict.fromkeys([*one, *other]) if not n.startswith(MEASUREMENTS)]
+    names = [n for n in dict.fromkeys([*one, *other]) if not n.startswith(MEASURED)]
     return {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
 
 

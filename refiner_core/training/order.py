@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,17 @@ def permutation(n: int, *seed_parts: int | str) -> list[int]:
     rng = np.random.Generator(np.random.PCG64(derive_seed(*seed_parts)))
     order: list[int] = rng.permutation(n).tolist()
     return order
+
+
+def seed_random(seed: int) -> None:
+    """Seed the process's own generators, for whatever draws from them without asking: a model with
+    dropout, a library. Python's and NumPy's begin somewhere else in every process otherwise, so
+    that two runs would be two different ones."""
+    import torch
+
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch") % 2**63)
 
 
 @dataclass(frozen=True)

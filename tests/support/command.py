@@ -15,6 +15,7 @@ from typing import Any
 
 from infra.processes import ProcessId
 from infra.stage_io import read_metrics
+from refiner_core.contract.proofs import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The tiny recipe cut down to a few seconds a stage. Everything on the path is the real thing.
@@ -35,7 +36,7 @@ SMALL = (
     "dispatch.nice=0",
 )
 #: What a clock or a judge's store has to do with; never part of a comparison of two runs.
-TIMED = ("time/", "tokens_per_second", "judge/", "memory/")
+TIMED = MEASURED
 
 
 @dataclass(frozen=True)

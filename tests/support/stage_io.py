@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.proofs import MEASURED
 from refiner_core.contract.types import Progress, SavedCheckpoint
-
-#: How the names of metrics begin that may differ between runs that are otherwise the same.
-MEASURED = ("time/", "tokens_per_second", "judge/", "memory/")
 
 
 class FolderStageIO:

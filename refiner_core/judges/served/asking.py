@@ -24,6 +24,8 @@ from refiner_core.judges.served.work import Item
 log = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 30.0
+#: Of its own: how long was waited is no part of a training's random states.
+_JITTER = random.Random()
 #: What a server says that does not know `response_format`.
 _NO_SCHEMA = frozenset({400, 404, 415, 422, 501})
 
@@ -108,7 +110,7 @@ class Asking:
         """Until the next try: full jitter, and on top what the server asked for."""
         longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (item.tries - 1))
         asked = isinstance(tried.answer, Answered) and tried.answer.retry_after_s > 0
-        return (self._fleet.wait_s(server) if asked else 0.0) + random.random() * longest
+        return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
     def may_mean_the_schema(self, server: Server, tried: Tried) -> bool:
         """Whether it may be the schema that it did not take: it is asked again without one."""

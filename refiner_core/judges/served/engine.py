@@ -37,6 +37,8 @@ from refiner_core.judges.served.work import Batch, Item
 
 #: Scored calls that are remembered for batches that looked into the store just before.
 _LATELY = 4096
+#: Of its own: how long was waited is no part of a training's random states.
+_JITTER = random.Random()
 
 
 class Pace(NamedTuple):
@@ -266,7 +268,7 @@ class Engine:
         self._waiters.append(waiter)
         await waiter
         if self._fleet.open_to_all:
-            await asyncio.sleep(random.random() * self._pace.first_backoff_s)
+            await asyncio.sleep(_JITTER.random() * self._pace.first_backoff_s)
 
     def _settle(self) -> None:
         """After an answer: let those go on who can, or end what cannot."""

@@ -1,0 +1,221 @@
+"""What a proof will do: stages, how each is shortened, and at which points it is interrupted.
+
+In: a recipe with overrides, and the options of the command. Out: a :class:`Plans`. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from flows.calls import check_supported, make_recipe_plan
+from infra.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.proofs import How
+
+Trained = Literal["sft", "grpo"]
+TRAINED: tuple[Trained, ...] = get_args(Trained)
+#: Where a worker can be hit, by stage: as its heartbeat names it, and `save`.
+PHASES: dict[Trained, tuple[str, ...]] = {
+    "sft": ("update", "save"),
+    "grpo": ("generate", "judge", "update", "save"),
+}
+_STEPS_FIELD: dict[Trained, str] = {
+    "sft": "sft.max_train_steps",
+    "grpo": "grpo.num_training_steps",
+}
+#: Differences that count as none, where not only the same bits will do: sums are taken in another
+#: order on another number of processes, and some kernels of GPUs do so at every call.
+TOLERANCES = {"float32": 0.01, "bfloat16": 0.05}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was asked for; None is the recipe's own."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    stage: Literal["sft", "grpo", "all"] = "all"
+    steps: int = 12
+    interruptions: int = 4
+    seed: int = 0
+    how: Literal["kill", "stop", "both"] = "both"
+    processes: int | None = None
+    resume_processes: int | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a worker is to be hit: in this step (counted from 1) and phase, or as soon after it as
+    can be. ``delay`` is a share of what the phase lasts."""
+
+    step: int
+    phase: str
+    how: How
+    delay: float
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """One stage to prove."""
+
+    kind: Trained
+    full: PlannedStage  # of the whole recipe
+    short: PlannedStage  # as it is run
+    overrides: tuple[str, ...]  # of both runs, behind the caller's
+    points: tuple[Point, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Plans:
+    """All that a proof will do.
+
+    Attributes
+    ----------
+    changed
+        Field -> value that the runs have and the recipe has not.
+    given
+        Ids of stages that the workspace has already: they are taken as they are.
+    """
+
+    asked: Asked
+    config: RecipeConfig
+    workspace: Workspace
+    stages: tuple[OneStage, ...]
+    changed: dict[str, Any]
+    given: frozenset[str]
+
+
+def plan_proofs(asked: Asked) -> Plans:
+    """What proving will do. Reads, writes nothing.
+
+    Raises
+    ------
+    ConfigurationError
+        The recipe has no such stage, or the options make no sense.
+    UnsupportedError
+        It cannot be run here.
+    """
+    _check(asked)
+    whole = make_recipe_plan(asked.recipe, asked.overrides)
+    kinds = _kinds(asked, whole)
+    workspace = Workspace.read_only(whole.config.workspace)
+    changed = _changed(asked, whole, kinds, workspace)
+    overrides = (*asked.overrides, *(f"{path}={json.dumps(v)}" for path, v in changed.items()))
+    short = make_recipe_plan(asked.recipe, overrides)
+    check_supported(short.config)
+    done = (s.id for s in short.stages if s.kind not in kinds)
+    stages = tuple(_one(kind, asked, whole, short, overrides) for kind in kinds)
+    given = frozenset(i for i in done if workspace.read_result(i) is not None)
+    return Plans(asked, whole.config, workspace, stages, changed, given)
+
+
+def _check(asked: Asked) -> None:
+    if asked.steps < 2:
+        raise ConfigurationError(
+            f"--steps is {asked.steps}.",
+            expected="at least 2: a step to be interrupted in, and one after it",
+            fix="use --steps 12",
+        )
+    if asked.interruptions < 1:
+        raise ConfigurationError(
+            f"--interruptions is {asked.interruptions}.",
+            expected="at least 1",
+            fix="use --interruptions 4",
+        )
+    if asked.tolerance is not None and not asked.tolerance >= 0:
+        raise ConfigurationError(
+            f"--tolerance is {asked.tolerance}.", expected="0 or more", fix="leave it out"
+        )
+    for name, count in (("processes", asked.processes), ("resume", asked.resume_processes)):
+        if count is not None and count < 1:
+            option = "--processes" if name == "processes" else "--resume-processes"
+            raise ConfigurationError(
+                f"{option} is {count}.", expected="1 or more", fix="correct it"
+            )
+
+
+def _kinds(asked: Asked, whole: Plan) -> tuple[Trained, ...]:
+    there = {s.kind for s in whole.stages}
+    found = tuple(k for k in TRAINED if k in there and asked.stage in (k, "all"))
+    if not found:
+        wanted = "sft or grpo" if asked.stage == "all" else asked.stage
+        raise ConfigurationError(
+            f"Recipe {asked.recipe} has no stage {wanted} that could be proven.",
+            expected=f"a recipe that trains with refiner; its stages are "
+            f"{', '.join(whole.config.stages)}",
+            fix="name another recipe or --stage (another trainer's resume is its own affair)",
+        )
+    return found
+
+
+def _changed(
+    asked: Asked, whole: Plan, kinds: Sequence[Trained], workspace: Workspace
+) -> dict[str, Any]:
+    """What the runs have otherwise. Stages before the proven ones are shortened too, unless the
+    workspace has them."""
+    last = TRAINED.index(kinds[-1])
+    trained = [k for k in TRAINED[: last + 1] if k in whole.config.stages]
+    found: dict[str, Any] = {
+        "stages": ["data", *trained],
+        "tracking.wandb": "disabled",
+        "dispatch.executor": "local",
+        "dispatch.retries.killed": -1,
+    }
+    for kind in trained:
+        stage = next(s for s in whole.stages if s.kind == kind)
+        if kind not in kinds and workspace.read_result(stage.id) is not None:
+            continue
+        found[_STEPS_FIELD[kind]] = asked.steps
+        # Often enough that every point has a checkpoint near it, seldom enough that what was done
+        # since the last one has to be done again.
+        found[f"{kind}.save_freq"] = max(1, min(asked.steps // 4, 5))
+        if asked.processes is not None and kind in kinds:
+            found[f"{kind}.nproc_per_node"] = asked.processes
+    return found
+
+
+def _one(
+    kind: Trained, asked: Asked, whole: Plan, short: Plan, overrides: tuple[str, ...]
+) -> OneStage:
+    full, stage = (next(s for s in plan.stages if s.kind == kind) for plan in (whole, short))
+    save_freq = int(getattr(short.config, kind).save_freq)
+    points = draw_points(kind, asked, save_freq)
+    tolerance = _tolerance(asked, short.config, kind)
+    return OneStage(kind, full, stage, overrides, points, tolerance)
+
+
+def draw_points(kind: Trained, asked: Asked, save_freq: int) -> tuple[Point, ...]:
+    """Steps and phases at random, by the seed; every phase comes up before one comes up again."""
+    rng = random.Random(f"{asked.seed}/{kind}")
+    ways: tuple[How, ...] = ("kill", "stop") if asked.how == "both" else (asked.how,)
+    phases: list[str] = []
+    while len(phases) < asked.interruptions:
+        phases += rng.sample(PHASES[kind], len(PHASES[kind]))
+    # The last step may be over before it is seen; and steps differ as long as there are enough.
+    steps = list(range(1, asked.steps))
+    rounds = -(-asked.interruptions // len(steps))
+    chosen = rng.sample(steps * rounds, asked.interruptions)
+    first = rng.randrange(len(ways))
+    points = []
+    for place, (step, phase) in enumerate(zip(sorted(chosen), phases, strict=False)):
+        if phase == "save":  # the next one, which must not be that of the last step
+            due = -(-step // save_freq) * save_freq
+            step = due if due < asked.steps else max(save_freq, due - save_freq)
+        points.append(Point(step, phase, ways[(first + place) % len(ways)], rng.random()))
+    return tuple(sorted(points, key=lambda p: p.step))
+
+
+def _tolerance(asked: Asked, config: RecipeConfig, kind: Trained) -> float:
+    if asked.tolerance is not None:
+        return asked.tolerance
+    other = asked.resume_processes not in (None, asked.processes)
+    gpus = getattr(config, kind).resources.gpus
+    return TOLERANCES.get(config.model.dtype, 0.01) if other or gpus else 0.0

@@ -1,0 +1,161 @@
+"""A planned proof, carried out.
+
+::
+
+    straight run ──┬─> interrupted run of SFT  ──> compared ──> proofs/sft-…/proof.json
+                   └─> interrupted run of GRPO ──> compared ──> proofs/grpo-…/proof.json
+
+In: :class:`~flows.proving.planning.Plans`. Out: a :class:`ResumeProof` per stage, recorded. Stages
+before the one that is interrupted are those of the straight run, so that each is judged by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from flows.proving.comparing import Trained, compare
+from flows.proving.interrupting import Interrupter
+from flows.proving.planning import OneStage, Plans
+from flows.proving.runs import Room, Tell, run_recipe_in, share_stages
+from flows.proving.text import interruption_line
+from infra import atomic
+from infra.provenance import host, versions
+from infra.workspace import Workspace, now_text
+from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.proofs import PROOF_VERSION, Interruption, ResumeProof
+
+
+def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
+    """Run everything, compare, and record what came out.
+
+    Parameters
+    ----------
+    tell
+        Hears how it goes, line by line.
+    keep
+        Leave the workspaces of both runs; those of a stage that diverged or failed always stay.
+
+    Raises
+    ------
+    Interrupted
+        On request.
+    StageFailed
+        A stage failed, or ended before it could be interrupted.
+    """
+    workspace = Workspace.open(plans.config.workspace, plans.config.data_root)
+    scratch = workspace.new_scratch("-".join(s.short.id for s in plans.stages))
+    evidence = False
+    try:
+        straight = _straight(plans, workspace, scratch, tell)
+        proofs = []
+        for one in plans.stages:
+            proof = _prove(plans, one, straight, tell)
+            workspace.write_proof(proof)
+            proofs.append(proof)
+        evidence = any(p.verdict == "diverged" for p in proofs)
+        return proofs
+    except StageFailed:
+        evidence = True
+        raise
+    finally:
+        if keep or evidence:
+            workspace.keep_scratch(scratch)
+            tell(f"Both runs are kept in {scratch}")
+        else:
+            atomic.remove_tree(scratch)
+
+
+def _straight(plans: Plans, workspace: Workspace, scratch: Path, tell: Tell) -> Room:
+    room = Room.make(scratch / "straight")
+    share_stages(workspace, room.workspace, plans.given)
+    run_recipe_in(room, plans.asked, plans.stages[-1].overrides, name="straight", tell=tell)
+    return room
+
+
+def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumeProof:
+    asked, began = plans.asked, time.monotonic()
+    done = [i for i in straight.workspace.stage_ids() if i != one.short.id]
+    room = straight.beside(f"interrupted-{one.kind}", done)
+    made = _interrupted(plans, one, room, tell)
+    tell(f"comparing {one.kind}")
+    same = asked.resume_processes in (None, asked.processes)
+    comparisons = compare(
+        Trained(straight.workspace, one.short.id),
+        Trained(room.workspace, one.short.id),
+        same_layout=same,
+    )
+    return ResumeProof(
+        version=PROOF_VERSION,
+        recipe=plans.config.recipe,
+        stage=one.full.name,
+        stage_id=one.full.id,
+        fingerprint=one.full.fingerprint,
+        short_fingerprint=one.short.fingerprint,
+        overrides=asked.overrides,
+        changed=plans.changed,
+        steps=Trained(straight.workspace, one.short.id).trace()[-1][0],
+        seed=asked.seed,
+        how=asked.how,
+        wanted=asked.interruptions,
+        interruptions=tuple(made),
+        comparisons=tuple(comparisons),
+        tolerance=one.tolerance,
+        processes=asked.processes,
+        resume_processes=asked.resume_processes,
+        provenance={
+            "host": host(),
+            "versions": versions(),
+            "code": straight.pinned.code,
+            "commit": straight.pinned.provenance.get("commit"),
+            "dirty": straight.pinned.provenance.get("dirty"),
+        },
+        made_at=now_text(),
+        seconds=round(time.monotonic() - began, 1),
+    )
+
+
+def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[Interruption]:
+    """The stage once more, hit again and again.
+
+    On another number of processes it is resumed by another call, as somebody would who has fewer
+    GPUs today: the first one ends with the first interruption.
+    """
+    asked, name = plans.asked, f"interrupted {one.kind}"
+    overrides = _only_up_to(one)
+
+    def hit(found: Interruption) -> None:
+        tell(f"{name}: {interruption_line(found)}")
+
+    def run(points: slice, *more: str, expect_end: bool = False) -> list[Interruption]:
+        interrupter = Interrupter(room.workspace, one.short.id, one.points[points], hit)
+        interrupter.start()
+        try:
+            run_recipe_in(room, asked, (*overrides, *more), name=name, tell=tell)
+        except StageFailed:
+            interrupter.leave()
+            if not (expect_end and interrupter.made):
+                raise
+        finally:
+            interrupter.leave()
+        return interrupter.finished()
+
+    if asked.resume_processes in (None, asked.processes):
+        made = run(slice(None))
+    else:
+        made = run(slice(1), "dispatch.retries.killed=0", expect_end=True)
+        resumed = f"{one.kind}.nproc_per_node={asked.resume_processes}"
+        made += run(slice(1, None), resumed)
+    if not made:
+        raise StageFailed(
+            f"{one.kind} was over before it could be interrupted",
+            expected=f"a training that takes longer than {asked.steps} of these steps do",
+            fix="use more --steps",
+        )
+    return made
+
+
+def _only_up_to(one: OneStage) -> tuple[str, ...]:
+    """The overrides of a run that ends with this stage."""
+    stages = '["data", "sft"]' if one.kind == "sft" else None
+    return (*one.overrides, f"stages={stages}") if stages else one.overrides

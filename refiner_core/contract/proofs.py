@@ -1,0 +1,147 @@
+"""What was found when a training was interrupted on purpose: values, and the verdict on them.
+
+In: how two trainings compare, one undisturbed, one interrupted. Out: a :class:`ResumeProof`, whose
+verdict is made from what it holds and stands nowhere by itself, so that whoever has the record can
+make it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: Version of a proof's file. Raised when an older reader would misread it.
+PROOF_VERSION = 1
+
+#: How the names of metrics begin that measure an execution: a clock, the machine, or what a judge's
+#: store knew already decides them. They are no part of a comparison of two runs.
+MEASURED = ("time/", "judge/", "memory/", "system/", "tokens_per_second")
+
+Verdict = Literal["bitwise", "within tolerance", "diverged"]
+How = Literal["kill", "stop"]
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One of a training's interruptions, as it was: in which step and phase its worker was hit.
+
+    ``how``: ``kill`` is SIGKILL to the worker's process group, ``stop`` the request to save and end
+    that a scheduler sends (SIGTERM). ``resumed_from_step`` is the checkpoint that the next attempt
+    went on from; None: it began anew.
+    """
+
+    step: int
+    phase: str
+    how: How
+    attempt: int
+    resumed_from_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one quantity compares.
+
+    Attributes
+    ----------
+    quantity
+        ``loss trace``, ``rollouts``, ``weights``, ``data cursor``, ``optimiser``, ``random
+        states``.
+    compared, differing
+        How many values were compared (numbers, rows, tensors), and how many of them are not bitwise
+        the same.
+    largest
+        The largest difference of those; None where one has no size (a step or value is missing, a
+        text or a random state is another).
+    first_step, first
+        Where the first of them stands (None: at the end), and what it is.
+    """
+
+    quantity: str
+    compared: int
+    differing: int = 0
+    largest: float | None = 0.0
+    first_step: int | None = None
+    first: str = ""
+
+    def within(self, tolerance: float) -> bool:
+        """Whether every difference has a size, and none is larger."""
+        return not self.differing or (self.largest is not None and self.largest <= tolerance)
+
+
+@dataclass(frozen=True)
+class ResumeProof:
+    """One training stage, run straight and interrupted.
+
+    Attributes
+    ----------
+    stage, stage_id, fingerprint
+        The stage of the whole recipe that this is about.
+    short_fingerprint
+        Of the shortened stage that was run.
+    overrides
+        What the caller had overridden; ``changed`` is what the proof has: field -> value in effect.
+    steps
+        Optimiser steps of the straight run.
+    seed, how
+        What the points were drawn with, and which interruptions were asked for.
+    wanted
+        How many interruptions were asked for; a short stage may end before all have come.
+    processes, resume_processes
+        Training processes per node of the straight run and before the first interruption, and
+        after it; None is what the recipe says.
+    tolerance
+        Largest difference that counts as none; 0 where only the same bits will do.
+    """
+
+    version: int
+    recipe: str
+    stage: str
+    stage_id: str
+    fingerprint: str
+    short_fingerprint: str
+    overrides: tuple[str, ...]
+    changed: Mapping[str, Any]
+    steps: int
+    seed: int
+    how: str
+    wanted: int
+    interruptions: tuple[Interruption, ...]
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+    processes: int | None = None
+    resume_processes: int | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    made_at: str = ""
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Made from the comparisons and the tolerance."""
+        return verdict_of(self.comparisons, self.tolerance)
+
+    @property
+    def same_processes(self) -> bool:
+        """Whether it was resumed on as many processes as it was begun with."""
+        return self.resume_processes in (None, self.processes)
+
+    @property
+    def first(self) -> Comparison | None:
+        """What differs first: by step, and at one step in the order in which things come about."""
+        found = [c for c in self.comparisons if c.differing]
+        return min(found, key=lambda c: self.steps if c.first_step is None else c.first_step,
+                   default=None)  # fmt: skip
+
+    @property
+    def largest(self) -> float | None:
+        """The largest difference of all; None where one has no size."""
+        sizes = [c.largest for c in self.comparisons if c.differing]
+        return None if None in sizes else max((s for s in sizes if s is not None), default=0.0)
+
+
+def verdict_of(comparisons: Sequence[Comparison], tolerance: float) -> Verdict:
+    """``bitwise`` where nothing differs, ``within tolerance`` where every difference has a size
+    that is no larger, else ``diverged``."""
+    if not any(c.differing for c in comparisons):
+        return "bitwise"
+    return "within tolerance" if all(c.within(tolerance) for c in comparisons) else "diverged"
