@@ -1,0 +1,84 @@
+"""A folder in memory that does not outlive its process.
+
+In: where memory is a folder (``/dev/shm``). Out: a folder of this process's own. It is removed at
+the end of its ``with`` block; by a process beside (:mod:`infra.rollouts.sweeper`) when this one is
+killed; and by the next one that comes to this node when all of them were killed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.processes import ProcessId, host_name
+from infra.rollouts import sweeper
+from refiner_core.contract.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "refiner-rollouts"
+_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+\.\d+)")
+
+
+@contextmanager
+def memory_folder(parent: Path) -> Iterator[Path]:
+    """A new folder below ``parent`` that only its owner can read; what others left is removed.
+
+    Raises
+    ------
+    ConfigurationError
+        There can be no folder there.
+    """
+    remove_leftovers(parent)
+    me = ProcessId.of()
+    folder = parent / f"{_PREFIX}-{_where()}-{me.pid}-{me.started:.2f}"
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Weights for rollout servers cannot be put into {parent} ({error})",
+            expected="a folder in memory that can be written to",
+            fix="set grpo.rollout_server.weights_dir",
+        ) from error
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(sweeper.__file__)), str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watcher.wait(10)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders of processes of this user on this machine that are no more."""
+    for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
+        found = _NAME.fullmatch(folder.name)
+        if found is None:
+            continue
+        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]))
+        if not owner.alive:
+            log.warning("removing %s, which a process that is gone has left", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _where() -> str:
+    """This user on this machine, and in which world of process numbers (containers have theirs)."""
+    try:
+        world = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # another system than Linux
+        world = 0
+    return f"{host_name()}-{os.getuid()}-{world}"

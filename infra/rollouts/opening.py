@@ -1,0 +1,140 @@
+"""From a recipe to rollouts by vLLM: servers, their weights, and the generator, as one thing.
+
+In: the recipe, a tokenizer, a folder that marks what belongs to this stage. Out: a context in which
+the policy can be sent to the servers and sampled from; at its end nothing is left of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infra.ranks.gpus import visible
+from infra.rollouts.command import Place
+from infra.rollouts.memory import memory_folder
+from infra.rollouts.servers import LocalRolloutServers
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.placement import placement_of
+from refiner_core.generation.vllm import extension
+from refiner_core.generation.vllm.canary import tolerance_of
+from refiner_core.generation.vllm.client import VllmGenerator
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.transfer import open_transfer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VllmRollouts:
+    """What a trainer has in its hands.
+
+    ``generator`` samples with the weights of the last :meth:`sync`.
+    """
+
+    generator: VllmGenerator
+    weights: WeightSync
+
+    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
+        """Give all servers the weights of the model that ``whole`` yields; the first call starts
+        them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
+        self.weights.sync(whole, version)
+
+
+@contextmanager
+def open_vllm(
+    config: RecipeConfig,
+    tokenizer: Any,
+    workdir: Path,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+    on_step: Callable[[int, int], None] | None = None,
+    server_gpus: Sequence[Sequence[int]] | None = None,
+) -> Iterator[VllmRollouts]:
+    """Rollouts by this node's share of ``grpo.vllm_num_engines`` servers.
+
+    Parameters
+    ----------
+    config
+        The whole recipe.
+    tokenizer
+        The trainer's.
+    workdir
+        A folder of this stage; servers are marked with it, and those that an earlier attempt has
+        left on this node are ended.
+    should_stop, tell
+        Whether to give up, and how long it has taken, while servers start.
+    on_step
+        See :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
+    server_gpus
+        GPUs of each server of this node, as numbers within the job's; by default those of
+        :func:`~refiner_core.contract.placement.placement_of`.
+
+    Raises
+    ------
+    ConfigurationError
+        ``grpo.rollout_server.weights_dir`` is of no use.
+    UnsupportedError
+        Weights are to go from GPU to GPU, and there is none.
+    """
+    grpo, server = config.grpo, config.grpo.rollout_server
+    gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
+    way = weight_transfer(config, len(gpus))
+    transfer = None if way == "reload" else open_transfer(way, server.start_timeout_s)
+    with memory_folder(Path(server.weights_dir)) as folder:
+        shutil.copytree(Path(extension.__file__).parent, folder / "extension")
+        key = secrets.token_urlsafe(32)
+        places = [
+            Place(
+                gpus=visible(numbers) if numbers else "",
+                extension=folder / "extension",
+                mark=workdir / "rollout-servers",
+                transfer=None if way == "reload" else way,
+                key=key,
+            )
+            for numbers in gpus
+        ]
+        servers = LocalRolloutServers(config, places, should_stop=should_stop, tell=tell)
+        weights = WeightSync(
+            servers,
+            folder,
+            tokenizer,
+            tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
+            transfer=transfer,
+            timeout_s=server.start_timeout_s,
+        )
+        generator = VllmGenerator(
+            weights,
+            window=grpo.max_token_length,
+            in_flight=2 * grpo.generation_batch_size,
+            silence_s=server.request_timeout_s,
+            on_step=on_step,
+        )
+        try:
+            yield VllmRollouts(generator, weights)
+        finally:
+            if transfer is not None:
+                transfer.close()
+            servers.close()
+
+
+def weight_transfer(config: RecipeConfig, servers: int) -> Literal["reload", "nccl", "ipc"]:
+    """How weights get to a node's servers.
+
+    ``auto`` is ``reload`` without GPUs; with them ``nccl``, which two processes on one GPU cannot
+    use: there it is ``ipc`` for the one server that has the trainer's own GPU, and else ``reload``.
+    """
+    server, grpo = config.grpo.rollout_server, config.grpo
+    if server.weight_transfer != "auto":
+        return server.weight_transfer
+    if grpo.resources.gpus == 0:
+        return "reload"
+    if not server.colocate:
+        return "nccl"
+    return "ipc" if servers == 1 and grpo.vllm_tensor_parallel_size == 1 else "reload"
