@@ -74,30 +74,16 @@ def run_data(work: StageWork) -> dict[str, Any]:
 
 def run_sft(work: StageWork) -> dict[str, Any]:
     """Demonstrations to weights."""
-    from refiner_core.training.sft import train_sft
+    from flows.ranks.training import run_training
 
-    return train_sft(
-        work.config,
-        data_dir=work.inputs["data"],
-        model_ref=work.model_ref,
-        output_dir=work.output_dir,
-        io=work.io,
-    )
+    return run_training(work)
 
 
 def run_grpo(work: StageWork) -> dict[str, Any]:
     """Prompts, samples, judgements and rewards to weights."""
-    from refiner_core.training.grpo import train_grpo
+    from flows.ranks.training import run_training
 
-    with _judge(work) as (judge, io):
-        return train_grpo(
-            work.config,
-            data_dir=work.inputs["data"],
-            model_ref=work.model_ref,
-            output_dir=work.output_dir,
-            io=io,
-            judge=judge,
-        )
+    return run_training(work)
 
 
 def run_command(work: StageWork) -> dict[str, Any]:

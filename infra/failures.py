@@ -245,7 +245,9 @@ def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcom
 
 def traceback_signature(error: BaseException) -> str:
     """Identifies a traceback: the exception's type and the functions and lines it went through,
-    but not where the code is installed."""
+    but not where the code is installed. One that was raised in another process brings its own."""
+    if brought := getattr(error, "signature", ""):
+        return str(brought)
     frames = [
         f"{Path(f.filename).name}:{f.name}:{f.lineno}"
         for f in traceback.extract_tb(error.__traceback__)

@@ -1,43 +1,55 @@
-"""What training in this version does not do, refused before anything starts. Torch-free."""
+"""What this machine lacks for a training, refused before anything starts. Torch-free.
+
+What no machine could do is refused when a plan is made (:mod:`refiner_core.contract.checks`);
+whether a GPU is there is known where the model is loaded
+(:func:`refiner_core.generation.load.device_for`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from typing import Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 
+_COMPILERS = ("c++", "g++", "clang++")
+
 
 def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
-    """Refuse what this version does not do, for one training stage or all that the recipe lists.
+    """Refuse what the recipe needs and this machine has not, for the training stage that is about
+    to run here, or for all that would run on this machine.
 
     Raises
     ------
     UnsupportedError
-        Names the field: ``*.deepspeed_stage``, ``*.resources.gpus`` or ``nodes`` above 1,
-        ``grpo.generation_backend=vllm``, ``grpo.offload_optimizer``. All of these are later work.
+        Names the field: ``*.deepspeed_stage`` without DeepSpeed, ``*.offload_optimizer`` without a
+        compiler for its optimiser on the CPU.
     """
-    checked = config.stages if stage is None else (stage,)
+    checked = config.stages if config.dispatch.executor == "local" else ()
+    if stage is not None:
+        checked = (stage,)
     for name, section in (("sft", config.sft), ("grpo", config.grpo)):
-        if name not in checked:
+        if name not in checked or section.deepspeed_stage is None:
             continue
-        if section.deepspeed_stage is not None:
-            raise _unsupported(f"{name}.deepspeed_stage", section.deepspeed_stage, "null")
-        for count in ("gpus", "nodes"):
-            value = getattr(section.resources, count)
-            if value > 1:
-                raise _unsupported(f"{name}.resources.{count}", value, "1")
-    if "grpo" in checked:
-        if config.grpo.generation_backend != "transformers":
-            backend = config.grpo.generation_backend
-            raise _unsupported("grpo.generation_backend", backend, "transformers")
-        if config.grpo.offload_optimizer:
-            raise _unsupported("grpo.offload_optimizer", "true", "false")
+        if importlib.util.find_spec("deepspeed") is None:
+            raise UnsupportedError(
+                f"{name}.deepspeed_stage is {section.deepspeed_stage}, and DeepSpeed is not "
+                "installed here",
+                expected="DeepSpeed beside refiner, as it is installed with it",
+                fix=f"install deepspeed, or set {name}.deepspeed_stage=null",
+            )
+        if section.offload_optimizer and not _has_compiler():
+            raise UnsupportedError(
+                f"{name}.offload_optimizer is true, and there is no C++ compiler here: DeepSpeed "
+                "builds its optimiser for the CPU when it is first used",
+                expected=f"one of {', '.join(_COMPILERS)} on PATH, or CXX",
+                fix=f"install a compiler, or set {name}.offload_optimizer=false",
+            )
 
 
-def _unsupported(field: str, value: object, instead: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{field} is {value}, which this version plans but cannot train with yet.",
-        expected=f"{field}={instead}",
-        fix=f"set {field}={instead}, or look at the plan only (`refiner plan`)",
-    )
+def _has_compiler() -> bool:
+    named = os.environ.get("CXX", "").split()
+    return any(shutil.which(name) for name in (*named[:1], *_COMPILERS))

@@ -53,7 +53,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
         (["plan", "tiny", "data.rl_path=who/what"], 2, ["data.rl_revision=COMMIT"]),
         (["plan", "tiny", "model.name_or_path=/no/model"], 2, ["model.name_or_path"]),
         (["explain", "rlhf", "tiny"], 2, ["one of: data, sft"]),
-        (["run", "refiner-gpt54", "data.rl_revision=abc123"], 8, ["grpo.deepspeed_stage"]),
+        (["run", "tiny", "sft.resources.nodes=2"], 2, ["dispatch.executor=slurm"]),
         (["run", "tiny", "publish.which=listed"], 2, ["publish.steps=[]", "grpo.save_freq"]),
         (
             ["run", "tiny", "dispatch.executor=slurm", "dispatch.profile=nowhere.yaml"],

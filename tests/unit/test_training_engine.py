@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from refiner_core.contract.config import ModelConfig, RecipeConfig, Resources
+from refiner_core.contract.config import DispatchConfig, ModelConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import (
     ConfigurationError,
     UnsupportedError,
@@ -32,26 +33,38 @@ def updater(model) -> Updater:
     return Updater(model, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "field"),
-    [
-        ("sft", {"deepspeed_stage": 3}, "sft.deepspeed_stage"),
-        ("grpo", {"deepspeed_stage": 0}, "grpo.deepspeed_stage"),
-        ("sft", {"resources": Resources(gpus=2)}, "sft.resources.gpus"),
-        ("grpo", {"resources": Resources(nodes=2)}, "grpo.resources.nodes"),
-        ("grpo", {"generation_backend": "vllm"}, "grpo.generation_backend"),
-        ("grpo", {"offload_optimizer": True}, "grpo.offload_optimizer"),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_by_name(section, changes, field):
+def sharded(**changes) -> RecipeConfig:
     config = RecipeConfig()
-    config = replace(config, **{section: replace(getattr(config, section), **changes)})
-    with pytest.raises(UnsupportedError, match=field):
-        refuse_unsupported(config)
-    with pytest.raises(UnsupportedError, match=field):
-        refuse_unsupported(replace(config, stages=()), section)
-    other = "grpo" if section == "sft" else "sft"
-    refuse_unsupported(config, other)
+    return replace(config, sft=replace(config.sft, deepspeed_stage=2, **changes))
+
+
+def test_a_machine_without_deepspeed_refuses_it_by_the_field(monkeypatch):
+    refuse_unsupported(sharded())
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name)
+    )
+    with pytest.raises(UnsupportedError, match=r"sft\.deepspeed_stage"):
+        refuse_unsupported(sharded())
+    with pytest.raises(UnsupportedError, match=r"sft\.deepspeed_stage"):
+        refuse_unsupported(replace(sharded(), stages=()), "sft")
+    refuse_unsupported(sharded(), "grpo")
+    elsewhere = replace(sharded(), dispatch=replace(DispatchConfig(), executor="slurm"))
+    refuse_unsupported(elsewhere)  # what a node has is seen there
+    with pytest.raises(UnsupportedError, match="deepspeed"):
+        refuse_unsupported(elsewhere, "sft")
+
+
+def test_offloading_without_a_compiler_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    refuse_unsupported(sharded())
+    with pytest.raises(UnsupportedError, match=r"sft\.offload_optimizer.*compiler"):
+        refuse_unsupported(sharded(offload_optimizer=True))
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    refuse_unsupported(sharded(offload_optimizer=True))
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

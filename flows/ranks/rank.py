@@ -1,0 +1,144 @@
+"""What each rank of a training stage runs: ``python -P -m flows.ranks.rank``, under torchrun.
+
+In: the order of its attempt and torchrun's settings, both in the environment. Out: a trained stage.
+Rank 0 has the attempt's IO, the judge and the report; the others train. Whatever ends a rank is
+told to the worker before the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infra.ranks.agent import die_with_parent, ignore_stop_signals
+from infra.ranks.bridge import RemoteIO
+from infra.ranks.events import tell_error
+from infra.ranks.launch import ORDER
+from refiner_core.contract.errors import Interrupted
+from refiner_core.contract.placement import TrainingStage
+from refiner_core.contract.types import Progress
+
+if TYPE_CHECKING:
+    from flows.stages import StageWork
+    from refiner_core.training.engines.protocol import Engine
+    from refiner_core.training.policies import Servers
+    from refiner_core.training.ranks import Ranks
+
+
+def main() -> int:
+    """Train as one rank; returns the exit code."""
+    die_with_parent()
+    ignore_stop_signals()
+    rank = int(os.environ["RANK"])
+    try:
+        _train_as(rank)
+    except BaseException as error:
+        tell_error(rank, error)
+        # All ranks stop on request together, and none is in the way of another that still saves.
+        code = 0 if isinstance(error, Interrupted) else 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries that wait for a rank that is gone must not keep this one.
+    os._exit(code)
+
+
+def _train_as(rank: int) -> None:
+    from flows.judge_prompts import planned_prompts
+    from flows.rubric_sets import planned_rubrics
+    from infra.logs import set_up_logging
+    from refiner_core.training.ranks import open_ranks
+
+    order = json.loads(os.environ[ORDER])
+    io = RemoteIO.from_environment() if rank == 0 else None
+    work = _work(order, io)
+    stage: TrainingStage = "sft" if work.spec.kind == "sft" else "grpo"
+    section = work.config.sft if stage == "sft" else work.config.grpo
+    set_up_logging(work.config.log_level)
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(planned_rubrics(work.spec, work.config))
+            stack.enter_context(planned_prompts(work.spec, work.config))
+        with open_ranks(cuda=section.resources.gpus > 0) as ranks:
+            report = train(work, stage, ranks)
+    if io is not None:
+        io.finish(report)
+
+
+def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
+    from flows.stages import StageWork
+    from infra.workspace import Workspace
+    from refiner_core.contract.config import RecipeConfig
+    from refiner_core.contract.records import StageSpec, from_json
+
+    opened = Workspace.read_only if io is None else Workspace.open
+    workspace = opened(order["workspace"])
+    stage_id, attempt = order["stage_id"], int(order["attempt"])
+    stage = workspace.layout.stage(stage_id)
+    return StageWork(
+        spec=from_json(StageSpec, workspace.read_control(stage.spec)),
+        config=from_json(RecipeConfig, workspace.read_control(stage.attempt(attempt).config)),
+        inputs={role: Path(path) for role, path in order["inputs"].items()},
+        input_stages=order["input_stages"],
+        output_dir=Path(order["output_dir"]),
+        io=io,  # type: ignore[arg-type]  # rank 0 alone has one
+        stage_id=stage_id,
+        workspace=workspace,
+        attempt=attempt,
+    )
+
+
+def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Train a stage in this process, as one of several ranks or alone."""
+    if stage == "sft":
+        from refiner_core.training.sft import train_sft
+
+        return train_sft(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=work.io,
+            ranks=ranks,
+        )
+    from flows.judging import judge_for
+    from refiner_core.training.grpo import train_grpo
+
+    first = ranks is None or ranks.rank == 0
+    with judge_for(work) if first else nullcontext((None, None)) as (judge, io):
+        return train_grpo(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+            open_servers=partial(_rollout_servers, work) if first else None,
+            ranks=ranks,
+        )
+
+
+def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
+    """The stage's own vLLM servers, as children of this process."""
+    from infra.rollouts.opening import open_vllm
+
+    def tell(seconds: float) -> None:
+        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
+
+    return open_vllm(
+        work.config,
+        engine.tokenizer,
+        work.workspace.layout.attempt(work.stage_id, work.attempt).control,
+        should_stop=work.io.should_stop,
+        tell=tell,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""A training stage, in the worker itself or in ranks of its own.
+
+In: the work of an ``sft`` or ``grpo`` stage. Out: its report, which says what it ran on: ``ranks``,
+``nodes``, ``engine``, and under ``resumed_on`` every part of it that ran on something else.
+
+One process without DeepSpeed is the worker. Everything else is launched with torchrun, and imports
+torch there alone: the worker keeps the heartbeat, the fence and the outcome.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from infra import atomic
+from infra.ranks.launch import RanksJob, run_ranks
+from infra.ranks.nodes import OtherNodes
+from infra.restart import AttemptClosed, job_of
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.placement import Placement, TrainingStage, placement_of
+
+if TYPE_CHECKING:
+    from flows.stages import StageWork
+
+#: Beside an attempt: what it trained on.
+_FILE = "ranks.json"
+
+
+def run_training(work: StageWork) -> dict[str, Any]:
+    """Train, where the recipe wants it.
+
+    Raises
+    ------
+    RefinerError, Exception
+        Why it ended otherwise, in whichever rank.
+    """
+    stage: TrainingStage = "sft" if work.spec.kind == "sft" else "grpo"
+    placement = placement_of(work.config, stage)
+    used = {
+        "ranks": placement.world,
+        "nodes": placement.nodes,
+        "engine": engine_name(work.config, stage),
+    }
+    paths = work.workspace.layout.attempt(work.stage_id, work.attempt)
+    atomic.write_json(paths.control / _FILE, used)
+    if in_worker(work.config, stage):
+        from flows.ranks.rank import train
+
+        report = train(work, stage)
+    else:
+        report = run_ranks(_job(work, placement), work.io)
+    return {**report, **used, "resumed_on": _resumed_on(work, used)}
+
+
+def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
+    """Whether a training stage needs no process beside the worker."""
+    section = config.sft if stage == "sft" else config.grpo
+    return placement_of(config, stage).world == 1 and section.deepspeed_stage is None
+
+
+def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
+    """What moves the weights, in the words of cards and reports."""
+    zero = (config.sft if stage == "sft" else config.grpo).deepspeed_stage
+    return "torch" if zero is None else f"DeepSpeed ZeRO-{zero}"
+
+
+def _job(work: StageWork, placement: Placement) -> RanksJob:
+    layout = work.workspace.layout
+
+    def check_fence() -> None:
+        if work.workspace.is_stale(work.stage_id, work.attempt):
+            raise AttemptClosed(
+                f"Attempt {work.attempt} of {work.stage_id} is no longer the newest, so its ranks "
+                "end",
+                fix="nothing; the newer attempt goes on",
+            )
+
+    def meet() -> OtherNodes:
+        job = job_of(work.workspace, work.stage_id, work.attempt)
+        if job is None:
+            raise UnsupportedError(
+                f"{work.stage_id} is to train on {placement.nodes} nodes, and this job has one",
+                expected="a job of Slurm, which has several",
+                fix="set dispatch.executor=slurm, or resources.nodes=1",
+            )
+        return OtherNodes(
+            layout.attempt(work.stage_id, work.attempt).control, job, placement.nodes - 1
+        )
+
+    return RanksJob(
+        placement=placement,
+        module="flows.ranks.rank",
+        order={
+            "workspace": str(work.workspace.root),
+            "stage_id": work.stage_id,
+            "attempt": work.attempt,
+            "inputs": {role: str(path) for role, path in work.inputs.items()},
+            "input_stages": dict(work.input_stages),
+            "output_dir": str(work.output_dir),
+        },
+        folder=layout.stage(work.stage_id).data,
+        check_fence=check_fence,
+        meet=meet if placement.nodes > 1 else None,
+    )
+
+
+def _resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:
+    """Earlier parts of this training that ran on something else, oldest first: what it was, and up
+    to which step. Empty where all of it ran on the same."""
+    stage = work.workspace.layout.stage(work.stage_id)
+    found: list[dict[str, Any]] = []
+    number = work.attempt
+    while (note := work.workspace.read_control(stage.attempt(number).resumed)) is not None:
+        if int(note["from_attempt"]) >= number:
+            break
+        number = int(note["from_attempt"])
+        before = work.workspace.read_control(stage.attempt(number).control / _FILE)
+        found.insert(0, {**(before or {}), "attempt": number, "up_to_step": int(note["step"])})
+    same = all({k: v for k, v in part.items() if k in used} == used for part in found)
+    return [] if same else found

@@ -1,0 +1,256 @@
+"""Rank 0's way to its attempt: the StageIO protocol between two processes of one node.
+
+In: the attempt's :class:`~refiner_core.contract.types.StageIO`, in the worker (:class:`Bridge`).
+Out: the same protocol in rank 0 (:class:`RemoteIO`), for several threads at once: every thread has
+a connection of its own, so that a save that takes minutes keeps nobody waiting. What the attempt
+raises is raised in rank 0, and what rank 0 meets while it writes a checkpoint reaches the store.
+
+A socket without a name in the file system, so that nothing is left of it; who connects has to know
+a random key, which travels in the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from infra.ranks.errors import decode, encode
+from refiner_core.contract.errors import KilledError, NoSpaceError
+from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+
+log = logging.getLogger(__name__)
+
+#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
+ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
+#: How long a call that is under way may take when everything else has ended: a commit is brought
+#: to its end, a wait for room is not.
+_END_S = 60.0
+
+
+class Bridge:
+    """The attempt's end; a context manager.
+
+    Attributes
+    ----------
+    report
+        What rank 0 has handed in when it was done; None before that.
+    """
+
+    def __init__(self, io: StageIO) -> None:
+        self._io = io
+        self._key = secrets.token_bytes(32)
+        self._address = f"\0refiner-ranks-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = Listener(self._address, "AF_UNIX", backlog=16, authkey=self._key)
+        self._lock, self._closed = threading.Lock(), False
+        self._open: dict[str, AbstractContextManager[Path]] = {}
+        self._connections: set[Connection] = set()
+        self._threads: list[threading.Thread] = []
+        self.report: dict[str, Any] | None = None
+        self._calls: Mapping[str, Callable[..., Any]] = {
+            "log_metrics": io.log_metrics,
+            "save_rollouts": io.save_rollouts,
+            "latest_checkpoint": io.latest_checkpoint,
+            "pass_over": io.pass_over,
+            "progress": io.progress,
+            "should_stop": io.should_stop,
+            "room_again": lambda value: io.room_again(_no_space(value)),
+            "enter": self._enter,
+            "leave": self._leave,
+            "finish": self._finish,
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What rank 0 has to know. Not for command lines or files that others read."""
+        return {ADDRESS: self._address.replace("\0", "@", 1), KEY: self._key.hex()}
+
+    def __enter__(self) -> Bridge:
+        self._start(self._accept, "ranks-bridge")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End: nobody is served any more, and checkpoints that were not completed are removed."""
+        self._closed = True
+        with suppress(OSError, EOFError, AuthenticationError):
+            Client(self._address, "AF_UNIX", authkey=self._key).close()  # wakes who accepts
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                with suppress(OSError):
+                    _shut(connection)
+        deadline = time.monotonic() + _END_S
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for step in list(self._open):
+            gone = KilledError("Rank 0 ended before its checkpoint was complete")
+            with suppress(Exception):  # the store has cleaned up; why the rank ended matters more
+                self._open.pop(step).__exit__(KilledError, gone, None)
+
+    # ------------------------------------------------------------ serving
+
+    def _start(self, target: Callable[..., None], name: str, *args: Any) -> None:
+        thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, ConnectionError) as error:
+                log.warning(
+                    "somebody without the key has connected to the ranks' bridge: %r", error
+                )
+                continue
+            except OSError:
+                return  # closed
+            with self._lock:
+                self._connections.add(connection)
+            self._start(self._serve, "ranks-bridge-call", connection)
+
+    def _serve(self, connection: Connection) -> None:
+        with connection:
+            while not self._closed:
+                try:
+                    name, args = connection.recv()
+                except (EOFError, OSError):
+                    break
+                try:
+                    answer = (True, self._calls[name](*args))
+                except BaseException as error:
+                    answer = (False, encode(error))
+                try:
+                    connection.send(answer)
+                except OSError:
+                    break
+        with self._lock:
+            self._connections.discard(connection)
+
+    # ------------------------------------------------------------ calls that are no plain ones
+
+    def _enter(self, token: str, step: int) -> Path:
+        context = self._io.new_checkpoint(step)
+        folder = context.__enter__()
+        self._open[token] = context
+        return folder
+
+    def _leave(self, token: str, error: dict[str, Any] | None) -> bool:
+        context = self._open.pop(token)
+        if error is None:
+            context.__exit__(None, None, None)
+            return True
+        met = decode(error, "In rank 0")
+        try:
+            context.__exit__(type(met), met, met.__traceback__)
+        except BaseException as raised:
+            if raised is not met:
+                raise
+        return False
+
+    def _finish(self, report: dict[str, Any]) -> None:
+        self.report = report
+
+
+def _no_space(value: dict[str, Any]) -> NoSpaceError:
+    error = decode(value)
+    return error if isinstance(error, NoSpaceError) else NoSpaceError(str(error))
+
+
+def _shut(connection: Connection) -> None:
+    """Wake the thread that reads from it; it closes the connection itself."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as other:
+        other.shutdown(socket.SHUT_RDWR)
+
+
+class RemoteIO:
+    """Rank 0's end: a StageIO. Raises :class:`KilledError` where the attempt's worker is gone."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._address, self._key = address, key
+        self._own = threading.local()
+
+    @classmethod
+    def from_environment(cls) -> RemoteIO:
+        """The bridge that this process's environment names; the key is taken out of it, so that
+        what rank 0 starts does not get it."""
+        address = os.environ[ADDRESS].replace("@", "\0", 1)
+        return cls(address, bytes.fromhex(os.environ.pop(KEY)))
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's numbers."""
+        self._call("log_metrics", step, {name: float(value) for name, value in metrics.items()})
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store a step's rollouts."""
+        self._call("save_rollouts", step, list(rows))
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint."""
+        found: SavedCheckpoint | None = self._call("latest_checkpoint")
+        return found
+
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        """Say that a checkpoint cannot be read after all."""
+        self._call("pass_over", checkpoint, why)
+
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
+        """A folder to write into; the store is in the worker."""
+        token = secrets.token_hex(8)
+        folder: Path = self._call("enter", token, step)
+        try:
+            yield folder
+        except BaseException as error:
+            self._call("leave", token, encode(error))
+            raise
+        self._call("leave", token, None)
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        """Wait a while for room."""
+        return bool(self._call("room_again", encode(error)))
+
+    def progress(self, progress: Progress) -> None:
+        """Tell how far the stage is."""
+        self._call("progress", progress)
+
+    def should_stop(self) -> bool:
+        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        return bool(self._call("should_stop"))
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Hand in the stage's report."""
+        self._call("finish", dict(report))
+
+    def _call(self, name: str, *args: Any) -> Any:
+        try:
+            connection = self._connection()
+            connection.send((name, args))
+            good, value = connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise KilledError(
+                "The worker of this attempt is gone",
+                fix="nothing: the next attempt goes on from the last checkpoint",
+            ) from error
+        if not good:
+            raise decode(value, "In the attempt's worker")
+        return value
+
+    def _connection(self) -> Connection:
+        known: Connection | None = getattr(self._own, "connection", None)
+        if known is None:
+            known = Client(self._address, "AF_UNIX", authkey=self._key)
+            self._own.connection = known
+        return known

@@ -1,0 +1,272 @@
+"""The other nodes of a job: who waits there, and what the worker has them do.
+
+In, on the first node: a Slurm job of several nodes (:class:`OtherNodes`, in the worker). In, on the
+others: the same command, which Slurm has started once per node (:func:`wait_for_work`). Out: each
+runs torchrun's agent for its node, and what that prints comes back to the worker.
+
+Nobody starts anything with ``srun`` from inside the job: Slurm sends a request to stop (preemption,
+time limit, ``scancel --signal``) to every process of a step, and an ``srun`` among them answers it
+by killing all that it has started, before anybody can save. So there is one step with a task on
+each node; all but the first wait for the worker's word.
+
+The worker listens on the first node's address; where, and with which key, stands in a file beside
+the attempt that only its user can read. When the worker is gone its connections are, and with them
+the ranks on all nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, cast
+
+from infra import atomic
+from infra.foreign.process import TrainerProcess
+from infra.services.server import node_address
+from infra.signals import SlurmJob
+from infra.workspace import Workspace
+from refiner_core.contract.errors import LaunchError
+
+log = logging.getLogger(__name__)
+
+#: Beside an attempt: where its worker listens.
+_FILE = "nodes.json"
+_POLL_S = 0.5
+_LAST_WORDS_S = 15.0
+#: How long the others may take to come: Slurm starts all tasks of a step at once.
+_COME_S = 300.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where torchrun's agents of several nodes meet; one node needs none."""
+
+    address: str = ""
+    port: int = 0
+    name: str = ""
+
+
+def node_number(environment: Mapping[str, str] = os.environ) -> int:
+    """Which node of its step this process is on, from 0: 0 outside of Slurm, too."""
+    return int(environment.get("SLURM_NODEID") or 0) if "SLURM_JOB_ID" in environment else 0
+
+
+class OtherNodes:
+    """The worker's end; a context manager, after which nothing runs on other nodes.
+
+    Parameters
+    ----------
+    control
+        The attempt's folder of small files, which all nodes see.
+    job
+        The Slurm job.
+    count
+        How many other nodes there are.
+    """
+
+    def __init__(self, control: Path, job: SlurmJob, count: int) -> None:
+        self._path, self._count = control / _FILE, count
+        address = node_address()
+        self._key = secrets.token_bytes(32)
+        self._listener = Listener((address, 0), "AF_INET", backlog=count, authkey=self._key)
+        self.meeting = Meeting(address, _free_port(address), secrets.token_hex(8))
+        self._note = {
+            "address": address,
+            "port": cast("tuple[str, int]", self._listener.address)[1],
+            "key": self._key.hex(),
+            "job_id": job.id,
+            "restart": job.restart,
+        }
+        self._nodes: dict[int, Connection] = {}
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> OtherNodes:
+        _write_private(self._path, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        atomic.remove_quietly(self._path)
+        for connection in self._nodes.values():
+            _shut(connection)
+        for reader in self._readers:
+            reader.join(_LAST_WORDS_S)
+        self._listener.close()
+
+    def start(self, commands: Sequence[str], settings: Mapping[str, str]) -> None:
+        """Have every node run its command, by its number; the first is the worker's own.
+
+        Raises
+        ------
+        LaunchError
+            Not all came.
+        """
+        self._wait_for_all()
+        for node, connection in self._nodes.items():
+            _send(connection, {"command": commands[node], "settings": dict(settings)})
+            reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def lines(self) -> Iterator[str]:
+        """What was printed elsewhere since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._lines.get_nowait()
+
+    def last_lines(self) -> Iterator[str]:
+        """What is left, once this node's ranks have ended: those of others get a moment."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        yield from self.lines()
+
+    def _wait_for_all(self) -> None:
+        timer = threading.Timer(_COME_S, self._listener.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            while len(self._nodes) < self._count:
+                try:
+                    connection = self._listener.accept()
+                    hello = _receive(connection)
+                except (AuthenticationError, EOFError, ConnectionError) as error:
+                    log.warning("somebody without the key has connected to the worker: %r", error)
+                    continue
+                self._nodes[int(hello["node"])] = connection
+                log.info("node %s (%s) is ready", hello["node"], hello["host"])
+        except OSError as error:
+            raise LaunchError(
+                f"Only {len(self._nodes)} of the job's {self._count} other nodes came within "
+                f"{_COME_S:.0f} s",
+                expected="a task of the job on every node, which reaches the first node",
+                fix="look at the job's logs in the attempt's `submitit` folder",
+            ) from error
+        finally:
+            timer.cancel()
+
+    def _read(self, connection: Connection) -> None:
+        while True:
+            try:
+                told = _receive(connection)
+            except (EOFError, OSError):
+                return
+            if "line" in told:
+                self._lines.put(told["line"])
+            else:
+                return  # its agent has ended; the connection stays until the worker is done
+
+
+# ---------------------------------------------------------------- the others
+
+
+def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int) -> int:
+    """What a node other than the first does; returns the exit code when the worker is done."""
+    connection = _connect(workspace, stage_id, job)
+    if connection is None:
+        return 0
+    with connection:
+        _send(connection, {"node": node, "host": socket.gethostname()})
+        try:
+            order = _receive(connection)
+        except (EOFError, OSError):
+            return 0  # the worker ended before it came to that
+        _work(connection, order["command"], order["settings"])
+    return 0
+
+
+def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> None:
+    from infra.ranks.launch import node_settings
+
+    gone = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(connection, gone), daemon=True)
+    watcher.start()
+    own = {**os.environ, **node_settings(settings), **settings}
+    with TrainerProcess(command, own, Path.cwd()) as process:
+        try:
+            while process.code is None and not gone.is_set():
+                for line in process.lines(_POLL_S):
+                    _send(connection, {"line": line.text})
+            if not gone.is_set():
+                for line in process.last_lines():
+                    _send(connection, {"line": line.text})
+                _send(connection, {"code": process.code})
+        except OSError:
+            return  # the worker is gone, and with it what it has asked for
+    gone.wait()
+
+
+def _watch(connection: Connection, gone: threading.Event) -> None:
+    """The worker sends nothing more: what comes is its end."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    gone.set()
+
+
+def _connect(workspace: Workspace, stage_id: str, job: SlurmJob) -> Connection | None:
+    """The way to the worker of this start of the job; None where it has ended already."""
+    stage = workspace.layout.stage(stage_id)
+    while True:
+        for number in reversed(stage.attempt_numbers()):
+            paths = stage.attempt(number)
+            note = atomic.read_json(paths.control / _FILE)
+            if note is not None and _is_of(note, job):
+                with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                    key = bytes.fromhex(note["key"])
+                    return Client((note["address"], note["port"]), "AF_INET", authkey=key)
+            started = workspace.read_control(paths.started)
+            if started is not None and _is_of(started, job) and paths.outcome.exists():
+                return None
+        if stage.result.exists():
+            return None
+        time.sleep(_POLL_S)
+
+
+def _is_of(note: Mapping[str, Any], job: SlurmJob) -> bool:
+    return job.is_called(note.get("job_id")) and int(note.get("restart") or 0) == job.restart
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _send(connection: Connection, value: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(value).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(connection.recv_bytes())
+    return value
+
+
+def _shut(connection: Connection) -> None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_private(path: Path, value: Mapping[str, Any]) -> None:
+    """A file that nobody else can read: it holds a key."""
+    temporary = atomic.temporary_name(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
