@@ -263,7 +263,11 @@ def read_checkpoint(
             if found != size:
                 complain(f"checkpoint {folder} is ignored: {name} has {found} bytes, not {size}")
                 return None
-        return Complete(int(marker["step"]), int(marker["attempt"]), folder)
+        found_here = Complete(int(marker["step"]), int(marker["attempt"]), folder)
+        if _NAME.fullmatch(folder.name) and folder.name != step_name(found_here.step):
+            complain(f"checkpoint {folder} is ignored: it is a copy of that of another step")
+            return None
+        return found_here
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         complain(f"checkpoint {folder} is ignored: its marker cannot be read ({error})")
         return None

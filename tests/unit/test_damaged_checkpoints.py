@@ -1,0 +1,281 @@
+"""A checkpoint that is not what was saved is never gone on from, and costs no more than itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.checkpoints import (
+    DAMAGED,
+    MARKER,
+    CheckpointStore,
+    checkpoint_to_export,
+    read_checkpoint,
+    step_name,
+)
+from infra.disk.reaper import carry_out, plan_reclaim
+from infra.disk.stock import read_stock
+from infra.stage_io import AttemptIO, list_rollouts, read_metrics
+from infra.workspace import Workspace
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.plan import PlannedStage
+from tests.support.plans import claim, small_plan
+
+WEIGHTS, STATE = "model.safetensors", "state-rank00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+@pytest.fixture
+def stage(workspace: Workspace) -> PlannedStage:
+    return claim(workspace, small_plan(), "data")
+
+
+def make_io(workspace: Workspace, stage: PlannedStage, attempt: int) -> AttemptIO:
+    paths = workspace.layout.stage(stage.id)
+    store = CheckpointStore(paths.checkpoints, attempt, keep=2, before_commit=lambda: io.flush())
+    io = AttemptIO(paths, attempt, store)
+    return io
+
+
+def train(io: AttemptIO, until: int, *, save_every: int = 2) -> None:
+    """As a training stage does: go on, log, store, save."""
+    latest = io.latest_checkpoint()
+    for step in range(1 if latest is None else latest.step + 1, until + 1):
+        io.log_metrics(step, {"attempt": io.checkpoints.attempt})
+        io.save_rollouts(step, [{"text": f"{step}"}])
+        if step % save_every == 0:
+            save(io, step)
+    io.close()
+
+
+def save(io: AttemptIO, step: int) -> None:
+    with io.new_checkpoint(step) as folder:
+        for name in (WEIGHTS, STATE):
+            (folder / name).write_bytes(f"{name} {step} ".encode() * 500)
+        (folder / "progress.json").write_text(json.dumps({"step": step}))
+
+
+def flip_a_bit(folder: Path) -> None:
+    data = bytearray((folder / STATE).read_bytes())
+    data[len(data) // 2] ^= 4
+    (folder / STATE).write_bytes(data)
+
+
+def cut_off(folder: Path) -> None:
+    (folder / STATE).write_bytes((folder / STATE).read_bytes()[:-1])
+
+
+def empty(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"")
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def delete_half(folder: Path) -> None:
+    (folder / MARKER).unlink()
+    (folder / STATE).unlink()
+
+
+def spoil_the_marker(folder: Path) -> None:
+    (folder / MARKER).write_text("[1, 2")
+
+
+def replace_the_marker(folder: Path) -> None:
+    (folder / MARKER).write_text('{"step": "x", "files": [], "sha256": 3}')
+
+
+def swap_two_files(folder: Path) -> None:
+    data = (folder / STATE).read_bytes()
+    (folder / STATE).write_bytes(data[:100] + data[200:300] + data[100:200] + data[300:])
+
+
+DAMAGES = [
+    *(flip_a_bit, cut_off, empty, lose_a_file, delete_half, spoil_the_marker),
+    *(replace_the_marker, swap_two_files),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_one_before_is_gone_on_from_and_the_damaged_one_is_named(
+    workspace: Workspace,
+    stage: PlannedStage,
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train(make_io(workspace, stage, 1), 5)
+    newest = workspace.layout.stage(stage.id).checkpoints / step_name(4)
+    damage(newest)
+    left = sorted(p.name for p in newest.iterdir() if p.name not in (MARKER, DAMAGED))
+    io = make_io(workspace, stage, 2)
+    found = io.latest_checkpoint()
+    assert found is not None
+    assert found.step == 2
+    assert str(newest) in caplog.text
+    still = sorted(p.name for p in newest.iterdir() if p.name not in (MARKER, DAMAGED))
+    assert still == left, "it is evidence, and stays"
+    # Its step is saved again, and at no moment is there none to go on from.
+    train(make_io(workspace, stage, 3), 4)
+    again = make_io(workspace, stage, 4)
+    found = again.latest_checkpoint()
+    assert found is not None
+    assert (found.step, (newest / WEIGHTS).read_bytes()[:20]) == (4, b"model.safetensors 4 ")
+    lines = read_metrics(workspace.layout.attempt(stage.id, 4).metrics)
+    assert [line.step for line in lines] == list(range(1, 5))
+    assert [line.metrics["attempt"] for line in lines] == [1] * 2 + [3] * 2
+
+
+def test_with_none_left_the_stage_starts_anew_and_says_so(
+    workspace: Workspace, stage: PlannedStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_io(workspace, stage, 1), 5)
+    for folder in workspace.layout.stage(stage.id).checkpoints.iterdir():
+        flip_a_bit(folder)
+    io = make_io(workspace, stage, 2)
+    assert io.latest_checkpoint() is None
+    assert "starts anew" in caplog.text
+    train(io, 3)
+    lines = read_metrics(workspace.layout.attempt(stage.id, 2).metrics)
+    assert [line.step for line in lines] == list(range(1, 4))
+
+
+def test_the_only_good_one_is_never_deleted_for_a_damaged_newer_one(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    flip_a_bit(checkpoints / step_name(4))
+    io = make_io(workspace, stage, 2)
+    assert io.latest_checkpoint() is not None
+    with io.new_checkpoint(4) as folder:
+        (folder / WEIGHTS).write_text("again")
+        assert read_checkpoint(checkpoints / step_name(2)), "the successor is not complete yet"
+    assert [c.step for c in io.checkpoints.complete()] == [2, 4]
+
+
+def test_a_save_of_a_later_step_leaves_the_evidence(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    damaged = workspace.layout.stage(stage.id).checkpoints / step_name(4)
+    flip_a_bit(damaged)
+    io = make_io(workspace, stage, 2)
+    io.latest_checkpoint()
+    save(io, 6)
+    assert (damaged / STATE).exists()
+    assert [c.step for c in io.checkpoints.complete()] == [2, 6]
+
+
+def test_where_room_is_short_the_damaged_one_goes_first_and_the_good_one_stays(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    flip_a_bit(checkpoints / step_name(4))
+    claim(workspace, small_plan(), "data", after=1)
+    make_io(workspace, stage, 2).latest_checkpoint()
+    carry_out(workspace, plan_reclaim(read_stock(workspace), None))
+    assert [p.name for p in sorted(checkpoints.iterdir())] == [step_name(2)]
+
+
+def test_markers_of_older_versions_have_no_hashes_and_are_as_good_as_ever(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    path = workspace.layout.stage(stage.id).checkpoints / step_name(4) / MARKER
+    marker = json.loads(path.read_text())
+    del marker["sha256"]
+    path.write_text(json.dumps(marker))
+    found = make_io(workspace, stage, 2).latest_checkpoint()
+    assert found is not None
+    assert found.step == 4
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [(9_000, 10_000), (99_999_999, 100_000_000), (2, 1_000_000_000)]
+)
+def test_the_newest_is_the_one_with_the_greater_number(
+    workspace: Workspace, stage: PlannedStage, older: int, newer: int
+) -> None:
+    io = make_io(workspace, stage, 1)
+    for step in (older, newer):
+        save(io, step)
+    found = make_io(workspace, stage, 2).latest_checkpoint()
+    assert found is not None
+    assert found.step == newer
+    save(make_io(workspace, stage, 3), newer + 1)
+    assert [c.step for c in io.checkpoints.complete()] == [newer, newer + 1]
+
+
+def test_one_that_is_passed_over_takes_what_was_logged_up_to_it_along(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    """The trainer could not read it, though its files are what was saved."""
+    train(make_io(workspace, stage, 1), 5)
+    io = make_io(workspace, stage, 2)
+    newest = io.latest_checkpoint()
+    assert newest is not None
+    io.pass_over(newest, "it cannot be read")
+    found = io.latest_checkpoint()
+    assert found is not None
+    assert (found.step, io.resumed_step) == (2, 2)
+    paths = workspace.layout.attempt(stage.id, 2)
+    assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 3))
+    assert [p.stem for p in list_rollouts(paths.rollouts)] == [step_name(s) for s in range(1, 3)]
+    assert json.loads(paths.resumed.read_text()) == {"step": 2, "from_attempt": 1}
+    io.pass_over(found, "nor can this one")
+    assert io.latest_checkpoint() is None
+    assert not paths.resumed.exists()
+    assert read_metrics(paths.metrics) == []
+    # What it says holds for the attempts after it, too.
+    assert make_io(workspace, stage, 3).latest_checkpoint() is None
+
+
+def test_an_export_reads_weights_that_are_what_was_saved_and_does_not_mind_the_rest(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 2)
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    flip_a_bit(checkpoints / step_name(2))
+    assert checkpoint_to_export(checkpoints, 2) == checkpoints / step_name(2)
+    data = (checkpoints / step_name(2) / WEIGHTS).read_bytes()
+    (checkpoints / step_name(2) / WEIGHTS).write_bytes(data.replace(b" 2 ", b" 3 "))
+    with pytest.raises(WorkspaceError, match=r"the contents of model\.safetensors are not"):
+        checkpoint_to_export(checkpoints, 2)
+
+
+def test_what_cannot_be_read_now_may_be_read_by_the_next_attempt(
+    workspace: Workspace, stage: PlannedStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hiccups damages nothing for good."""
+    train(make_io(workspace, stage, 1), 4)
+
+    def broken(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("infra.checkpoints.hash_of", broken)
+        assert make_io(workspace, stage, 2).latest_checkpoint() is None
+    found = make_io(workspace, stage, 3).latest_checkpoint()
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_folder_under_the_name_of_another_step_is_none_to_go_on_from(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    newest = workspace.layout.stage(stage.id).checkpoints / step_name(4)
+    shutil.copytree(newest, newest.with_name(step_name(6)))
+    found = make_io(workspace, stage, 2).latest_checkpoint()
+    assert found is not None
+    assert found.path == newest
