@@ -99,6 +99,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         return plan, workspace, run
 
     _warn_of_room(plan, recipe, overrides)
+    _say_notes(plan)
     return with_room(plan.config, begin)
 
 
@@ -116,6 +117,14 @@ def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
         f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
         f"What would fit: {command}"
     )
+
+
+def _say_notes(plan: Plan) -> None:
+    """Say what is worth knowing of how the run will train; it goes through all the same."""
+    from flows.memory import planning_notes
+
+    for note in planning_notes(plan):
+        _say(note)
 
 
 def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:

@@ -56,6 +56,7 @@ def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
     from flows.api import forecast, plan_json
     from flows.disk import Interval, planned_room, propose_fit, suggested_intervals
+    from flows.memory import memory_json, planning_notes
     from infra.disk.keeper import gib
     from infra.workspace import Workspace
 
@@ -66,6 +67,7 @@ def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
         intervals = suggested_intervals(plan, Workspace.read_only(plan.config.workspace))
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": disk_json(room)}
+        value |= {"memory": memory_json(plan), "notes": planning_notes(plan)}
         if words.fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
             value["disk"]["save_freq"] = {i.kind: i.save_freq for i in intervals}
@@ -146,10 +148,15 @@ def disk_json(room: PlannedRoom) -> dict[str, Any]:
 
 
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
-    """Print a recipe's plan as a table or as JSON, and what to do next."""
+    """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
+    to do next."""
+    from flows.memory import planning_notes
+
     show_made_plan(plan, as_json)
     if as_json:
         return
+    for note in planning_notes(plan):
+        click.echo(f"\nnote: {note}")
     command = shlex.join(["refiner", "run", recipe, *overrides])
     explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])
     click.echo(f"\nNext:\n  {command}\n  {explain}", err=True)

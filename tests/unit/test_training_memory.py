@@ -1,0 +1,125 @@
+"""What training will take of memory is said before it runs, by arithmetic that can be checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flows.api import make_recipe_plan
+from flows.memory import memory_json, memory_needs, planning_notes
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.training_memory import MemoryNeed, ModelShape, training_memory
+from tests.support.command import refiner
+
+BILLION = 10**9
+ONE = ModelShape(BILLION)
+LARGE = load_recipe("refiner-gpt54")  # bfloat16, 4 processes and 4 servers on 8 GPUs
+TINY = load_recipe("tiny")
+
+
+def large(**fields: Any) -> MemoryNeed:
+    return training_memory(replace_fields(LARGE, fields), "grpo", ONE)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_each"),
+    [  # weights 2, gradients 2, two moments and masters 12; shared by 4 from ZeRO 3, 2, 1 up
+        (None, 2 + 2 + 12),
+        (0, 2 + 2 + 12),
+        (1, 2 + 2 + 12 / 4),
+        (2, 2 + 2 / 4 + 12 / 4),
+        (3, (2 + 2 + 12) / 4),
+    ],
+)
+def test_zero_shares_what_it_shares(stage: int | None, bytes_each: float) -> None:
+    found = large(**{"grpo.deepspeed_stage": stage}).on_gpu
+    assert found["weights"] + found["gradients"] + found["optimizer"] == bytes_each * BILLION
+
+
+def test_the_reference_is_another_copy_and_none_without_kl() -> None:
+    assert large().on_gpu["reference"] == 2 * BILLION
+    assert "reference" not in large(**{"grpo.beta": 0.0}).on_gpu
+
+
+def test_offloading_moves_to_the_host() -> None:
+    plain, moved = large(), large(**{"grpo.offload_optimizer": True, "grpo.offload_param": True})
+    assert moved.on_host["optimizer"] == plain.on_gpu["optimizer"] == 3 * BILLION
+    assert moved.on_host["weights"] == plain.on_gpu["weights"]
+    assert not {"optimizer", "weights"} & set(moved.on_gpu)
+
+
+def test_a_checkpoint_that_is_written_meanwhile_stands_in_the_hosts_memory() -> None:
+    copy = "checkpoint being written"
+    assert large().on_host[copy] * 4 == 14 * BILLION  # each process its share
+    alone = large(**{"grpo.deepspeed_stage": None})
+    assert alone.shared[copy] == 14 * BILLION  # one process writes for all
+    at_once = large(**{"grpo.async_save": False})
+    assert copy not in {**at_once.on_host, **at_once.shared}
+
+
+def test_who_samples_beside_training_has_weights_of_its_own() -> None:
+    own = {"grpo.generation_backend": "transformers", "grpo.deepspeed_stage": None}
+    assert "sampler" not in large(**own).on_gpu
+    assert large(**own, **{"grpo.async_steps": 1}).on_gpu["sampler"] == 2 * BILLION
+    gathered = large(**{"grpo.generation_backend": "transformers"}).on_gpu
+    assert gathered["gathered to sample"] == 2 * BILLION
+
+
+def test_servers_on_a_cpu_take_the_hosts_memory() -> None:
+    fields = {"grpo.generation_backend": "vllm", "grpo.vllm_num_engines": 2}
+    found = training_memory(replace_fields(TINY, fields), "grpo", ONE)
+    assert found.shared["weights for servers"] == 4 * BILLION  # they pass through memory
+    assert found.shared["servers"] > 2 * 4 * BILLION
+    assert not found.on_gpu
+
+
+@pytest.mark.parametrize(("checkpointing", "measured_gib"), [(False, 2.59), (True, 1.98)])
+def test_an_estimate_is_near_what_was_measured(checkpointing: bool, measured_gib: float) -> None:
+    """Peaks of two SFT steps (50M parameters, packs of 2048, AdamW, no save) on a CPU."""
+    fields = {"sft.optimizer": "adamw", "sft.pack_length": 2048, "sft.async_save": False}
+    config = replace_fields(TINY, {**fields, "model.gradient_checkpointing": checkpointing})
+    shape = ModelShape(49_948_160, hidden=512, inner=2048, layers=8, pairs=512, words=32_000)
+    estimate = training_memory(config, "sft", shape).host_bytes / 2**30
+    assert measured_gib <= estimate <= 1.25 * measured_gib
+
+
+def test_processes_of_a_node_add_up() -> None:
+    fields = {"sft.optimizer": "adamw", "sft.nproc_per_node": 2, "sft.async_save": False}
+    fields["sft.gradient_accumulation_steps"] = 2
+    two = training_memory(replace_fields(TINY, fields), "sft", ONE)
+    one = training_memory(replace_fields(TINY, {**fields, "sft.nproc_per_node": 1}), "sft", ONE)
+    assert two.host_bytes == 2 * one.host_bytes  # plain torch: each has all of it
+
+
+# ---------------------------------------------------------------- where it is said
+
+
+def test_the_shape_is_read_from_the_models_files() -> None:
+    found = {need.stage: need for need in memory_needs(make_recipe_plan("tiny"))}
+    assert set(found) == {"sft", "grpo"}
+    assert found["sft"].on_host["weights"] == 4 * 1_026_048  # of the shipped model, float32
+    assert found["grpo"].on_host["key/value cache"] > 0
+    assert planning_notes(make_recipe_plan("tiny")) == []
+
+
+def test_a_model_of_which_nothing_is_known_has_no_estimate() -> None:
+    plan = make_recipe_plan("tiny", ["model.name_or_path=somebody/something"])
+    assert memory_json(plan) == []
+
+
+def test_more_than_a_job_asks_for_is_said_before_it_runs() -> None:
+    [note] = planning_notes(make_recipe_plan("tiny", ["sft.per_device_train_batch_size=64"]))
+    assert note.startswith("sft will take about ")
+    assert "asks for 4.0 GiB (sft.resources.memory_gb): activations" in note
+
+
+def test_plans_show_it() -> None:
+    many = "sft.per_device_train_batch_size=64"
+    shown = refiner("plan", "tiny", many, "--json").json
+    assert [need["stage"] for need in shown["memory"]] == ["sft", "grpo"]
+    assert shown["memory"][0]["host_bytes"] > shown["memory"][0]["asked_bytes"] == 4 << 30
+    assert len(shown["notes"]) == 1
+    text = refiner("run", "tiny", many, "--dry-run")
+    assert text.code == 0
+    assert f"note: {shown['notes'][0]}" in text.stdout
