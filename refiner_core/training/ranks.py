@@ -298,8 +298,9 @@ class RanksIO:
         try:
             self.ranks.all_or_none(error)
         except BaseException as raised:
-            if context is not None:
-                context.__exit__(type(raised), raised, raised.__traceback__)
+            # What the store makes of it (a full disk) is what all ranks hear.
+            met = raised
+            self._decided(lambda _: context and context.__exit__(type(met), met, met.__traceback__))
             raise
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 
