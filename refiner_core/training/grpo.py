@@ -7,26 +7,32 @@ One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> r
 -> packs -> one or more optimiser steps -> metrics and rollouts stored -> checkpoint where due. A
 step whose groups all lack spread changes no weight, but it counts and is logged. A judge that
 streams works on finished samples while the others are decoded; ``time/judge_s`` is what is waited
-for it after the last one.
+for it after the last one. With ``async_steps`` the next batches are sampled meanwhile, by older
+weights (:mod:`refiner_core.training.pipeline`).
 
-Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone.
-A stop that is asked for before a step's update gives the step up and saves the state before it:
-what was sampled comes out the same again, and the time to save may be short.
+Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone, which
+holds the rollouts in flight too. A stop that is asked for before a step's update gives the step up
+and saves the state before it: what was sampled comes out the same again, and the time to save may
+be short. With ``async_steps`` a save waits for what is being sampled.
+
+Of several ranks, rank 0 has judge and IO. It forms groups and advantages and says what is trained
+on; every decision and every error is the same on all of them.
+
 Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/`` (what the judge
 did: its store knows more the second time); nothing else depends on a clock or on what ran before.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import Interrupted, JudgeOutage
-from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, StageIO
+from refiner_core.contract.errors import HealthStop, Interrupted, JudgeOutage, UnsupportedError
+from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.usage import (
@@ -37,26 +43,36 @@ from refiner_core.judges.usage import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.rewards import require_scored
+from refiner_core.training import engine as models
 from refiner_core.training.boundary import Boundary, curve
 from refiner_core.training.engines.choose import open_engine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.grpo_update import GrpoUpdate
+from refiner_core.training.in_flight import IN_FLIGHT, Flight
 from refiner_core.training.optim import schedule_factor
 from refiner_core.training.order import order_hash, prompt_batch
+from refiner_core.training.pipeline import Pipeline, on_first
+from refiner_core.training.policies import (
+    CopyPolicy,
+    LivePolicy,
+    OpenServers,
+    Policy,
+    ServedPolicy,
+    Servers,
+)
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.rollout import (
     RewardFunction,
     RolloutBatch,
-    RolloutSampler,
-    Sampled,
     StepRewards,
+    TrainSample,
     check_lengths,
     form_groups,
     rollout_metrics,
     rollout_rows,
 )
 from refiner_core.training.support import refuse_unsupported
+from refiner_core.training.telling import Clock, Teller
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -69,6 +85,7 @@ COUNTS = (
     "samples/unscored",
     "samples/malformed",
     "samples/truncated_masked",
+    "samples/dropped_stale",
     "optimizer_steps",
 )
 
@@ -84,6 +101,7 @@ def train_grpo(
     generator: Generator | None = None,
     rewards: RewardFunction | None = None,
     ranks: Ranks | None = None,
+    open_servers: OpenServers | None = None,
 ) -> dict[str, Any]:
     """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
 
@@ -103,10 +121,12 @@ def train_grpo(
     judge
         Scores rubrics and citations; rank 0 has it, the other ranks None.
     generator, rewards
-        Seams: by default transformers over the live model, and
+        Seams: by default transformers over the live model (with ``async_steps``, a copy of it), and
         :func:`refiner_core.rewards.compute_rewards`.
     ranks
         The processes that train together; none is this one alone.
+    open_servers
+        Starts the servers of ``generation_backend=vllm``; rank 0 has it, the other ranks None.
 
     Returns
     -------
@@ -122,51 +142,122 @@ def train_grpo(
         Too many rollouts of a step could not be scored, or the judge could not be asked for too
         long; the state before the step is saved.
     StageFailed
-        A loss or gradient is not finite.
+        A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
-        See :func:`refiner_core.training.support.refuse_unsupported`.
+        See :func:`refiner_core.training.support.refuse_unsupported`; or nobody starts servers.
     """
     refuse_unsupported(config, "grpo")
-    run = _GrpoRun(config, data_dir, model_ref, io, judge, generator, rewards, ranks or OneRank())
-    run.train()
-    run.engine.export(output_dir / "model")
-    return run.report()
+    set_threads(config.model)
+    ranks = ranks or OneRank()
+    if (judge is None) != (ranks.rank > 0):
+        raise ValueError("rank 0, and no other, has the judge")
+    prompts = load_prompts(data_dir / TRAIN_FILE)
+    prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
+    check_lengths(prompts, config.grpo)
+    with ExitStack() as stack:
+        engine = open_engine(config, "grpo", model_ref, ranks)
+        policy = _open_policy(config, engine, model_ref, generator, open_servers, stack)
+        reference = engine.reference(model_ref) if config.grpo.beta else None
+        update = GrpoUpdate(engine, reference, config.grpo, config.seed)
+        run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, rewards)
+        stack.callback(run.rollouts.close)
+        with run.boundary:
+            run.train()
+        engine.export(output_dir / "model")
+        return run.report()
+
+
+def _open_policy(
+    config: RecipeConfig,
+    engine: Engine,
+    model_ref: str,
+    generator: Generator | None,
+    open_servers: OpenServers | None,
+    stack: ExitStack,
+) -> Policy:
+    """What samples: a generator that was handed in, servers, or transformers."""
+    from refiner_core.generation.transformers_backend import TransformersGenerator
+
+    batch_size = config.grpo.generation_batch_size
+    if generator is not None:
+        return LivePolicy(engine, generator)
+    if config.grpo.generation_backend == "vllm":
+        return ServedPolicy(_open(open_servers, engine, stack))
+    if not config.grpo.async_steps:
+        return LivePolicy(
+            engine, TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
+        )
+    return CopyPolicy(
+        models.load_model(model_ref, config.model, engine.device),
+        lambda model, on_step: TransformersGenerator(
+            model, engine.tokenizer, batch_size=batch_size, on_step=on_step
+        ),
+    )
+
+
+def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) -> Servers | None:
+    """Rank 0's servers; where they cannot be started, that is an error of all ranks."""
+    servers: Servers | None = None
+    error: BaseException | None = None
+    if engine.ranks.rank == 0:
+        try:
+            if open_servers is None:
+                raise UnsupportedError(
+                    "grpo.generation_backend is vllm, and whoever runs this stage starts no "
+                    "rollout servers",
+                    expected="`open_servers`, which starts them",
+                    fix="run the stage by `refiner run`, or set "
+                    "grpo.generation_backend=transformers",
+                )
+            servers = stack.enter_context(open_servers(engine))
+        except Exception as raised:
+            error = raised
+    engine.ranks.all_or_none(error)
+    return servers
+
+
+class _Rollouts(NamedTuple):
+    """What all ranks know of a step's rollouts: what is trained on, and numbers."""
+
+    samples: list[TrainSample]
+    candidates: int
+    metrics: dict[str, float]
+    size: int
+    response_tokens: int
+    tokens: int
 
 
 class _GrpoRun:
-    """The state of one training run; everything that changes is in ``progress`` or the model."""
+    """The state of one training run; everything that changes is in ``progress``, the model, the
+    health monitor (whose state progress holds), or in flight."""
 
     def __init__(
         self,
         config: RecipeConfig,
-        data_dir: Path,
-        model_ref: str,
-        io: StageIO | None,
+        prompts: Sequence[PromptRow],
+        update: GrpoUpdate,
+        policy: Policy,
+        io: RanksIO,
         judge: Judge | None,
-        generator: Generator | None,
         rewards: RewardFunction | None,
-        ranks: Ranks,
     ) -> None:
         grpo = config.grpo
-        set_threads(config.model)
-        if judge is None:
-            raise ValueError("rank 0 needs a judge")
         self.config, self.grpo, self.judge = config, grpo, judge
-        self.io, self.ranks = RanksIO(io, ranks), ranks
-        self.rewards = rewards
-        self.prompts = load_prompts(data_dir / TRAIN_FILE)
-        prompt_batch(config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, 0)
-        check_lengths(self.prompts, grpo)
-        self.engine = open_engine(config, "grpo", model_ref, self.ranks)
-        generator = generator or _default_generator(self.engine, grpo.generation_batch_size)
-        self.sampler = RolloutSampler(grpo, config.seed, generator, self.engine.tokenizer)
-        reference = self.engine.reference(model_ref) if grpo.beta else None
-        self.update = GrpoUpdate(self.engine, reference, grpo, config.seed)
+        self.prompts, self.update, self.engine = prompts, update, update.engine
+        self.io, self.ranks, self.health = io, io.ranks, update.health
+        self.step = 0
+        self.batch: RolloutBatch | None = None  # of the step that is under way; rank 0's
+        self.rollouts = Pipeline(
+            *(config, prompts, self.engine, policy),
+            None if judge is None else partial(_new_rewards, config, judge, rewards),
+            Teller(self._report),
+        )
         self.boundary = Boundary(
             *(self.io, self.engine, "grpo"),
             *(grpo.num_training_steps, grpo.save_freq, grpo.first_save),
+            async_save=grpo.async_save,
         )
-        data_hash = order_hash([row.sample_id for row in self.prompts])
+        data_hash = order_hash([row.sample_id for row in prompts])
         self.progress: dict[str, Any] = self.boundary.restore(data_hash) or {
             "data_hash": data_hash,
             "step": 0,
@@ -177,27 +268,33 @@ class _GrpoRun:
             "counts": dict.fromkeys(COUNTS, 0),
             "curves": {name: [] for name in CURVES},
         }
+        self.health.restore(self.progress.get("health"))
+        position = (self.progress["epoch"], self.progress["cursor"])
+        kept = self.boundary.attachment(IN_FLIGHT)
+        self.rollouts.begin(self.progress["step"], position, kept, str(self.boundary.restored))
 
     def train(self) -> None:
         """Every step that is left."""
-        self.boundary.stop_if_asked(self.progress["step"], self.progress)
+        self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            clock, usage = _Clock(), usage_of(self.judge)
-            try:
-                batch = self._rollouts(step, clock)
-            except (JudgeOutage, Interrupted):
-                self.boundary.save(step - 1, self.progress)
-                raise
-            metrics = rollout_metrics(batch)
+            self.step, clock, usage = step, Clock(), self._usage()
+            self.update.moved = 0
+            self.health.begin(step)
+            with self._saved_before(step):
+                rollouts, flight = self._rollouts(step, clock)
+                metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
             metrics.update(self._judge_metrics(usage))
-            metrics.update(self._train_on(batch, step, clock))
-            self._count(step, batch, metrics)
-            metrics.update(clock.metrics(_tokens(batch)))
+            self._count(step, flight, rollouts, metrics)
+            beside = flight.seconds if self.grpo.async_steps else None
+            metrics.update(self.health.metrics())
+            metrics.update(clock.metrics(rollouts.tokens, beside=beside))
             metrics.update(self.engine.memory())
-            self.io.save_rollouts(step, rollout_rows(step, batch))
+            metrics.update(self.boundary.metrics())
+            if self.batch is not None:
+                self.io.save_rollouts(step, rollout_rows(step, self.batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
-            self.boundary.after(step, self.progress, shown)
+            self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
         """What came out, from the progress alone: the same whether or not it was interrupted."""
@@ -213,73 +310,114 @@ class _GrpoRun:
             **{key: self.progress[key] for key in ("judge",) if key in self.progress},
         }
 
-    def _rollouts(self, step: int, clock: _Clock) -> RolloutBatch:
+    # ------------------------------------------------------------ one step
+
+    def _rollouts(self, step: int, clock: Clock) -> tuple[_Rollouts, Flight]:
+        """The step's rollouts, judged. Further batches are begun meanwhile."""
+        flight = self.rollouts.take(step, clock)
+        self._stop_if_asked(step - 1)
+        self.rollouts.ahead(step, clock)
+        self.rollouts.judge(flight, clock)
+        self._stop_if_asked(step - 1)
+        return on_first(self.ranks, lambda: self._grouped(flight)), flight
+
+    def _grouped(self, flight: Flight) -> _Rollouts:
+        """Groups and advantages (rank 0's)."""
         grpo = self.grpo
-        chosen = prompt_batch(
-            self.config.seed, len(self.prompts), grpo.num_unique_prompts_rollout, step - 1
-        )
-        rewards = StepRewards(self.config.reward, self.judge, self.rewards)
-        total = len(chosen.indices) * grpo.num_samples_per_prompt_rollout
-        tell = _Teller(self, step, "generate", "samples_finished")
-
-        def finished(place: int, sample: Sampled) -> None:
-            rewards.add(place, sample)
-            tell(tell.count + 1, total)
-
-        with clock.time("generate"):
-            prompts = [(index, self.prompts[index]) for index in chosen.indices]
-            samples = self.sampler.sample(prompts, step=step, on_sample=finished)
-        self.boundary.stop_if_asked(step - 1, self.progress)
-        with clock.time("judge"):
-            results = rewards.results(samples, _Teller(self, step, "judge", "samples_judged"))
-        require_scored(results, self.config.judge.max_failed_share, of="rollouts of a step")
-        self.boundary.stop_if_asked(step - 1, self.progress)
-        return form_groups(
-            samples,
-            results,
+        self.batch = batch = form_groups(
+            flight.samples,
+            flight.results,
             size=grpo.num_samples_per_prompt_rollout,
             normalization=grpo.advantage_normalization_type,
         )
+        metrics = {
+            **rollout_metrics(batch),
+            "samples/dropped_stale": self.rollouts.dropped_stale,
+            "val/policy_age": flight.age,
+        }
+        if grpo.active_sampling:
+            metrics["groups/sampling_rounds"] = len(flight.rounds)
+        lengths = [len(s.completion.token_ids) for s in batch.samples]
+        return _Rollouts(
+            batch.train_samples(mask_truncated=grpo.mask_truncated_completions),
+            len(batch.train_samples(mask_truncated=False)),
+            metrics,
+            len(batch.samples),
+            sum(lengths),
+            sum(lengths) + sum(len(s.prompt.prompt_ids) for s in batch.samples),
+        )
 
-    def _train_on(self, batch: RolloutBatch, step: int, clock: _Clock) -> dict[str, float]:
-        grpo = self.grpo
-        samples = batch.train_samples(mask_truncated=grpo.mask_truncated_completions)
-        candidates = batch.train_samples(mask_truncated=False)
+    def _train_on(self, rollouts: _Rollouts, step: int, clock: Clock) -> dict[str, float]:
+        grpo, samples = self.grpo, rollouts.samples
         factor = schedule_factor(
             step - 1, grpo.num_training_steps, grpo.lr_scheduler_type, grpo.warmup_ratio
         )
         metrics: dict[str, float] = {
             "learning_rate": grpo.learning_rate * factor,
             "samples/trained": len(samples),
-            "samples/truncated_masked": len(candidates) - len(samples),
+            "samples/truncated_masked": rollouts.candidates - len(samples),
             "optimizer_steps": 0,
         }
-        if samples:
-            self.tell(step, "update")
+        skip = self.health.after_rollouts(
+            groups_with_spread=int(rollouts.metrics["groups/kept"]),
+            truncated_share=1.0 - rollouts.metrics["val/stop_rate"],
+        )
+        if samples and not skip:
+            self._report("update", {})
             with clock.time("update"):
                 metrics.update(self.update.run(samples, step=step, factor=factor))
         return metrics
 
-    def _count(self, step: int, batch: RolloutBatch, metrics: dict[str, float]) -> None:
+    def _count(
+        self, step: int, flight: Flight, rollouts: _Rollouts, metrics: dict[str, float]
+    ) -> None:
         """Move the progress on by one step, and add position to the metrics."""
-        chosen = prompt_batch(
-            self.config.seed, len(self.prompts), self.grpo.num_unique_prompts_rollout, step - 1
-        )
         progress = self.progress
         progress["step"] = step
-        progress["epoch"] = chosen.epoch
-        progress["cursor"] = chosen.cursor + len(chosen.indices)
-        progress["episode"] += len(batch.samples)
-        progress["tokens"] += sum(len(s.completion.token_ids) for s in batch.samples)
+        progress["epoch"], progress["cursor"] = flight.epoch, flight.cursor
+        progress["episode"] += rollouts.size
+        progress["tokens"] += rollouts.response_tokens
+        progress["health"] = self.health.state()
         for name in COUNTS:
-            progress["counts"][name] += metrics[name]
+            progress["counts"][name] = progress["counts"].get(name, 0) + metrics[name]
         for name in CURVES:
             progress["curves"][name].append(metrics.get(name))  # one entry per step, or None
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
+        self.rollouts.done(step)
+
+    # ------------------------------------------------------------ checkpoints
+
+    @contextmanager
+    def _saved_before(self, step: int) -> Iterator[None]:
+        """What ends a step before its update costs that step alone: the state before is saved."""
+        try:
+            yield
+        except (JudgeOutage, Interrupted, HealthStop):
+            if not self.update.moved and self.rollouts.savable(step - 1):
+                attachments = partial(self._in_flight, step - 1, judged=False)
+                self.boundary.save(step - 1, self.progress, attachments)
+            raise
+
+    def _stop_if_asked(self, step: int) -> None:
+        attachments = partial(self._in_flight, step, judged=False)
+        self.boundary.stop_if_asked(step, self.progress, attachments)
+
+    def _in_flight(self, step: int, *, judged: bool | None = None) -> Mapping[str, bytes]:
+        """Who asks for a stop may not have the time to wait for a judge as well."""
+        if self.grpo.async_steps == 0:
+            return {}
+        return self.rollouts.dump(
+            step, judged=not self.io.should_stop() if judged is None else judged
+        )
+
+    # ------------------------------------------------------------ what it says of itself
+
+    def _usage(self) -> JudgeUsage | None:
+        return None if self.judge is None else usage_of(self.judge)
 
     def _judge_metrics(self, before: JudgeUsage | None) -> dict[str, float]:
         """What the judge has done since ``before``; adds it to the progress."""
-        now = usage_of(self.judge)
+        now = self._usage()
         if before is None or now is None:
             return {}
         used = usage_between(before, now)
@@ -287,52 +425,12 @@ class _GrpoRun:
         self.progress["judge"] = usage_to_json(usage_sum(known, used))
         return usage_metrics(used)
 
-    def tell(self, step: int, phase: str, values: Mapping[str, float] | None = None) -> None:
+    def _report(self, part: str, values: Mapping[str, float]) -> None:
         """Say where the step is."""
-        self.io.progress(Progress(step - 1, self.grpo.num_training_steps, phase, values or {}))
+        self.io.progress(Progress(self.step - 1, self.grpo.num_training_steps, part, values))
 
 
-class _Teller:
-    """Tells that a part of a step begins, and then how far it is, at most once a second."""
-
-    def __init__(self, run: _GrpoRun, step: int, phase: str, unit: str) -> None:
-        self.run, self.step, self.phase, self.unit = run, step, phase, unit
-        self.count, self.last_s = 0, time.monotonic()
-        run.tell(step, phase)
-
-    def __call__(self, count: int, total: int) -> None:
-        self.count, now_s = count, time.monotonic()
-        if now_s - self.last_s >= 1.0:
-            self.last_s = now_s
-            values = {self.unit: float(count), "samples": float(total)}
-            self.run.tell(self.step, self.phase, values)
-
-
-class _Clock:
-    """Wall-clock seconds of the parts of one step."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._parts: dict[str, float] = {}
-
-    @contextmanager
-    def time(self, part: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._parts[part] = time.perf_counter() - started
-
-    def metrics(self, tokens: int) -> dict[str, float]:
-        total = time.perf_counter() - self._started
-        parts = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
-        return {**parts, "time/step_s": total, "tokens_per_second": tokens / total}
-
-
-def _tokens(batch: RolloutBatch) -> int:
-    """Prompt and response tokens of a step, prompts counted once per sample."""
-    return sum(len(s.prompt.prompt_ids) + len(s.completion.token_ids) for s in batch.samples)
-
-
-def _default_generator(engine: Engine, batch_size: int) -> Generator:
-    from refiner_core.generation.transformers_backend import TransformersGenerator
-
-    return TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
+def _new_rewards(
+    config: RecipeConfig, judge: Judge, rewards: RewardFunction | None, patient: bool
+) -> StepRewards:
+    return StepRewards(config.reward, judge, rewards, patient=patient)

@@ -1,26 +1,32 @@
 """The update of one GRPO step: rollouts with advantages to new weights.
 
-In: :class:`TrainSample` values of one step. Out: changed weights, and metrics.
+In: :class:`TrainSample` values of one step, the same on every rank. Out: changed weights, and
+metrics over all ranks.
 
 The step's tokens live in flat buffers (F = all response tokens, sample after sample); every pack
 says where its targets stand in them. So advantages, weights, and old and reference
 log-probabilities are looked up, however the samples fell into packs, and the loss is one weighted
-sum over all packs.
+sum over all packs of all ranks.
+
+Numbers stay where they are computed until the end of an optimiser step, and go to the host at once:
+a GPU is never waited for in between.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+import numpy as np
 import torch
 
 from refiner_core.contract.config import GrpoConfig
-from refiner_core.training.boundary import require_finite
 from refiner_core.training.engines.protocol import Engine, Scorer
+from refiner_core.training.health import HealthMonitor
 from refiner_core.training.losses import (
     KL_NAMES,
     importance_weights,
@@ -29,15 +35,15 @@ from refiner_core.training.losses import (
     token_weights,
 )
 from refiner_core.training.order import permutation
-from refiner_core.training.packing import Batch, Sample, collate, pack_samples, to_device
+from refiner_core.training.packing import Batch, Sample
 from refiner_core.training.rollout import TrainSample
+from refiner_core.training.step_batches import StepBatches
 
 
 @dataclass(frozen=True)
 class _Buffers:
     """Flat (F,) values of a step. ``old_F`` is None where the policy has not moved since."""
 
-    samples: tuple[Sample, ...]
     advantage_F: torch.Tensor
     sampler_F: torch.Tensor
     old_F: torch.Tensor | None = None
@@ -47,14 +53,28 @@ class _Buffers:
 class GrpoUpdate:
     """Turns the rollouts of a step into optimiser steps.
 
-    ``reference`` is the frozen initial model, or None where ``beta`` is 0.
+    ``reference`` is the frozen initial model, or None where ``beta`` is 0. ``health`` is asked
+    before each optimiser step; ``moved`` counts those that the last :meth:`run` has made.
     """
 
     def __init__(
-        self, engine: Engine, reference: Scorer | None, grpo: GrpoConfig, seed: int
+        self,
+        engine: Engine,
+        reference: Scorer | None,
+        grpo: GrpoConfig,
+        seed: int,
+        health: HealthMonitor | None = None,
     ) -> None:
         self.engine, self.reference = engine, reference
         self.grpo, self.seed = grpo, seed
+        self.health = health or HealthMonitor(grpo.health, "grpo")
+        self.moved = 0
+        # Otherwise a warning is all that can follow, and the norm need not be computed twice.
+        self._ask_first = {"skip", "stop"} & {
+            grpo.health.loss_spike,
+            grpo.health.entropy_collapse,
+            grpo.health.kl_blow_up,
+        }
 
     def run(
         self, train_samples: Sequence[TrainSample], *, step: int, factor: float
@@ -66,70 +86,70 @@ class GrpoUpdate:
 
         Raises
         ------
-        StageFailed
-            If a loss or gradient norm is not finite.
+        NotFiniteError
+            If a loss or gradient norm is not finite; HealthStop if another check says `stop`.
         """
         grpo = self.grpo
-        buffers = self._buffers(train_samples)
+        self.moved = 0
+        samples, tokens = _placed(train_samples)
+        whole = self._batches(samples)
+        buffers = self._buffers(train_samples, whole, tokens)
         totals = _Totals()
         for epoch in range(grpo.num_epochs):
-            for samples in self._mini_batches(buffers.samples, step, epoch):
-                self._optimizer_step(samples, buffers, step, factor, totals)
-        return totals.metrics(len(train_samples))
+            if grpo.num_mini_batches == 1:
+                self._optimizer_step(samples, whole, buffers, step, factor, totals)
+                continue
+            for chosen in self._mini_batches(samples, step, epoch):
+                batches = self._batches(chosen)
+                self._optimizer_step(chosen, batches, buffers, step, factor, totals)
+        return totals.metrics(len(train_samples), self.moved)
 
-    def _buffers(self, train_samples: Sequence[TrainSample]) -> _Buffers:
-        samples, start = [], 0
-        for sample in train_samples:
-            tokens = sample.response_ids
-            samples.append(Sample(sample.prompt_ids, tokens, (True,) * len(tokens), start))
-            start += len(tokens)
-        advantages = [s.advantage for s in train_samples for _ in s.response_ids]
-        sampler = [value for s in train_samples for value in s.sampler_logprobs]
+    def _buffers(
+        self, train_samples: Sequence[TrainSample], whole: StepBatches, tokens: int
+    ) -> _Buffers:
+        lengths = [len(sample.response_ids) for sample in train_samples]
+        advantages = np.repeat([sample.advantage for sample in train_samples], lengths)
+        sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
         device = self.engine.device
+        sampler_F = torch.tensor(sampler, dtype=torch.float32, device=device)
         moves = self.grpo.num_mini_batches * self.grpo.num_epochs > 1
+        old_F, reference_F = None, None
+        if self.grpo.old_logprobs == "sampler":
+            old_F = sampler_F
+        elif moves:  # with a single optimiser step the policy is its own old one: ratio exactly 1
+            old_F = self._score(self.engine, whole, tokens)
+        if self.reference is not None:
+            reference_F = self._score(self.reference, whole, tokens)
+        if self.engine.ranks.world > 1 and moves:  # packs are shared out anew: all need all
+            if self.grpo.old_logprobs == "recomputed" and old_F is not None:
+                old_F = whole.merged(old_F)
+            if reference_F is not None:
+                reference_F = whole.merged(reference_F)
         return _Buffers(
-            samples=tuple(samples),
             advantage_F=torch.tensor(advantages, dtype=torch.float32, device=device),
-            sampler_F=torch.tensor(sampler, dtype=torch.float32, device=device),
-            # With a single optimiser step the policy is its own old policy: ratio exactly 1.
-            old_F=self._score(self.engine, samples, start) if moves else None,
-            reference_F=(
-                None if self.reference is None else self._score(self.reference, samples, start)
-            ),
+            sampler_F=sampler_F,
+            old_F=old_F,
+            reference_F=reference_F,
         )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _score(
-        self, scorer: Engine | Scorer, samples: Sequence[Sample], tokens: int
-    ) -> torch.Tensor:
-        """(F,) log-probabilities under ``scorer``."""
+    def _score(self, scorer: Engine | Scorer, batches: StepBatches, tokens: int) -> torch.Tensor:
+        """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
-        for batch in self._batches(samples):
+        for batch in batches:
             scores = scorer.score(batch, temperature=self.grpo.temperature)
             flat_F[batch.flat_T] = scores.logprob_T
         return flat_F
 
-    def _batches(self, samples: Sequence[Sample]) -> Iterator[Batch]:
-        packs = pack_samples(
-            *(samples, self.grpo.pack_length),
-            share_prompts=self.engine.share_prompts,
-            balance=self.engine.balance,
-        )
-        size = self.grpo.per_device_train_batch_size
-        for i in range(0, len(packs), size):
-            batch = collate(
-                packs[i : i + size], pad_id=self.engine.pad_id, balance=self.engine.balance
-            )
-            yield to_device(batch, self.engine.device)
+    def _batches(self, samples: Sequence[Sample]) -> StepBatches:
+        grpo = self.grpo
+        return StepBatches(self.engine, samples, grpo.pack_length, grpo.per_device_train_batch_size)
 
     def _mini_batches(
         self, samples: Sequence[Sample], step: int, epoch: int
     ) -> Iterator[list[Sample]]:
-        """Whole groups, shuffled where there is more than one mini-batch; never an empty one."""
+        """Whole groups, shuffled; never an empty mini-batch."""
         parts = self.grpo.num_mini_batches
-        if parts == 1:
-            yield list(samples)
-            return
         groups = [list(group) for _, group in groupby(samples, key=lambda s: s.prompt_ids)]
         order = permutation(len(groups), self.seed, "mini_batches", step, epoch)
         for part in range(parts):
@@ -140,21 +160,37 @@ class GrpoUpdate:
     def _optimizer_step(
         self,
         samples: Sequence[Sample],
+        batches: StepBatches,
         buffers: _Buffers,
         step: int,
         factor: float,
         totals: _Totals,
     ) -> None:
         weight_F = self._weights(samples, buffers)
-        losses: dict[str, float] = defaultdict(float)
-        for batch in self._batches(samples):
-            totals.packs += batch.packs
-            for name, value in self._backward(batch, buffers, weight_F, totals).items():
-                losses[name] += value
-        require_finite("grpo", step, loss=losses["total"])
-        norm = self.engine.step(factor)
-        require_finite("grpo", step, gradient_norm=norm)
-        totals.add_update(losses, norm)
+        sums = _Sums()
+        for batch in batches:
+            self._backward(batch, buffers, weight_F, sums)
+        found = sums.over(self.engine)
+        norm, made = self._step(found, factor)
+        self.moved += made
+        if math.isfinite(found["loss/total_avg"]) and math.isfinite(norm):
+            totals.add(found, norm, batches.packs)
+
+    def _step(self, found: dict[str, float], factor: float) -> tuple[float, bool]:
+        """The optimiser step, if health lets it be made; the norm, and whether it was made."""
+        loss, tokens = found["loss/total_avg"], found["tokens"]
+        entropy = found["policy/entropy_avg"] / tokens if tokens else None
+        kl = found["objective/kl3_avg"] / tokens if "objective/kl3_avg" in found else None
+        finite = math.isfinite(loss)
+        if self._ask_first or not finite:
+            norm = self.engine.gradient_norm()
+            if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):
+                self.engine.drop()
+                return norm, False
+            return self.engine.step(factor), True
+        norm = self.engine.step(factor)  # one that is not finite changes nothing
+        skipped = self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl)
+        return norm, not skipped
 
     def _weights(self, samples: Sequence[Sample], buffers: _Buffers) -> torch.Tensor:
         grpo = self.grpo
@@ -170,14 +206,25 @@ class GrpoUpdate:
         return weight_F
 
     def _backward(
-        self, batch: Batch, buffers: _Buffers, weight_F: torch.Tensor, totals: _Totals
-    ) -> dict[str, float]:
-        """Gradients of one batch's share of the loss; returns its parts."""
+        self, batch: Batch, buffers: _Buffers, weight_F: torch.Tensor, sums: _Sums
+    ) -> None:
+        """Gradients of one batch's share of the loss; adds its parts to the sums."""
         grpo, at = self.grpo, batch.flat_T
         mode: Literal["loss", "metric"] = "loss" if grpo.entropy_coefficient else "metric"
         scores = self.engine.score(batch, temperature=grpo.temperature, entropy=mode)
         logprob_T = scores.logprob_T
         old_T = logprob_T.detach() if buffers.old_F is None else buffers.old_F[at]
+        sampler_T = buffers.sampler_F[at]
+        if grpo.old_logprobs == "sampler":
+            # What was appended instead of sampled has nothing to be held against.
+            old_T = sampler_T = torch.where(old_T.isnan(), logprob_T.detach(), old_T)
+            importance_T = torch.ones_like(old_T)
+            gap_T = (logprob_T.detach() - sampler_T).abs()
+        else:
+            sampler_T = torch.where(sampler_T.isnan(), old_T, sampler_T)
+            cap = grpo.truncated_importance_sampling_ratio_cap
+            importance_T = importance_weights(old_T, sampler_T, cap)
+            gap_T = (old_T - sampler_T).abs()
         terms = policy_terms(
             logprob_T,
             old_T,
@@ -185,53 +232,75 @@ class GrpoUpdate:
             clip_lower=grpo.clip_lower,
             clip_higher=grpo.clip_higher,
         )
-        cap = grpo.truncated_importance_sampling_ratio_cap
-        sampler_T = buffers.sampler_F[at]
-        # What was appended instead of sampled has nothing to be corrected for.
-        sampler_T = torch.where(sampler_T.isnan(), old_T, sampler_T)
-        importance_T = importance_weights(old_T, sampler_T, cap)
         weight_T = weight_F[at]
         policy = (weight_T * importance_T * terms.loss_T).sum()
         entropy = (weight_T * scores.entropy_T).sum()
         total = policy - grpo.entropy_coefficient * entropy
-        parts = {"policy": float(policy.detach())}
+        sums.add("loss/policy_avg", policy)
         if buffers.reference_F is not None:
             estimates = kl_estimates(logprob_T, buffers.reference_F[at], terms.ratio_T)
             kl = grpo.beta * (weight_T * estimates[grpo.kl_estimator]).sum()
             total = total + kl
-            parts["kl"] = float(kl.detach())
+            sums.add("loss/kl_avg", kl)
             for name in KL_NAMES:
-                totals.add_tokens(f"objective/{name}_avg", estimates[name])
+                sums.add(f"objective/{name}_avg", estimates[name])
         self.engine.backward(total)
-        totals.tokens += len(at)
-        totals.add_tokens("policy/entropy_avg", scores.entropy_T)
-        totals.add_tokens("policy/clipfrac_avg", terms.clipped_T)
-        totals.add_tokens("val/ratio", terms.ratio_T)
-        totals.add_tokens("val/importance_weight", importance_T)
-        totals.add_tokens("val/sampler_logprob_gap", (old_T - sampler_T).abs())
-        return {**parts, "total": float(total.detach())}
+        sums.tokens += len(at)
+        sums.add("policy/entropy_avg", scores.entropy_T)
+        sums.add("policy/clipfrac_avg", terms.clipped_T)
+        sums.add("val/ratio", terms.ratio_T)
+        sums.add("val/importance_weight", importance_T)
+        sums.add("val/sampler_logprob_gap", gap_T)
+        sums.add("loss/total_avg", total)
+
+
+class _Sums:
+    """Sums over the batches of one optimiser step, in double precision, where the tensors are."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        value = values.detach().double().sum()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over(self, engine: Engine) -> dict[str, float]:
+        """The sums over all ranks, and ``tokens``."""
+        mine = torch.stack(list(self._sums.values())).tolist()
+        sums = engine.ranks.add([float(self.tokens), *mine])
+        return dict(zip(("tokens", *self._sums), sums, strict=True))
 
 
 class _Totals:
-    """Running sums over the tokens and optimiser steps of one step."""
+    """Sums over the optimiser steps of one step."""
 
     def __init__(self) -> None:
-        self.packs = self.tokens = self.updates = 0
+        self.packs = self.updates = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._updates: dict[str, float] = defaultdict(float)
 
-    def add_tokens(self, name: str, values_T: torch.Tensor) -> None:
-        self._sums[name] += float(values_T.detach().double().sum())
-
-    def add_update(self, losses: dict[str, float], norm: float) -> None:
+    def add(self, found: dict[str, float], norm: float, packs: int) -> None:
         self.updates += 1
-        for name, value in losses.items():
-            self._updates[f"loss/{name}_avg"] += value
-        self._updates["grad_norm"] += norm
+        self.packs += packs
+        for name, value in {**found, "grad_norm": norm}.items():
+            self._sums[name] += value
 
-    def metrics(self, samples: int) -> dict[str, float]:
-        out = {name: value / self.updates for name, value in self._updates.items()}
-        out.update((name, value / self.tokens) for name, value in self._sums.items())
-        out["optimizer_steps"] = self.updates
-        out["packed_ratio"] = self.packs / samples if samples else 0.0
-        return out
+    def metrics(self, samples: int, moved: int) -> dict[str, float]:
+        sums = dict(self._sums)
+        tokens = sums.pop("tokens", 0.0)
+        out: dict[str, float] = {}
+        for name, value in sums.items():
+            count = self.updates if name.startswith(("loss/", "grad_norm")) else tokens
+            if count:
+                out[name] = value / count
+        return {**out, "optimizer_steps": moved, "packed_ratio": self.packs / samples}
+
+
+def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
+    """Samples with their places in the flat buffers, and how long those are."""
+    samples, start = [], 0
+    for sample in train_samples:
+        tokens = sample.response_ids
+        samples.append(Sample(sample.prompt_ids, tokens, (True,) * len(tokens), start))
+        start += len(tokens)
+    return samples, start

@@ -15,15 +15,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from refiner_core.contract.config import GrpoConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
-    Generator,
     Judge,
     OnCompletion,
     PromptRow,
@@ -38,7 +37,27 @@ from refiner_core.training.advantages import GroupAdvantages, Normalization, gro
 COUNT_COMPONENTS = ("claims", "uncited")
 
 RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
-_Key = tuple[int, int, PromptRow]  # index of the prompt, index of its sample, the prompt
+
+
+class Key(NamedTuple):
+    """What a sample is of: index of the prompt, index of the sample among its own, the prompt."""
+
+    prompt_index: int
+    sample_index: int
+    prompt: PromptRow
+
+
+class Samples(Protocol):
+    """As much of a generator as sampling needs."""
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        on_completion: OnCompletion,
+    ) -> list[Completion]:
+        """As of :meth:`refiner_core.contract.types.Generator.generate`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,7 @@ class RolloutBatch:
         return kept
 
 
+#: Told of a sample and its place.
 OnSample = Callable[[int, Sampled], None]
 
 
@@ -122,7 +142,7 @@ class RolloutSampler:
 
     grpo: GrpoConfig
     seed: int
-    generator: Generator
+    generator: Samples
     tokenizer: Any
 
     def sample(
@@ -130,34 +150,53 @@ class RolloutSampler:
     ) -> list[Sampled]:
         """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order.
 
-        A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room that
-        is left. ``on_sample(place, sample)`` is told of each as it finishes; its place is that in
-        the list.
+        ``on_sample(place, sample)`` is told of each as it finishes; its place is that in the list.
         """
-        grpo = self.grpo
-        keys = [
-            (index, sample_index, prompt)
-            for index, prompt in prompts
-            for sample_index in range(grpo.num_samples_per_prompt_rollout)
-        ]
-        by_limit: dict[int, list[int]] = defaultdict(list)
-        for i, (_, _, prompt) in enumerate(keys):
-            by_limit[response_limit(prompt, grpo)].append(i)
+        keys = self.keys(prompts)
         samples: dict[int, Sampled] = {}
 
         def finished(place: int, completion: Completion) -> None:
-            samples[place] = self._sampled(keys[place], completion)
+            samples[place] = self.sampled(keys[place], completion)
             on_sample(place, samples[place])
 
-        for limit in sorted(by_limit):
-            self._generate(keys, by_limit[limit], limit, step, finished)
-        if len(samples) != len(keys):
-            raise RuntimeError(f"the generator told of {len(samples)} of {len(keys)} samples")
+        self.complete(keys, range(len(keys)), step=step, finished=finished)
         return [samples[place] for place in range(len(keys))]
+
+    def keys(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Key]:
+        """What is sampled for these (index, prompt), in order."""
+        return [
+            Key(index, sample_index, prompt)
+            for index, prompt in prompts
+            for sample_index in range(self.grpo.num_samples_per_prompt_rollout)
+        ]
+
+    def complete(
+        self, keys: Sequence[Key], places: Iterable[int], *, step: int, finished: OnCompletion
+    ) -> None:
+        """Sample the keys at these places; ``finished(place, completion)`` is told of each.
+
+        A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room that
+        is left.
+        """
+        by_limit: dict[int, list[int]] = defaultdict(list)
+        for place in places:
+            by_limit[response_limit(keys[place].prompt, self.grpo)].append(place)
+        told = 0
+
+        def count(place: int, completion: Completion) -> None:
+            nonlocal told
+            told += 1
+            finished(place, completion)
+
+        for limit in sorted(by_limit):
+            self._generate(keys, by_limit[limit], limit, step, count)
+        wanted = sum(len(group) for group in by_limit.values())
+        if told != wanted:
+            raise RuntimeError(f"the generator told of {told} of {wanted} samples")
 
     def _generate(
         self,
-        keys: Sequence[_Key],
+        keys: Sequence[Key],
         places: Sequence[int],
         limit: int,
         step: int,
@@ -167,8 +206,8 @@ class RolloutSampler:
         grpo = self.grpo
         requests = [
             GenerationRequest(
-                keys[i][2].prompt_ids,
-                derive_seed(self.seed, "rollout", step, keys[i][0], keys[i][1]),
+                keys[i].prompt.prompt_ids,
+                derive_seed(self.seed, "rollout", step, keys[i].prompt_index, keys[i].sample_index),
             )
             for i in places
         ]
@@ -180,11 +219,11 @@ class RolloutSampler:
         )
         self.generator.generate(requests, params, lambda i, made: finished(places[i], made))
 
-    def _sampled(self, key: _Key, completion: Completion) -> Sampled:
-        index, sample_index, prompt = key
+    def sampled(self, key: Key, completion: Completion) -> Sampled:
+        """A completion with its text."""
         text = completion_text(self.tokenizer, completion)
         closing = closing_ids(self.tokenizer, completion)
-        return Sampled(index, sample_index, prompt, completion, text, closing)
+        return Sampled(key.prompt_index, key.sample_index, key.prompt, completion, text, closing)
 
 
 def response_limit(prompt: PromptRow, grpo: GrpoConfig) -> int:
@@ -220,28 +259,56 @@ def check_lengths(prompts: Iterable[PromptRow], grpo: GrpoConfig) -> None:
 
 
 class StepRewards:
-    """Rewards of a step's samples, begun while others are still sampled.
+    """Rewards of a batch of samples, begun while others are still sampled.
 
     ``rewards`` None is :class:`refiner_core.rewards.RewardStream`; a function gets all samples at
-    once, in order of (prompt, sample), and so does a judge that does not stream.
+    once, in order of (prompt, sample), and so does a judge that does not stream. With ``patient``
+    the judge's errors end no sampling: :meth:`results` raises them.
     """
 
-    def __init__(self, reward: RewardConfig, judge: Judge, rewards: RewardFunction | None) -> None:
+    def __init__(
+        self,
+        reward: RewardConfig,
+        judge: Judge,
+        rewards: RewardFunction | None,
+        *,
+        patient: bool = False,
+    ) -> None:
         self._reward, self._judge, self._rewards = reward, judge, rewards
         self._stream = RewardStream(reward, judge)
+        self._patient = patient
+        self._added: set[int] = set()
+        self._error: JudgeOutage | Interrupted | None = None
 
     def add(self, place: int, sample: Sampled) -> None:
         """Take a finished sample; a judge that streams begins with it."""
-        if self._rewards is None and self._stream.streams:
+        if self._rewards is not None or not self._stream.streams or self._error is not None:
+            return
+        self._added.add(place)
+        try:
             self._stream.add(_reward_input(sample), place)
             self._stream.submit()
+        except (JudgeOutage, Interrupted) as error:
+            if not self._patient:
+                raise
+            self._error = error
+
+    def add_all(self, samples: Sequence[Sampled]) -> None:
+        """Take those that were not added yet; each stands at its place."""
+        for place, sample in enumerate(samples):
+            if place not in self._added:
+                self.add(place, sample)
 
     def results(
         self, samples: Sequence[Sampled], on_judged: Callable[[int, int], None]
     ) -> list[RewardResult]:
-        """One reward per sample of the step, in order; waits for the judge."""
+        """One reward per sample of the batch, in order; waits for the judge."""
         if self._rewards is not None:
             return self._rewards([_reward_input(s) for s in samples], self._reward, self._judge)
+        if self._stream.streams:
+            self.add_all(samples)
+        if self._error is not None:
+            raise self._error
         if not self._stream.streams:
             for sample in samples:
                 self._stream.add(_reward_input(sample))

@@ -398,10 +398,10 @@ def test_every_part_of_the_reward_is_logged_under_its_name(run):
 
 def test_a_long_step_says_how_far_it_is(run, monkeypatch):
     """Minutes without a sign of life are taken for a hang."""
-    from refiner_core.training import grpo
+    from refiner_core.training import telling
 
     now = iter(range(10**6))
-    monkeypatch.setattr(grpo.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(telling.time, "monotonic", lambda: float(next(now)))
     run.answer(ThreadedJudge())
     run(num_training_steps=1)
     told = [(p.phase, dict(p.values)) for p in run.io.progressed]
@@ -589,6 +589,8 @@ def test_a_loss_that_is_not_finite_stops_the_stage(run):
         run()
 
 
-def test_unsupported_settings_are_refused_before_anything_is_loaded(run):
-    with pytest.raises(UnsupportedError, match="generation_backend"):
+def test_servers_that_nobody_starts_are_not_replaced_by_something_else(run):
+    run.sampler = None
+    with pytest.raises(UnsupportedError, match="vllm"):
         run(generation_backend="vllm")
+    assert run.io.metrics() == []

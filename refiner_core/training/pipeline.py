@@ -1,0 +1,393 @@
+"""Batches of rollouts on their way to their updates: which is sampled when, and with what weights.
+
+In: prompts, a policy, a judge (rank 0's). Out: for each step its rollouts with their results, on
+rank 0; the other ranks know how many there are.
+
+The schedule is a function of the step. With ``async_steps`` k, the batch of step t is sampled with
+the weights that max(0, t - 1 - k) steps have made::
+
+    k = 1   step t:  take t ─ sync ─ begin t+1 ─ judge t ─ update t        (t+1 is sampled in a
+                                          └── sampled in a thread ────>      thread meanwhile)
+    k = 0   step t:  sync ─ sample t ─ judge t ─ update t
+
+A sync waits until nothing is sampled, so nothing ever changes under a sample; the judge may be
+behind. Results never depend on how fast anything is. With k = 2 a batch has a step more until it is
+needed, which hides a slow judge, not a slow sampler.
+
+Every rank samples its share of the prompts (or rank 0 has servers do it); what is said between
+ranks is said by the main thread, in the order of steps. Rank 0 collects, and asks the judge: about
+its own samples as they finish, about the others' once they are collected.
+
+With active sampling a batch is *settled* in rounds: while it has too few groups whose rewards
+differ, further prompts are sampled with the same weights. That happens before the next sync.
+
+A batch whose weights are older than ``async_steps`` (a checkpoint of other settings, a policy that
+missed a sync) is dropped and counted, and sampled again with the newest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from functools import partial
+from typing import TypeVar
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import Interrupted, JudgeOutage, StageFailed
+from refiner_core.contract.types import Completion, PromptRow
+from refiner_core.generation.load import set_threads
+from refiner_core.rewards import require_scored
+from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.in_flight import IN_FLIGHT, Flight, Round, from_bytes, to_bytes
+from refiner_core.training.order import permutation, prompt_batch
+from refiner_core.training.policies import Policy
+from refiner_core.training.ranks import Ranks, portable
+from refiner_core.training.rollout import RolloutSampler, StepRewards, form_groups
+from refiner_core.training.telling import Clock, Tell
+
+T = TypeVar("T")
+#: How often a wait for samples says that it goes on, seconds.
+_TICK_S = 1.0
+
+
+class Pipeline:
+    """The batches in flight of one training run.
+
+    Parameters
+    ----------
+    new_rewards
+        Makes what judges a batch (``patient`` is its argument); rank 0 has it, the others None.
+    tell
+        Called with (part of a step, samples done, samples in all) while something takes long.
+    """
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        prompts: Sequence[PromptRow],
+        engine: Engine,
+        policy: Policy,
+        new_rewards: Callable[[bool], StepRewards] | None,
+        tell: Tell,
+    ) -> None:
+        self.config, self.grpo, self.prompts = config, config.grpo, prompts
+        self.engine, self.policy, self.ranks = engine, policy, engine.ranks
+        self.sampler = RolloutSampler(config.grpo, config.seed, policy, engine.tokenizer)
+        self._new_rewards, self._tell = new_rewards, tell
+        self.behind = config.grpo.async_steps
+        self.last = config.grpo.num_training_steps
+        self.flights: dict[int, Flight] = {}
+        self.dropped_stale = 0
+        self._position = (0, 0)  # epoch and cursor after the last prompt that was drawn
+        self._thread: ThreadPoolExecutor | None = None
+        if self.behind and not policy.beside:
+            raise ValueError("this policy cannot sample while the engine trains")
+
+    # ------------------------------------------------------------ a step's rollouts
+
+    def begin(self, step: int, position: tuple[int, int], kept: bytes | None, where: str) -> None:
+        """Go on after ``step`` steps, with what the checkpoint kept of later ones."""
+        flights = [] if kept is None else from_bytes(kept, self.prompts, self.sampler, where)
+        self._position = max([position, *((f.epoch, f.cursor) for f in flights)])
+        for flight in flights:
+            if flight.age > self.behind:
+                self.dropped_stale += flight.size
+            else:
+                self.flights[flight.step] = flight
+
+    def take(self, step: int, clock: Clock) -> Flight:
+        """The batch of ``step``, sampled; with active sampling judged as well.
+
+        Raises
+        ------
+        StageFailed
+            The policy does not take over newer weights.
+        """
+        self._begin_missing(step, clock)
+        more = self.behind and step + self.behind <= self.last
+        for flight in [self.flights[s] for s in sorted(self.flights) if more or s == step]:
+            self._finish(flight, clock)
+        flight = self.flights[step]
+        if flight.age > self.behind:
+            flight = self._anew(flight, clock)
+        return flight
+
+    def ahead(self, step: int, clock: Clock) -> None:
+        """Begin what may be sampled while ``step`` trains, with the weights before its update."""
+        later = step + self.behind
+        if self.behind and later <= self.last and later not in self.flights:
+            self._sync(step - 1, clock)
+            self._start(later, clock)
+
+    def judge(self, flight: Flight, clock: Clock) -> None:
+        """See that all its results are there (on rank 0).
+
+        Raises
+        ------
+        JudgeOutage, Interrupted
+            See :meth:`refiner_core.contract.types.Judge.judge`, and
+            :func:`refiner_core.rewards.require_scored`.
+        """
+        with clock.time("judge"):
+            for part in flight.rounds:
+                self._judge_round(part)
+
+    def done(self, step: int) -> None:
+        """The step is counted: its batch is not needed again."""
+        self.flights.pop(step, None)
+        self.dropped_stale = 0
+
+    # ------------------------------------------------------------ checkpoints
+
+    def savable(self, step: int) -> bool:
+        """Whether the state after ``step`` can be saved: not where active sampling was cut short,
+        since its next round needs weights that no checkpoint has."""
+        return not any(flight.cut_short for flight in self._after(step))
+
+    def dump(self, step: int, *, judged: bool) -> Mapping[str, bytes]:
+        """The file that keeps what is in flight after ``step``; waits until it is sampled, and with
+        ``judged`` until it is judged, where the judge answers. All ranks call it together."""
+        flights, clock = self._after(step), Clock()
+        for flight in flights:
+            self._finish(flight, clock)
+            if judged:
+                try:
+                    self.judge(flight, clock)
+                except (JudgeOutage, Interrupted):  # asked again, when the results are needed
+                    judged = False
+        if not flights or self.ranks.rank > 0:
+            return {}
+        return {IN_FLIGHT: to_bytes(flights)}
+
+    def close(self) -> None:
+        """End what is being sampled, and the thread."""
+        if self._thread is not None:
+            self.policy.cancel()
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+
+    def _after(self, step: int) -> list[Flight]:
+        later = range(step + 1, step + self.behind + 1)
+        return [self.flights[s] for s in later if s in self.flights]
+
+    # ------------------------------------------------------------ beginning
+
+    def _begin_missing(self, step: int, clock: Clock) -> None:
+        """At the start, or where a checkpoint kept fewer: all begin with the newest weights."""
+        due = range(step, min(step + max(1, self.behind), self.last + 1))
+        missing = [s for s in due if s not in self.flights]
+        if missing:
+            self._sync(step - 1, clock)
+        for later in missing:
+            if self.grpo.active_sampling:  # where its prompts begin hangs on the batches before
+                for s in sorted(self.flights):
+                    self._finish(self.flights[s], clock)
+            self._start(later, clock)
+
+    def _sync(self, version: int, clock: Clock) -> None:
+        with clock.time("wait"):
+            for s in sorted(self.flights):
+                for part in self.flights[s].rounds:
+                    self._wait(part)
+        with clock.time("sync"):
+            self.policy.sync(self.engine, version)
+
+    def _start(self, step: int, clock: Clock) -> Flight:
+        flight = Flight(step, self.policy.version, *self._position)
+        if self.grpo.active_sampling:
+            indices = self._draw(self.grpo.num_unique_prompts_rollout, flight)
+        else:
+            per_step = self.grpo.num_unique_prompts_rollout
+            chosen = prompt_batch(self.config.seed, len(self.prompts), per_step, step - 1)
+            self._position = (chosen.epoch, chosen.cursor + len(chosen.indices))
+            indices = chosen.indices
+        self._sample(flight, indices, clock, beside=self.behind > 0)
+        self.flights[step] = flight
+        return flight
+
+    def _draw(self, count: int, flight: Flight) -> tuple[int, ...]:
+        """The next ``count`` prompts that the batch does not have; fewer where there are no more.
+
+        A batch's first prompts come from one epoch, as without active sampling: an epoch's tail
+        that is too short for them is left out.
+        """
+        total, (epoch, cursor) = len(self.prompts), self._position
+        taken = {index for part in flight.rounds for index in part.indices}
+        drawn: list[int] = []
+        if not taken and cursor + count > total:
+            epoch, cursor = epoch + 1, 0
+        while len(drawn) < min(count, total - len(taken)):
+            if cursor >= total:
+                epoch, cursor = epoch + 1, 0
+            index = permutation(total, self.config.seed, "prompts", epoch)[cursor]
+            cursor += 1
+            if index not in taken and index not in drawn:
+                drawn.append(index)
+        self._position = (epoch, cursor)
+        return tuple(drawn)
+
+    def _sample(
+        self, flight: Flight, indices: tuple[int, ...], clock: Clock, *, beside: bool
+    ) -> None:
+        """A further round of a batch, in the thread or at once."""
+        flight.epoch, flight.cursor = self._position
+        part = Round(indices, self.sampler.keys([(i, self.prompts[i]) for i in indices]))
+        if self._new_rewards is not None:
+            part.rewards = self._new_rewards(self.behind > 0)
+        flight.rounds.append(part)
+        work = partial(self._work, flight, part, self._share(part))
+        if beside:
+            part.future = self._worker().submit(work)
+            return
+        part.future = Future()
+        self._tell("generate", 0, 0)
+        try:
+            with clock.time("generate"), self.policy.ready():
+                work(tell=True)
+            part.future.set_result(None)
+        except Exception as error:
+            part.future.set_exception(error)
+
+    def _share(self, part: Round) -> list[int]:
+        """Places that this rank samples: whole groups, so that each prompt is read once."""
+        rank, world = self.ranks.rank, self.ranks.world
+        if not self.policy.every_rank:
+            return list(range(len(part.keys))) if rank == 0 else []
+        size = self.grpo.num_samples_per_prompt_rollout
+        return [place for place in range(len(part.keys)) if place // size % world == rank]
+
+    def _work(
+        self, flight: Flight, part: Round, places: Sequence[int], *, tell: bool = False
+    ) -> None:
+        started = time.perf_counter()
+
+        def finished(place: int, completion: Completion) -> None:
+            if part.rewards is not None:
+                part.read[place] = self.sampler.sampled(part.keys[place], completion)
+                part.rewards.add(place, part.read[place])
+            part.made[place] = completion
+            if tell:
+                self._tell("generate", len(part.made), len(places))
+
+        if places:
+            self.sampler.complete(part.keys, places, step=flight.step, finished=finished)
+        flight.seconds += time.perf_counter() - started
+
+    def _worker(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(
+                1, "refiner-rollouts", initializer=set_threads, initargs=(self.config.model,)
+            )
+        return self._thread
+
+    # ------------------------------------------------------------ finishing
+
+    def _finish(self, flight: Flight, clock: Clock) -> None:
+        """Collect a batch; with active sampling settle it."""
+        for part in flight.rounds:
+            self._collect(part, clock)
+        if self.grpo.active_sampling and not flight.settled:
+            try:
+                self._settle(flight, clock)
+            except BaseException:
+                flight.cut_short = True
+                raise
+
+    def _wait(self, part: Round) -> BaseException | None:
+        """What this rank's share ended with."""
+        while part.future is not None:
+            try:
+                return part.future.exception(timeout=_TICK_S)
+            except NotYet:
+                self._tell("generate", len(part.made), len(part.keys))
+        return None
+
+    def _collect(self, part: Round, clock: Clock) -> None:
+        """Bring all ranks' samples to rank 0, once they are there."""
+        if part.collected:
+            return
+        with clock.time("wait"):
+            error = self._wait(part)
+            self.ranks.all_or_none(error)
+            shares = self.ranks.gather(part.made)
+        on_first(self.ranks, lambda: self._read(part, shares or []))
+        part.future, part.made, part.read, part.collected = None, {}, {}, True
+
+    def _read(self, part: Round, shares: Sequence[Mapping[int, Completion]]) -> None:
+        made = {place: completion for share in shares for place, completion in share.items()}
+        part.samples = [
+            part.read.get(place) or self.sampler.sampled(key, made[place])
+            for place, key in enumerate(part.keys)
+        ]
+        if part.rewards is not None:
+            part.rewards.add_all(part.samples)
+
+    def _judge_round(self, part: Round) -> None:
+        def ask() -> None:
+            if part.results is not None:
+                return
+            assert self._new_rewards is not None
+            rewards, part.rewards = part.rewards or self._new_rewards(True), None
+            self._tell("judge", 0, 0)
+            results = rewards.results(part.samples, partial(self._tell, "judge"))
+            share = self.config.judge.max_failed_share
+            require_scored(results, share, of="rollouts of a step")
+            part.results = results
+
+        on_first(self.ranks, ask)
+
+    def _settle(self, flight: Flight, clock: Clock) -> None:
+        """Sample further prompts until enough groups have a spread of rewards."""
+        grpo = self.grpo
+        while True:
+            with clock.time("judge"):
+                self._judge_round(flight.rounds[-1])
+            kept = on_first(self.ranks, lambda: self._kept(flight))
+            missing = grpo.num_unique_prompts_rollout - kept
+            if missing <= 0 or len(flight.rounds) >= grpo.active_sampling_max_rounds:
+                break
+            if not (indices := self._draw(missing, flight)):
+                break
+            self._sample(flight, indices, clock, beside=False)
+            self._collect(flight.rounds[-1], clock)
+        flight.settled = True
+
+    def _kept(self, flight: Flight) -> int:
+        batch = form_groups(
+            flight.samples,
+            flight.results,
+            size=self.grpo.num_samples_per_prompt_rollout,
+            normalization=self.grpo.advantage_normalization_type,
+        )
+        return sum(group.dropped is None for group in batch.groups)
+
+    def _anew(self, flight: Flight, clock: Clock) -> Flight:
+        """Drop a batch that is too old, and sample the step's again."""
+        self.dropped_stale += flight.size
+        self._sync(flight.step - 1, clock)
+        fresh = self._start(flight.step, clock)
+        self._finish(fresh, clock)
+        if fresh.age > self.behind:
+            raise StageFailed(
+                f"grpo step {flight.step}: rollouts are sampled with the weights of step "
+                f"{fresh.version}, {fresh.age} steps behind, also after new weights were sent",
+                expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
+                fix="look at what samples: it does not take over new weights",
+            )
+        return fresh
+
+
+def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
+    """What rank 0 makes of it, or the error that it met, on all ranks."""
+    outcome: tuple[T | None, BaseException | None] | None = None
+    if ranks.rank == 0:
+        try:
+            outcome = (do(), None)
+        except Exception as error:
+            outcome = (None, error if ranks.world == 1 else portable(error))
+    value, met = ranks.broadcast(outcome)
+    if met is not None:
+        raise met
+    return value  # type: ignore[return-value]
