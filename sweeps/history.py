@@ -27,6 +27,7 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
         *("grpo.num_unique_prompts_rollout", "grpo.num_samples_per_prompt_rollout"),
         *("grpo.response_length", "grpo.max_token_length", "grpo.pack_length", "grpo.num_epochs"),
         *("grpo.num_mini_batches", "grpo.generation_backend", "grpo.generation_batch_size"),
+        *("grpo.async_steps", "grpo.active_sampling"),
         *_JUDGE,
     ),
     "evaluate": (
@@ -38,6 +39,8 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
              "data.synthetic_sft_rows", "data.synthetic_rl_rows"),
     "command": ("command.run", "command.version"),
 }  # fmt: skip
+#: What stages did that were measured before there were these fields.
+_BEFORE = {"grpo.async_steps": 0, "grpo.active_sampling": False}
 #: What decides how many steps SFT takes, where not `sft.max_train_steps` alone.
 _SFT_STEPS = (
     *("sft.max_train_steps", "sft.num_train_epochs", "sft.pack_length"),
@@ -147,7 +150,8 @@ class History:
 
 def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> Shape:
     """The shape of a stage, from its identity and its resources."""
-    values = tuple(_plain(identity.get(name)) for name in SHAPE_FIELDS.get(kind, ()))
+    names = SHAPE_FIELDS.get(kind, ())
+    values = tuple(_plain(identity.get(name, _BEFORE.get(name))) for name in names)
     return Shape(kind, model, devices, values)
 
 

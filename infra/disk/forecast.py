@@ -6,8 +6,10 @@ finished stages' checkpoints may go. :func:`fit` proposes the cheapest change th
 
 A checkpoint holds what :mod:`refiner_core.training.checkpoint` writes: the weights, two moments of
 AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12 bytes per
-parameter in float32, 14 in bfloat16. A step that is published while training goes on takes weights
-once for its export and, in a folder, once more; on a Hub it takes no room here.
+parameter in float32, 14 in bfloat16, with any engine and number of processes, each of which writes
+its share into files of its own; and the rollouts that were sampled ahead. A step that is published
+while training goes on takes weights once for its export and, in a folder, once more; on a Hub it
+takes no room here.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from infra.disk.judged import evaluation_samples, judgement_bytes, rollouts_of_s
 from infra.disk.modelsize import STATE_BYTES, ModelSize
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.placement import placement_of
 from refiner_core.contract.plan import Plan, PlannedStage
 
 #: What a stage's records, log and metrics take, and how many files they are.
 _CONTROL_BYTES, _CONTROL_INODES = 256 << 10, 40
 _METRICS_BYTES = 2 << 10  # of one step
-_CHECKPOINT_INODES = 6
+_CHECKPOINT_INODES, _RANK_INODES = 4, 2  # of all processes together, and of each
 _TRAINED = ("sft", "grpo")
 #: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
@@ -232,7 +235,7 @@ def _training_need(
     config = plan.config
     section = config.sft if stage.kind == "sft" else config.grpo
     dtype, parameters = config.model.dtype, model.parameters or 0
-    one = history.checkpoint_bytes or int(parameters * _state_bytes(stage.kind, config))
+    one = history.checkpoint_bytes or _checkpoint_bytes(stage.kind, config, parameters)
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
@@ -252,7 +255,7 @@ def _training_need(
         peak=most * one + rest,
         final=left * one + rest,
         kept=rest,
-        inodes=most * (history.checkpoint_inodes or _CHECKPOINT_INODES)
+        inodes=most * (history.checkpoint_inodes or _checkpoint_inodes(stage.kind, config))
         + files
         + _MOST_FILES
         + _CONTROL_INODES,
@@ -261,10 +264,17 @@ def _training_need(
     )
 
 
-def _state_bytes(kind: str, config: RecipeConfig) -> float:
-    """Bytes of a checkpoint per parameter."""
+def _checkpoint_bytes(kind: str, config: RecipeConfig, parameters: int) -> int:
+    """A checkpoint: the state of each parameter, and batches that were sampled ahead."""
     is_muon = kind == "sft" and config.sft.optimizer == "muon"
-    return STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
+    each = STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
+    ahead = config.grpo.async_steps * _rollout_step_bytes(config) if kind == "grpo" else 0
+    return int(parameters * each) + ahead
+
+
+def _checkpoint_inodes(kind: str, config: RecipeConfig) -> int:
+    world = placement_of(config, "sft" if kind == "sft" else "grpo").world
+    return _CHECKPOINT_INODES + world * _RANK_INODES
 
 
 def _held(stage: PlannedStage, plan: Plan) -> int:

@@ -37,9 +37,10 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
 
 
 def rollouts_of_step(config: RecipeConfig) -> int:
-    """Rollouts that a step of GRPO samples."""
+    """Rollouts that a step of GRPO samples, at most: active sampling may go on for some rounds."""
     grpo = config.grpo
-    return grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    rounds = grpo.active_sampling_max_rounds if grpo.active_sampling else 1
+    return rounds * grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
 
 
 def evaluation_samples(config: RecipeConfig) -> int:

@@ -95,12 +95,9 @@ def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShap
         parts |= _copies(config, weights, zero)
         parts |= _sampling(config, model, placed.world)
     shared = {}
-    if section.async_save:
-        whole = weights + state
-        if zero:
-            host["checkpoint being written"] = whole // placed.world
-        else:  # every process has all of it, and one writes
-            shared["checkpoint being written"] = whole
+    if section.async_save:  # each process copies its share of the states, and rank 0 the weights
+        host["states being saved"] = _share(state, placed.world, is_shared=True)
+        shared["weights being saved"] = weights
     if stage == "grpo":
         shared |= _for_servers(config, weights)
     parts = {name: size for name, size in parts.items() if size}

@@ -94,6 +94,26 @@ def test_a_4b_model_in_bfloat16_takes_56_gb_a_checkpoint(workspace: Workspace) -
     assert need(plan_of(keep=5), workspace).peak - kept_two.kept == 4 * one, "it saves four times"
 
 
+def test_batches_that_are_sampled_ahead_are_part_of_a_checkpoint(workspace: Workspace) -> None:
+    """32 x 8 rollouts of 1,024 tokens, each of a few bytes beside 4B parameters of 14."""
+    plain, ahead = need(plan_of(), workspace), need(plan_of(async_steps=2), workspace)
+    rollouts = ahead.peak - plain.peak
+    assert 2 * 2 * 256 * 1024 * 8 < rollouts < 2 * 2 * 256 * 1024 * 20
+
+
+def test_each_process_has_files_of_its_own(workspace: Workspace) -> None:
+    one, four = need(plan_of(), workspace), need(plan_of(nproc_per_node=4), workspace)
+    assert four.peak == one.peak, "the same state, in more files"
+    assert four.inodes == one.inodes + 2 * 3 * 2, "two checkpoints, three more processes"
+
+
+def test_active_sampling_may_store_as_many_rounds_as_it_may_take(workspace: Workspace) -> None:
+    once = need(plan_of(), workspace).kept
+    often = need(plan_of(active_sampling=True, active_sampling_max_rounds=3), workspace).kept
+    rollouts = 200 * 256 * (12 * 1024 + 2048)  # of all steps
+    assert often - once == 2 * rollouts
+
+
 def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspace) -> None:
     plan = plan_of(keep=2)
     claim(workspace, plan, "data")

@@ -71,6 +71,15 @@ def test_a_stage_takes_what_one_like_it_took(plan: SweepPlan) -> None:
     assert _of(forecast, "grpo", "b/seed2").seconds == pytest.approx(100.0)
 
 
+def test_what_was_measured_before_a_field_existed_counts_as_its_old_value(plan: SweepPlan) -> None:
+    """Steps that overlap sampling and training take another time than steps that do not."""
+    stage = plan.trials[0].plan.by_name["grpo"]
+    new = dict(stage.identity)
+    old = {k: v for k, v in new.items() if k not in ("grpo.async_steps", "grpo.active_sampling")}
+    assert shape_of("grpo", old, "m", 4) == shape_of("grpo", new, "m", 4)
+    assert shape_of("grpo", {**new, "grpo.async_steps": 1}, "m", 4) != shape_of("grpo", old, "m", 4)
+
+
 def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
     one = plan.trials[0].plan
     history = History((_measured(one.by_name["grpo"], one, unit_s=3.0),))
