@@ -68,7 +68,7 @@ def compare(work: Work, rounds: int, steps: int) -> list[dict[str, Any]]:
         root = Path(folder)
         rows = make_inputs(work, root)
         model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
-        rollouts = fixed_rollouts(work, rows, model.config.vocab_size)
+        rollouts = fixed_rollouts(work, rows)
         ids, labels = plain_rows(rows, rollouts)
         assert ids.numel() == work.tokens
         tried = {size: plain(model, ids, labels, size) for size in MICRO_BATCHES}

@@ -37,6 +37,7 @@ from refiner_core.contract.types import (
 from refiner_core.data.prepared import write_prompts
 from refiner_core.generation import transformers_backend
 from refiner_core.models.random_model import save_random_model
+from refiner_core.models.tokenizer import build_tokenizer
 from refiner_core.training.grpo import train_grpo
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge
@@ -57,6 +58,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 4,
         "head_dim": 64,
         "intermediate_size": 768,
+    },
+    "wide": {  # the vocabulary of Qwen3 on a model that is next to nothing
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 151_936,
     },
 }
 #: Four characters are about a token in a large vocabulary; real lengths are scaled down by this.
@@ -198,12 +207,16 @@ class FixedRollouts:
     def __init__(self, completions: Mapping[tuple[int, ...], Sequence[Completion]]) -> None:
         self.completions = completions
 
+    def began(self) -> None:
+        """Called when a step asks for its rollouts."""
+
     def generate(
         self,
         requests: Sequence[GenerationRequest],
         params: SamplingParams,
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
+        self.began()
         place: Counter[tuple[int, ...]] = Counter()
         made = []
         for i, request in enumerate(requests):
@@ -214,8 +227,9 @@ class FixedRollouts:
         return made
 
 
-def fixed_rollouts(work: Work, rows: Sequence[PromptRow], vocabulary: int) -> FixedRollouts:
+def fixed_rollouts(work: Work, rows: Sequence[PromptRow]) -> FixedRollouts:
     """Random tokens of the scripted lengths, none of them special."""
+    vocabulary = len(build_tokenizer())
     rng = np.random.default_rng(1)
     return FixedRollouts(
         {

@@ -62,7 +62,8 @@ class TimedTrainer(GRPOTrainer):
         self.generate_s: list[float] = []
         self.rollout_s: list[float] = []
         self.sampled: list[int] = []
-        self.fixed: list[list[int]] | None = None
+        self.fixed: FixedRollouts | None = None
+        self.completions: list[list[int]] = []
         super().__init__(*arguments, **options)
 
     def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
@@ -70,7 +71,8 @@ class TimedTrainer(GRPOTrainer):
         if self.fixed is None:
             completion_ids, logprobs = super()._generate_single_turn(*arguments, **options)
         else:
-            completion_ids, logprobs = self.fixed, None
+            self.fixed.began()
+            completion_ids, logprobs = self.completions, None
         self.generate_s.append(time.perf_counter() - begun)
         self.sampled.append(sum(map(len, completion_ids)))
         return completion_ids, logprobs
@@ -144,7 +146,8 @@ def run_trl(
     """``steps`` + 1 steps; the first is warm-up and not counted."""
     trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch)
     if fixed is not None:
-        trainer.fixed = [
+        trainer.fixed = fixed
+        trainer.completions = [
             list(c.token_ids) for row in rows for c in fixed.completions[row.prompt_ids]
         ]
     clocks = _Clocks()
