@@ -2,7 +2,8 @@
 
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
 job that the scheduler starts again gets the same command line; :mod:`infra.restart` finds out which
-attempt that means by then. The exit code is the one of
+attempt that means by then. On a job's further nodes it only starts ranks
+(:mod:`infra.ranks.nodes`). The exit code is the one of
 :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from infra.attempt import AttemptRun
 from infra.logs import set_up_logging
+from infra.ranks.nodes import node_number, wait_for_work
 from infra.restart import AttemptClosed, attempt_to_run, job_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         workspace = Workspace.open(args.workspace)
         job = job_of(workspace, args.stage_id, args.attempt)
+        if job is not None and (node := node_number()):
+            return wait_for_work(workspace, args.stage_id, job, node)
         number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
         attempt = AttemptRun(workspace, args.stage_id, number, job)
         set_up_logging(attempt.config.log_level)

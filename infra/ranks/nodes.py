@@ -34,6 +34,7 @@ from typing import Any, cast
 
 from infra import atomic
 from infra.foreign.process import TrainerProcess
+from infra.ranks.agent import ignore_stop_signals
 from infra.services.server import node_address
 from infra.signals import SlurmJob
 from infra.workspace import Workspace
@@ -174,6 +175,7 @@ class OtherNodes:
 
 def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int) -> int:
     """What a node other than the first does; returns the exit code when the worker is done."""
+    ignore_stop_signals()  # the worker hears them, and says when to end
     connection = _connect(workspace, stage_id, job)
     if connection is None:
         return 0

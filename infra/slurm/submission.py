@@ -23,6 +23,7 @@ from infra import atomic
 from infra.jobs import JobRequest
 from infra.slurm.profiles import Profile
 from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
+from refiner_core.contract.placement import STAGES as TRAINING_STAGES
 
 _REFUSED = re.compile(
     r"invalid (?:partition|account|qos|feature|reservation|generic resource|constraint|node name"
@@ -79,7 +80,7 @@ class Submitter:
 
     def shape(self, request: JobRequest) -> str:
         """Requests of one shape can share an array."""
-        return repr((request.resources, sorted(request.avoid)))
+        return repr((request.resources, sorted(request.avoid), _on_all_nodes(request)))
 
     def submit(self, work: Submission) -> list[str]:
         """Submit and return the ids, in the order of the requests.
@@ -148,13 +149,7 @@ class Submitter:
             "setup": _setup_lines(profile) or None,
             "wckey": None,  # submitit's default is one that a site with such keys does not know
             "array_parallelism": profile.array_limit,
-            # One worker per attempt, on the first node; it starts what runs on the others in steps
-            # of its own, which `--overlap` lets share what it holds. Since 22.05 a step does not
-            # inherit `--cpus-per-task`.
-            "srun_args": [
-                *("--overlap", "--nodes=1", "--ntasks=1"),
-                f"--cpus-per-task={wanted.cpus}",
-            ],
+            "srun_args": [*_tasks(first), f"--cpus-per-task={wanted.cpus}"],
         }
         more: dict[str, Any] = {"signal": f"TERM@{lead}", **_gpus(profile, wanted.gpus)}
         more["requeue" if profile.requeue else "no_requeue"] = True
@@ -182,6 +177,28 @@ def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> N
     temporary = atomic.temporary_name(target)
     submitit.helpers.DelayedSubmission(task).dump(temporary)
     temporary.replace(target)
+
+
+def _tasks(request: JobRequest) -> list[str]:
+    """How the step of a job is started. Since 22.05 it does not inherit `--cpus-per-task`.
+
+    One worker per attempt, on the first node. Where a training stage has several, the same command
+    on the others waits for its word (:mod:`infra.ranks.nodes`): an `srun` inside a step would be no
+    way to start anything there, because Slurm sends a request to stop to every process of a step,
+    and `srun` answers it by killing what it has started. No node outlives another's failure, or
+    the worker's end by much.
+    """
+    if not _on_all_nodes(request):
+        return ["--overlap", "--nodes=1", "--ntasks=1"]
+    nodes = request.resources.nodes
+    return [
+        *("--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *("--kill-on-bad-exit=1", "--wait=60"),
+    ]
+
+
+def _on_all_nodes(request: JobRequest) -> bool:
+    return request.resources.nodes > 1 and request.kind in TRAINING_STAGES
 
 
 def _setup_lines(profile: Profile) -> list[str]:
