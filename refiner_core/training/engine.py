@@ -55,15 +55,19 @@ class Loaded:
         return int(self.tokenizer.pad_token_id or 0)
 
 
-def load_for_training(model_ref: str, config: ModelConfig, device: Any) -> Loaded:
+def load_for_training(
+    model_ref: str, config: ModelConfig, device: Any, *, reentrant: bool = False
+) -> Loaded:
     """Load a model and its tokenizer for training, and check that it can be packed.
 
-    ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only.
+    ``model_ref`` is a folder or Hub id; the revision applies to Hub ids only. ``reentrant`` chooses
+    the kind of activation checkpointing: ZeRO-3 needs the older one, because what the newer one
+    compares of saved weights changes when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}
+            activation_checkpointing_kwargs={"use_reentrant": reentrant}
         )
         model.train()  # transformers recomputes in train mode only; there is no dropout left
     loaded = Loaded(
@@ -83,13 +87,13 @@ def load_model(model_ref: str, config: ModelConfig, device: Any) -> Any:
     return model.to(device)
 
 
-def memory_metrics(model: Any) -> dict[str, float]:
-    """The most memory that this process has taken so far, GiB: of the host, and of the model's GPU
-    where it lies on one. Measurements: a step logs them."""
+def memory_metrics(device: Any) -> dict[str, float]:
+    """The most memory that this process has taken so far, GiB: of the host, and of its GPU where it
+    has one. Measurements: a step logs them."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / _GIB
     found = {"memory/host_peak_gib": most}
-    if model.device.type == "cuda":
-        found["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated(model.device) / _GIB
+    if device.type == "cuda":
+        found["memory/gpu_peak_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
     return found
 
 
@@ -141,9 +145,9 @@ def check_model(loaded: Loaded) -> None:
             hidden.append(hidden_states(model, batch).float())
         alone = torch.tensor([second.response_ids], device=device)
         logits = model(input_ids=alone, use_cache=False).logits[0, :-1].float()
-        by_hand = model.get_output_embeddings()(
-            model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
-        ).float()
+        last = model.base_model(input_ids=alone, use_cache=False).last_hidden_state[0, :-1]
+        head = model.get_output_embeddings()
+        by_hand = torch.nn.functional.linear(last, head.weight, head.bias).float()
     if (hidden[0] - hidden[1]).norm() > _LEAK_TOLERANCE * hidden[0].norm():
         raise _cannot_train(model, "packed sequences see each other", "block-isolated attention")
     if (logits - by_hand).norm() > _HEAD_TOLERANCE * logits.norm():

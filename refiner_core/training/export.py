@@ -18,7 +18,8 @@ from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
 from refiner_core.training import engine
 from refiner_core.training.boundary import curve
-from refiner_core.training.checkpoint import PROGRESS, load_weights
+from refiner_core.training.checkpoint import PROGRESS
+from refiner_core.training.tensors import load_weights
 
 _COUNTED = ("tokens", "epoch", "counts", "judge")
 

@@ -3,8 +3,12 @@
 In: a causal language model of transformers and a :class:`~refiner_core.training.packing.Batch`.
 Out: for each of T targets its log-probability in float32 and, where asked, the entropy there.
 
-Only positions that predict a loss token go through the output head, in chunks that are recomputed
-in the backward pass, so that vocabulary x length logits are never alive in float32 at once.
+Only positions that predict a loss token go through the output head, and in chunks: the backward
+pass makes a chunk's logits again, so that vocabulary x length logits are never alive at once,
+forward or backward. What fits into one chunk is kept instead, which saves the second time.
+
+:class:`ScoringModel` is the same computation as one module. ZeRO-3 needs that: it gathers a
+module's weights when the module runs, and frees them after.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from refiner_core.training.packing import Batch
 
@@ -34,17 +37,41 @@ def token_scores(
     model: Any, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
 ) -> TokenScores:
     """Scores of the targets; logits are divided by ``temperature`` first, as the sampler does."""
-    hidden_TD = hidden_states(model, batch)
     head = model.get_output_embeddings()
-    vocabulary = int(head.weight.shape[0])
-    rows = max(1, CHUNK_ELEMENTS // vocabulary)
-    if hidden_TD.shape[0] <= rows:
-        return _score(head, hidden_TD, batch.target_T, temperature, entropy)
-    parts = [
-        checkpoint(_score, head, hidden, target, temperature, entropy, use_reentrant=False)
-        for hidden, target in zip(hidden_TD.split(rows), batch.target_T.split(rows), strict=True)
-    ]
-    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    hidden_TD = hidden_states(model, batch)
+    return head_scores(hidden_TD, head.weight, head.bias, batch.target_T, temperature, entropy)
+
+
+class ScoringModel(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """:func:`token_scores` as a module of its own, whose parameters are those of ``model``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.head = _Head(model.get_output_embeddings())
+
+    def forward(
+        self, batch: Batch, temperature: float, entropy: Entropy
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What :class:`TokenScores` holds, as a plain tuple."""
+        hidden_TD = hidden_states(self.model, batch)
+        scores: tuple[torch.Tensor, torch.Tensor] = self.head(
+            hidden_TD, batch.target_T, temperature, entropy
+        )
+        return scores
+
+
+class _Head(torch.nn.Module):  # type: ignore[misc]
+    """The output head's weights under a forward of our own (tied ones stay tied)."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = head.weight, head.bias
+
+    def forward(
+        self, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature: float, entropy: Entropy
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(head_scores(hidden_TD, self.weight, self.bias, target_T, temperature, entropy))
 
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
@@ -59,6 +86,20 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     return hidden
 
 
+def head_scores(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_T: torch.Tensor,
+    temperature: float = 1.0,
+    entropy: Entropy = "off",
+) -> TokenScores:
+    """Scores from hidden states. Logits come in the type of the weights, all else is float32."""
+    return TokenScores(
+        *_LinearLogprob.apply(hidden_TD, weight_VD, bias_V, target_T, temperature, entropy)
+    )
+
+
 def _mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
     """sdpa takes booleans; eager attention adds the mask to the scores."""
     if mask is None or model.config._attn_implementation == "sdpa":
@@ -67,15 +108,128 @@ def _mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
     return torch.where(mask, 0.0, lowest).to(model.dtype)
 
 
-def _score(
-    head: Any, hidden_TD: torch.Tensor, target_T: torch.Tensor, temperature: float, entropy: Entropy
-) -> TokenScores:
-    logits_TV = head(hidden_TD).float()
+class _LinearLogprob(torch.autograd.Function):  # type: ignore[misc]
+    """Head and log-softmax in one, a chunk of T rows at a time.
+
+    With p = softmax(z) and H its entropy: d logp_target / d z = onehot - p, and
+    d H / d z = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        target_T: torch.Tensor,
+        temperature: float,
+        entropy: Entropy,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprob_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
+        entropy_T = logprob_T.new_empty(0 if entropy == "off" else len(logprob_T))
+        logp_TV: torch.Tensor | None = None
+        chunks = _chunks(len(hidden_TD), weight_VD.shape[0])
+        for rows in chunks:
+            logp_TV = _log_softmax(hidden_TD[rows], weight_VD, bias_V, temperature)
+            logprob_T[rows] = logp_TV.gather(-1, target_T[rows, None]).squeeze(-1)
+            if entropy != "off":
+                entropy_T[rows] = _entropy(logp_TV)
+        if entropy != "loss":
+            ctx.mark_non_differentiable(entropy_T)
+        wanted = any(ctx.needs_input_grad[:3])
+        kept = logp_TV if wanted and len(chunks) == 1 else None
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, entropy_T, kept)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        return logprob_T, entropy_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, grad_logprob_T: torch.Tensor, grad_entropy_T: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_TD, weight_VD, bias_V, target_T, entropy_T, kept_TV = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        chunks = _chunks(len(hidden_TD), weight_VD.shape[0])
+        grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
+        # One chunk's gradient may stay in the type of the weights; sums of several may not.
+        several = torch.float32 if len(chunks) > 1 else weight_VD.dtype
+        grad_VD = torch.zeros_like(weight_VD, dtype=several) if of_weight else None
+        grad_V = torch.zeros_like(bias_V, dtype=several) if of_bias else None
+        for rows in chunks:
+            logp_TV = kept_TV
+            if logp_TV is None:
+                logp_TV = _log_softmax(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+            logit_TV = _grad_of_logits(
+                *(logp_TV, target_T[rows], grad_logprob_T[rows]),
+                *((entropy_T[rows], grad_entropy_T[rows]) if ctx.entropy == "loss" else ()),
+            )
+            del logp_TV
+            if ctx.temperature != 1.0:
+                logit_TV.div_(ctx.temperature)
+            logit_TV = logit_TV.to(weight_VD.dtype)
+            if grad_TD is not None:
+                torch.mm(logit_TV, weight_VD, out=grad_TD[rows])
+            if grad_VD is not None and len(chunks) == 1:
+                torch.mm(logit_TV.mT, hidden_TD, out=grad_VD)
+            elif grad_VD is not None and grad_VD.dtype == logit_TV.dtype:
+                grad_VD.addmm_(logit_TV.mT, hidden_TD[rows])
+            elif grad_VD is not None:
+                grad_VD.add_(logit_TV.mT @ hidden_TD[rows])
+            if grad_V is not None:
+                grad_V.add_(logit_TV.sum(0))
+        return (
+            grad_TD,
+            None if grad_VD is None else grad_VD.to(weight_VD.dtype),
+            None if grad_V is None else grad_V.to(weight_VD.dtype),
+            *(None, None, None),
+        )
+
+
+def _chunks(rows: int, vocabulary: int) -> list[slice]:
+    """Slices of at most :data:`CHUNK_ELEMENTS` logits; one at least, and none longer by one than
+    another without need."""
+    count = max(1, -(-rows * vocabulary // CHUNK_ELEMENTS))
+    size = max(1, -(-rows // count))
+    return [slice(start, start + size) for start in range(0, max(1, rows), size)]
+
+
+def _log_softmax(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperature: float,
+) -> torch.Tensor:
+    logits_TV = hidden_TD @ weight_VD.mT
+    if bias_V is not None:
+        logits_TV += bias_V
+    logits_TV = logits_TV.float()
     if temperature != 1.0:
-        logits_TV = logits_TV / temperature
-    logp_TV = torch.log_softmax(logits_TV, dim=-1)
-    logp_T = logp_TV.gather(-1, target_T[:, None]).squeeze(-1)
-    if entropy == "off":
-        return TokenScores(logp_T, logp_T.new_zeros(0))
-    source = logp_TV if entropy == "loss" else logp_TV.detach()
-    return TokenScores(logp_T, -(source.exp() * source).sum(-1))
+        logits_TV.div_(temperature)
+    return torch.log_softmax(logits_TV, dim=-1)
+
+
+def _entropy(logp_TV: torch.Tensor) -> torch.Tensor:
+    """Without a third tensor of T x V: a batch of inner products."""
+    if logp_TV.shape[0] == 0:
+        return logp_TV.new_empty(0)
+    return -torch.bmm(logp_TV.exp()[:, None, :], logp_TV[:, :, None]).flatten()
+
+
+def _grad_of_logits(
+    logp_TV: torch.Tensor,
+    target_T: torch.Tensor,
+    grad_logprob_T: torch.Tensor,
+    entropy_T: torch.Tensor | None = None,
+    grad_entropy_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(T, V), before temperature; a new tensor."""
+    p_TV = logp_TV.exp()
+    if entropy_T is None or grad_entropy_T is None:
+        grad_TV = p_TV.mul_(-grad_logprob_T[:, None])
+    else:
+        # -g p - h p (log p + H) = -p (h log p + h H + g)
+        factor_TV = logp_TV * grad_entropy_T[:, None]
+        factor_TV += (grad_entropy_T * entropy_T + grad_logprob_T)[:, None]
+        grad_TV = p_TV.mul_(factor_TV).neg_()
+    grad_TV.scatter_add_(-1, target_T[:, None], grad_logprob_T[:, None])
+    return grad_TV

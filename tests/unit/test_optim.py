@@ -55,9 +55,15 @@ def backward(model, scale: float = 1.0) -> None:
 
 def test_muon_takes_hidden_matrices_and_leaves_the_embedding_to_adamw():
     model = tiny_model()
-    states = updater(model, muon_learning_rate=0.01).state_dict()["optimizers"]
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    assert len(states[1]["param_groups"][0]["params"]) == len(matrices) == 14
+    up = updater(model, muon_learning_rate=0.01)
+    backward(model)
+    up.step(1.0)
+    states = up.state_dict()
+    muon = {name for name, state in states.items() if "momentum" in state}
+    matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n}
+    assert muon == matrices
+    assert len(matrices) == 14
+    assert all("exp_avg" in states[name] for name in states.keys() - muon)
 
 
 def test_the_gradient_is_clipped_and_its_norm_before_that_is_returned():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.resources import Resources
 from refiner_core.generation.load import device_for
 from refiner_core.training import engine
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.optim import Updater
-from refiner_core.training.order import seed_random
-from refiner_core.training.ranks import OneRank, Ranks
+from refiner_core.training.ranks import OneRank, Ranks, gpu_of
 
 
 def open_engine(
@@ -22,6 +23,10 @@ def open_engine(
 ) -> Engine:
     """The model of ``model_ref``, ready to be trained as the stage's section says.
 
+    ``deepspeed_stage`` 1 to 3 shares optimiser states, gradients and weights out by DeepSpeed. 0
+    shares nothing, and is what plain torch does over several ranks: DeepSpeed's own way of it adds
+    bfloat16 gradients up in bfloat16.
+
     Raises
     ------
     ConfigurationError
@@ -29,10 +34,22 @@ def open_engine(
     UnsupportedError
         It cannot be packed, or this machine lacks what the section asks for.
     """
-    seed_random(config.seed)  # before anything draws; a checkpoint's states are put back later
     section = config.sft if stage == "sft" else config.grpo
     muon = config.sft.optimizer == "muon" and stage == "sft"
-    loaded = engine.load_for_training(model_ref, config.model, device_for(section.resources))
+    ranks = ranks or OneRank()
+    device = device_of(section.resources, ranks)
+    if section.deepspeed_stage:
+        if muon:
+            raise UnsupportedError(
+                f"Muon needs whole matrices, and sft.deepspeed_stage={section.deepspeed_stage} "
+                "shares them out",
+                expected="sft.optimizer=adamw, or sft.deepspeed_stage 0 or null",
+                fix="set sft.optimizer=adamw",
+            )
+        from refiner_core.training.engines.zero import open_zero_engine
+
+        return open_zero_engine(section, config.model, model_ref, ranks, device)
+    loaded = engine.load_for_training(model_ref, config.model, device)
     updater = Updater(
         loaded.model,
         learning_rate=section.learning_rate,
@@ -40,4 +57,22 @@ def open_engine(
         max_grad_norm=section.max_grad_norm,
         muon_learning_rate=config.sft.muon_learning_rate if muon else None,
     )
-    return PlainEngine(loaded, updater, config.model, ranks or OneRank())
+    return PlainEngine(loaded, updater, config.model, ranks)
+
+
+def device_of(resources: Resources, ranks: Ranks) -> Any:
+    """This rank's GPU where one is asked for, else the CPU.
+
+    Raises
+    ------
+    UnsupportedError
+        If a GPU is asked for and torch sees none.
+    ConfigurationError
+        If this rank has none.
+    """
+    import torch
+
+    device = device_for(resources)
+    if device.type == "cpu" or ranks.world == 1:
+        return device
+    return torch.device("cuda", gpu_of(ranks.local_rank))

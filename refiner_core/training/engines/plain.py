@@ -1,7 +1,11 @@
-"""Plain torch: the model and its optimisers in this process.
+"""Plain torch: every rank holds the model and its optimisers, and gradients are summed.
 
-In: a model reference and the configuration of a training stage. Out: an
+In: a loaded model, its updater, and the ranks that train together. Out: an
 :class:`~refiner_core.training.engines.protocol.Engine`.
+
+This is also what ZeRO-0 means, which shares nothing out: the gradients of a step are added up over
+its packs in float32 on each rank, then once over the ranks, and every rank makes the same update.
+Weights stay bitwise equal on all ranks; a snapshot and an export check that they did.
 """
 
 from __future__ import annotations
@@ -15,6 +19,13 @@ import torch
 
 from refiner_core.contract.config import ModelConfig
 from refiner_core.training import checkpoint, engine
+from refiner_core.training.engines.together import (
+    most_of_all,
+    on_first_rank,
+    require_equal_weights,
+    sum_over_ranks,
+)
+from refiner_core.training.host_copies import HostCopies
 from refiner_core.training.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.optim import Updater
 from refiner_core.training.packing import Batch
@@ -22,7 +33,7 @@ from refiner_core.training.ranks import OneRank, Ranks
 
 
 class PlainEngine:
-    """One process, torch's own optimisers."""
+    """Torch's own optimisers, in one process or data-parallel in several."""
 
     def __init__(
         self,
@@ -35,6 +46,9 @@ class PlainEngine:
         self.ranks: Ranks = ranks or OneRank()
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.share_prompts, self.balance = loaded.share_prompts, loaded.balance
+        self._state = checkpoint.ReplicatedState(self.model, updater)
+        self._copies = HostCopies()
+        self._summed = False
 
     @property
     def device(self) -> Any:
@@ -54,18 +68,25 @@ class PlainEngine:
 
     def backward(self, loss: Any) -> None:
         """Add the gradients of a loss."""
+        if self._summed:
+            raise RuntimeError("gradients were summed over the ranks already; step or drop first")
+        self.updater.forget_norm()
         loss.backward()
 
     def step(self, factor: float) -> float:
         """Update, clear the gradients, and return their norm before clipping."""
+        self._sum()
+        self._summed = False
         return self.updater.step(factor)
 
     def gradient_norm(self) -> float:
-        """The norm of the gradients so far."""
+        """The norm of the gradients; no more can be added to them."""
+        self._sum()
         return self.updater.gradient_norm()
 
     def drop(self) -> None:
         """Clear the gradients."""
+        self._summed = False
         self.updater.drop()
 
     def reference(self, model_ref: str) -> FrozenModel:
@@ -79,19 +100,31 @@ class PlainEngine:
 
     def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
         """The state as of now."""
-        return checkpoint.take_snapshot(self.model, self.updater, dict(progress))
+        require_equal_weights(self.model, self.ranks)
+        return checkpoint.take_snapshot(self._state, progress, self.ranks, self._copies)
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Put a saved state back; returns its progress."""
-        return checkpoint.load_state(folder, self.model, self.updater)
+        self.drop()
+        return checkpoint.restore_state(folder, self._state, self.ranks)
 
     def export(self, folder: Path) -> None:
         """Write model and tokenizer."""
-        engine.export(self.model, self.tokenizer, folder)
+        require_equal_weights(self.model, self.ranks)
+        on_first_rank(self.ranks, lambda: engine.export(self.model, self.tokenizer, folder))
 
     def memory(self) -> dict[str, float]:
-        """The most memory taken so far."""
-        return engine.memory_metrics(self.model)
+        """The most memory that a rank has taken so far."""
+        return most_of_all(self.ranks, engine.memory_metrics(self.device))
+
+    def _sum(self) -> None:
+        """Once per step: this rank's gradients become those of all."""
+        if self._summed or self.ranks.world == 1:
+            return
+        gradients = self.updater.gradients()
+        summed = sum_over_ranks(gradients, self.updater.shapes, self.ranks, self.device)
+        self.updater.set_gradients(summed)
+        self._summed = True
 
 
 class FrozenModel:

@@ -91,7 +91,8 @@ class Engine(Protocol):
         ...
 
     def gradient_norm(self) -> float:
-        """The global norm that the next :meth:`step` would report; gradients stay."""
+        """The global norm that the next :meth:`step` would report; gradients stay, and none can be
+        added any more."""
         ...
 
     def drop(self) -> None:
