@@ -275,3 +275,15 @@ def test_the_large_recipes_train_on_half_of_their_gpus_and_sample_on_the_others(
         found = placement_of(config, "grpo")
         assert (found.nproc_per_node, found.servers) == (4, 4), name
         assert found.trainer_gpus == (0, 1, 2, 3), name
+
+
+def test_the_recipe_for_two_processes_trains_on_as_many_tokens_a_step_as_tiny() -> None:
+    two = check_config(load_recipe("tiny-zero3"))
+    assert placement_of(two, "sft").world == placement_of(two, "grpo").world == 2
+    assert two.sft.deepspeed_stage == two.grpo.deepspeed_stage == 3
+    tokens = two.sft.pack_length * two.sft.gradient_accumulation_steps
+    assert tokens == TINY.sft.pack_length * TINY.sft.gradient_accumulation_steps
+    alone = {"grpo.deepspeed_stage": None, "grpo.nproc_per_node": None, "grpo.resources.cpus": 1}
+    again = replace_fields(two, alone)
+    assert again.grpo == TINY.grpo, "how GRPO is carried out differs, and nothing else"
+    assert training_notes(two) == []
