@@ -2,17 +2,20 @@
 
 In: the live model and its tokenizer. Out: a prompt and its log-probabilities by the trainer; later,
 whether a server's are the same. It finds what a server does not say: an output head that stayed
-old, a checkpoint that was read half, another type of numbers. What it cannot find is a change of
+old, a checkpoint that was read half, another type of numbers, log-probabilities from before the
+temperature. What it cannot find is a change of
 weights that is smaller than the tolerance; the version that servers report is for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
+from refiner_core.generation.vllm.wire import SCORING_TEMPERATURE, Scores
 
 _TEXT = (
     "The answer cites only what the search has found: two snippets agree that the bridge was "
@@ -24,16 +27,23 @@ _FEWEST = 8
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Canary:
-    """A prompt and what its tokens but the first should have as log-probabilities."""
+    """A prompt and how the trainer scores it.
+
+    ``expected`` are log-probabilities of its tokens but the first; ``next_logprobs_V`` those of
+    all tokens that may come next, at the temperature of the canary.
+    """
 
     prompt_ids: tuple[int, ...]
     expected: tuple[float, ...]
+    next_logprobs_V: Tensor
 
-    def difference(self, scores: Sequence[float]) -> float:
-        """The largest difference to the trainer's."""
-        return max(abs(a - b) for a, b in zip(self.expected, scores, strict=True))
+    def difference(self, scores: Scores) -> float:
+        """The largest difference to the trainer's; that of the next token in terms of logits."""
+        prompt = max(abs(a - b) for a, b in zip(self.expected, scores.prompt, strict=True))
+        sampled = abs(float(self.next_logprobs_V[scores.token]) - scores.logprob)
+        return max(prompt, sampled * SCORING_TEMPERATURE)
 
 
 def tolerance_of(configured: float | None, dtype: Literal["float32", "bfloat16"]) -> float:
@@ -49,12 +59,13 @@ def make_canary(model: Any, tokenizer: Any) -> Canary:
     try:
         with torch.no_grad():
             ids_T = torch.tensor([prompt_ids], device=model.device)
-            logits_T_V = model(input_ids=ids_T, use_cache=False).logits[0, :-1].float()
+            logits_T_V = model(input_ids=ids_T, use_cache=False).logits[0].float()
             chosen_T = ids_T[0, 1:, None]
-            logprobs_T = logits_T_V.log_softmax(-1).gather(-1, chosen_T)[:, 0]
+            logprobs_T = logits_T_V[:-1].log_softmax(-1).gather(-1, chosen_T)[:, 0]
+            next_V = (logits_T_V[-1] / SCORING_TEMPERATURE).log_softmax(-1)
     finally:
         model.train(training)
-    return Canary(prompt_ids, tuple(logprobs_T.cpu().tolist()))
+    return Canary(prompt_ids, tuple(logprobs_T.cpu().tolist()), next_V.cpu())
 
 
 def canary_ids(tokenizer: Any, vocabulary: int) -> tuple[int, ...]:

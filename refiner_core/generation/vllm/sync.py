@@ -80,7 +80,7 @@ class WeightSync:
         self._stop_ids: frozenset[int] = frozenset()
         self._current: Path | None = None
         self._written = 0
-        self._canary = Canary((), ())
+        self._canary: Canary | None = None
 
     # ---- what the generator sees
 
@@ -221,7 +221,7 @@ class WeightSync:
             admin.note_version(self._version)
             admin.forget_prefixes()
             admin.resume()
-            return self._wrong(admin.difference(self._canary, self._version))
+            return self._wrong(admin)
         except Failed as error:
             return str(error)
 
@@ -234,7 +234,7 @@ class WeightSync:
     def _require(self, index: int) -> None:
         """A server that was just started must be right."""
         try:
-            wrong = self._wrong(self._admin(index).difference(self._canary, self._version))
+            wrong = self._wrong(self._admin(index))
         except Failed as error:
             raise KilledError(
                 f"Rollout server {index} was started and then failed: {error}",
@@ -249,7 +249,9 @@ class WeightSync:
                 "may do",
             )
 
-    def _wrong(self, difference: float) -> str:
+    def _wrong(self, admin: Admin) -> str:
+        assert self._canary is not None
+        difference = admin.difference(self._canary, self._version)
         if difference <= self._tolerance:
             return ""
         return (

@@ -15,12 +15,14 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 
 #: The name that a rollout server serves its model under.
 MODEL = "policy"
+#: Not 1, so that log-probabilities from before the temperature are found out.
+SCORING_TEMPERATURE = 0.5
 #: Seeds are signed 64-bit numbers over there, and never negative here.
 _SEEDS = 1 << 63
 #: A log-probability may exceed 0 by what rounding does.
@@ -114,8 +116,17 @@ def read_completion(
     raise Unusable(f"finish_reason is {reason!r}, not `stop`, `length` or `abort`")
 
 
+class Scores(NamedTuple):
+    """What a server makes of a prompt: log-probabilities of its tokens but the first, and a next
+    token with its own, at :data:`SCORING_TEMPERATURE`."""
+
+    prompt: list[float]
+    token: int
+    logprob: float
+
+
 def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
-    """The body that asks for the log-probabilities of a prompt's own tokens."""
+    """The body that asks for the log-probabilities of a prompt's own tokens, and of the next."""
     return _encoded(
         {
             "model": MODEL,
@@ -123,7 +134,7 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
             "max_tokens": 1,
             "n": 1,
             "seed": 0,
-            "temperature": 1.0,
+            "temperature": SCORING_TEMPERATURE,
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
@@ -131,6 +142,7 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "add_special_tokens": False,
+            "logprobs": 0,
             "prompt_logprobs": 0,
             "return_token_ids": True,
             "cache_salt": f"refiner-canary-{version}",
@@ -138,8 +150,8 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
     )
 
 
-def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of all prompt tokens but the first.
+def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> Scores:
+    """What a server made of a prompt.
 
     Raises
     ------
@@ -156,7 +168,9 @@ def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> list[float]:
         found = entry.get(str(token)) if isinstance(entry, Mapping) else None
         value = found.get("logprob") if isinstance(found, Mapping) else None
         scores.append(_finite(value, "prompt_logprobs"))
-    return scores
+    tokens = _integers(choice.get("token_ids"), "token_ids")
+    (logprob,) = _logprobs(choice.get("logprobs"), 1)
+    return Scores(scores, tokens[0], logprob)
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

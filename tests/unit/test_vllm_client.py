@@ -1,0 +1,618 @@
+"""Rollouts over HTTP against a server that keeps vLLM's traps; a client that ignores one fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    KilledError,
+    StageFailed,
+    UnsupportedError,
+)
+from refiner_core.contract.types import (
+    Completion,
+    Endpoint,
+    GenerationRequest,
+    SamplingParams,
+)
+from refiner_core.generation.sampling import processed_logprobs
+from refiner_core.generation.text import completion_text
+from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.generation.vllm import extension
+from refiner_core.generation.vllm.client import VllmGenerator
+from refiner_core.generation.vllm.lanes import Shares
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.transfer import open_transfer
+from refiner_core.generation.vllm.weights import check_folder, named_weights, write_folder
+from refiner_core.generation.vllm.wire import (
+    Asked,
+    Unusable,
+    completion_body,
+    read_completion,
+)
+from tests.support.tiny_training import EOS, save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.vllm_server import Served, served
+
+WINDOW = 128
+STOP = frozenset({EOS})
+PLAIN = SamplingParams(max_new_tokens=12)
+EXTENSION = "refiner_vllm_extension.CompleteReload"
+USUAL = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def importable_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PYTHONPATH does it for a server of its own."""
+    assert extension.__file__ is not None
+    monkeypatch.syspath_prepend(str(Path(extension.__file__).parent))
+
+
+class Fixed:
+    """A fleet whose servers are simply there; one that is lost has a successor, or none."""
+
+    def __init__(self, *servers: Served, version: str = "1", key: str = "") -> None:
+        self.busy = threading.Lock()
+        self.version, self.stop_ids = version, STOP
+        self._endpoints = [Endpoint(server.url, key) for server in servers]
+        self.revived: list[tuple[int, str]] = []
+        self.successor: Callable[[], Served] | None = None
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return self._endpoints
+
+    def revive(self, index: int, why: str) -> Endpoint:
+        self.revived.append((index, why))
+        if self.successor is None:
+            raise KilledError("no successor")
+        return Endpoint(self.successor().url)
+
+
+def requests(prompts: int = 3, samples: int = 4, length: int = 20) -> list[GenerationRequest]:
+    """Prompts longer than a block of the prefix cache; every sample has its own seed."""
+    return [
+        GenerationRequest(
+            tuple(3 + (7 * p + 5 * i) % 45 for i in range(length + p)), seed=100 * p + s
+        )
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+
+
+def generator(fleet: Any, **settings: Any) -> VllmGenerator:
+    return VllmGenerator(fleet, window=WINDOW, **settings)
+
+
+def trainer_logprobs(
+    model: Any, request: GenerationRequest, completion: Completion, params: SamplingParams
+) -> list[float]:
+    """What the trainer would compute for a completion."""
+    ids, tokens = request.prompt_ids, completion.token_ids
+    with torch.no_grad():
+        logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+    found = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
+    return [found[place, token].item() for place, token in enumerate(tokens)]
+
+
+def furthest(
+    model: Any,
+    asked: Sequence[GenerationRequest],
+    made: Sequence[Completion],
+    params: SamplingParams = PLAIN,
+) -> float:
+    return max(
+        abs(ours - theirs)
+        for request, completion in zip(asked, made, strict=True)
+        for ours, theirs in zip(
+            trainer_logprobs(model, request, completion, params), completion.logprobs, strict=True
+        )
+    )
+
+
+# ---------------------------------------------------------------- samples
+
+
+def test_logprobs_are_the_trainers_after_temperature_and_truncation(folder: Path) -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=9, max_new_tokens=12)
+    with served(folder) as server:
+        made = generator(Fixed(server)).generate(requests(), params)
+    assert furthest(tiny_model(), requests(), made, params) < 1e-4
+
+
+def test_a_models_own_sampling_defaults_change_nothing(folder: Path, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.generation_config.update(temperature=0.1, top_k=2, do_sample=True)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    ours = ("--logprobs-mode", "processed_logprobs")  # and not `--generation-config vllm`
+    with served(tmp_path, *ours) as server:
+        made = generator(Fixed(server)).generate(requests(), PLAIN)
+    assert furthest(model, requests(), made) < 1e-4
+    assert len({token for c in made for token in c.token_ids}) > 15  # of 2 there would be fewer
+
+
+def test_a_sample_depends_on_its_seed_alone(folder: Path) -> None:
+    """Not on its place, its neighbours, the server, or how many are asked at a time."""
+    asked = requests()
+    with served(folder) as one, served(folder) as two:
+        first = generator(Fixed(one)).generate(asked, PLAIN)
+        backwards = generator(Fixed(two, one), in_flight=1).generate(asked[::-1], PLAIN)
+        alone = generator(Fixed(two)).generate(asked[5:6], PLAIN)
+    assert [c.token_ids for c in backwards[::-1]] == [c.token_ids for c in first]
+    assert alone[0].token_ids == first[5].token_ids
+
+
+def test_samples_of_different_prompts_are_not_drawn_with_the_same_numbers(folder: Path) -> None:
+    """One seed for several prompts of a request would."""
+    with served(folder) as server:
+        generator(Fixed(server)).generate(requests(), PLAIN)
+        bodies = server.bodies()
+    assert all(isinstance(body["prompt"][0], int) and body["n"] == 1 for body in bodies)
+    assert len({body["seed"] for body in bodies}) == len(bodies) == 12
+
+
+def test_everything_that_decides_a_sample_is_said() -> None:
+    params = SamplingParams(0.5, 0.9, 7, 11, ("w9",))
+    body = json.loads(
+        completion_body(GenerationRequest((5, 6), (1 << 63) + 4), Asked(params, STOP, "8"))
+    )
+    assert body == {
+        **{"model": "policy", "prompt": [5, 6], "max_tokens": 11, "min_tokens": 0, "n": 1},
+        **{"seed": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.0},
+        **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        **{"stop": ["w9"], "stop_token_ids": [EOS], "ignore_eos": False},
+        **{"include_stop_str_in_output": True, "skip_special_tokens": False},
+        **{"spaces_between_special_tokens": True, "add_special_tokens": False},
+        **{"echo": False, "stream": False, "logprobs": 0, "return_token_ids": True},
+        "cache_salt": "refiner-8",
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_end_where_the_embedded_backend_ends_them(folder: Path, temperature: float) -> None:
+    """At a stop token, a stop string that spans tokens, or the limit; each with its last token."""
+    params = SamplingParams(temperature, max_new_tokens=16, stop_strings=("w7", "w1 "))
+    fleet = Fixed()
+    fleet.stop_ids = frozenset({EOS, 9, 12})
+    with served(folder) as server:
+        fleet._endpoints = [Endpoint(server.url)]
+        made = generator(fleet).generate(requests(4, 6), params)
+    tokenizer, reasons = tiny_tokenizer(), set()
+    for completion in made:
+        text = tokenizer.decode(completion.token_ids)
+        before = tokenizer.decode(completion.token_ids[:-1])
+        ends = completion.token_ids[-1] in fleet.stop_ids or "w7" in text or "w1 " in text
+        assert (completion.finish_reason == "stop") == ends
+        assert ends or len(completion.token_ids) == 16
+        assert not fleet.stop_ids & set(completion.token_ids[:-1])
+        assert "w7" not in before
+        reasons.add(completion.finish_reason)
+    if temperature == 0:
+        model = tiny_model()
+        model.generation_config.eos_token_id = [EOS, 9, 12]
+        embedded = TransformersGenerator(model, tokenizer).generate(requests(4, 6), params)
+        assert [(c.token_ids, c.finish_reason) for c in made] == [
+            (c.token_ids, c.finish_reason) for c in embedded
+        ]
+        assert [completion_text(tokenizer, c) for c in made] == [
+            completion_text(tokenizer, c) for c in embedded
+        ]
+    else:
+        assert reasons == {"stop", "length"}
+
+
+def test_who_asks_hears_of_each_sample_in_its_own_thread_as_soon_as_it_is_there(
+    folder: Path,
+) -> None:
+    heard: list[int] = []
+    steps: list[tuple[int, int]] = []
+
+    def on_completion(index: int, completion: Completion) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert completion.token_ids
+        heard.append(index)
+
+    with served(folder) as server:
+        fleet = Fixed(server)
+        ours = generator(fleet, in_flight=1, on_step=lambda done, of: steps.append((done, of)))
+        ours.generate(requests(), PLAIN, on_completion)
+        assert sorted(heard) == list(range(12))
+        assert steps[-1] == (12, 12)
+
+        def give_up(index: int, _: Completion) -> None:
+            raise LookupError(index)
+
+        before = len(server.bodies())
+        with pytest.raises(LookupError):
+            ours.generate(requests(), PLAIN, give_up)
+        assert len(server.bodies()) - before < 12  # the rest was never asked
+        assert not fleet.busy.locked()
+
+
+# ---------------------------------------------------------------- what is not as it should be
+
+
+def test_what_a_pause_gave_up_is_asked_again(folder: Path) -> None:
+    asked = requests()
+    with served(folder) as server:
+        wanted = generator(Fixed(server)).generate(asked, PLAIN)
+        server.state.control["slow_s"] = 0.01
+        paused = threading.Thread(target=lambda: [_pause(server) for _ in range(2)])
+        paused.start()
+        made = generator(Fixed(server)).generate(asked, PLAIN)
+        paused.join()
+        assert len(server.bodies()) > 2 * len(asked)
+    assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+
+
+def _pause(server: Served) -> None:
+    time.sleep(0.08)
+    for route in ("pause", "resume"):
+        url = f"{server.url.removesuffix('/v1')}/{route}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+            pass
+
+
+def test_a_server_that_says_that_it_is_full_is_waited_for(folder: Path) -> None:
+    with served(folder, *USUAL, "--max-num-queued-reqs", "2") as server:
+        fleet = Fixed(server)
+        made = generator(fleet).generate(requests(), PLAIN)
+        assert len(server.bodies()) > 12
+    assert furthest(tiny_model(), requests(), made) < 1e-4
+    assert fleet.revived == []
+
+
+def test_a_connection_that_is_lost_now_and_then_is_no_reason_to_replace_a_server(
+    folder: Path,
+) -> None:
+    with served(folder) as server:
+        server.state.control["lose"] = 2
+        fleet = Fixed(server)
+        assert len(generator(fleet).generate(requests(), PLAIN)) == 12
+        assert fleet.revived == []
+
+
+def test_a_server_that_is_silent_is_replaced_and_its_samples_are_the_same(folder: Path) -> None:
+    asked = requests()
+    with served(folder) as well, served(folder) as hung:
+        wanted = generator(Fixed(well)).generate(asked, PLAIN)
+        hung.state.control["hang"] = True
+        fleet = Fixed(hung)
+        fleet.successor = lambda: well
+        made = generator(fleet, silence_s=0.3).generate(asked, PLAIN)
+        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+        assert "answered nothing" in fleet.revived[0][1]
+
+
+def test_the_others_do_the_work_of_a_server_that_is_gone(folder: Path) -> None:
+    gone = Served.__new__(Served)
+    gone.url = "http://127.0.0.1:9/v1"
+    asked = requests()
+    with served(folder) as well:
+        wanted = generator(Fixed(well)).generate(asked, PLAIN)
+        fleet = Fixed(gone, well)
+        fleet.successor = lambda: well
+        made = generator(fleet).generate(asked, PLAIN)
+    assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+    assert fleet.revived[0][0] == 0
+
+
+def test_a_fleet_that_cannot_be_mended_ends_the_call_with_its_error(folder: Path) -> None:
+    gone = Served.__new__(Served)
+    gone.url = "http://127.0.0.1:9/v1"
+    with pytest.raises(KilledError, match="no successor"):
+        generator(Fixed(gone)).generate(requests(), PLAIN)
+
+
+def test_a_refused_request_is_quoted_without_the_key(folder: Path) -> None:
+    with served(folder, key="secret-of-it") as server:
+        with pytest.raises(StageFailed, match="401"):
+            generator(Fixed(server, key="wrong")).generate(requests(1, 1), PLAIN)
+        assert generator(Fixed(server, key="secret-of-it")).generate(requests(1, 1), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("params", "asked", "said"),
+    [
+        (SamplingParams(temperature=-1.0), requests(1, 1), "temperature"),
+        (SamplingParams(max_new_tokens=120), requests(1, 1), "window has 128"),
+        (PLAIN, [GenerationRequest((), 1)], "empty prompt"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_before_anybody_is_asked(
+    params: SamplingParams, asked: list[GenerationRequest], said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        generator(Fixed()).generate(asked, params)
+
+
+GOOD: dict[str, Any] = {
+    "finish_reason": "stop",
+    "stop_reason": None,
+    "token_ids": [5, EOS],
+    "prompt_token_ids": [3, 4],
+    "logprobs": {"token_logprobs": [-1.0, -0.5]},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt_token_ids": None}, "return_token_ids was ignored"),
+        ({"prompt_token_ids": [3, 5]}, "another prompt"),
+        ({"token_ids": None}, "token_ids"),
+        ({"token_ids": [5]}, "log-probabilities"),
+        ({"logprobs": None}, "token_logprobs"),
+        ({"logprobs": {"token_logprobs": [-1.0, None]}}, "None"),
+        ({"logprobs": {"token_logprobs": [-1.0, float("nan")]}}, "nan"),
+        ({"logprobs": {"token_logprobs": [-1.0, 0.5]}}, "no log-probability"),
+        ({"finish_reason": "length"}, "2 of 12"),
+        ({"finish_reason": "tool_calls"}, "tool_calls"),
+        ({"token_ids": [5, 6]}, "none of the stop tokens"),
+        ({"token_ids": [5, 6], "stop_reason": "w9"}, "none of the stop tokens"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_is_never_trained_on(
+    change: dict[str, Any], said: str
+) -> None:
+    asked, request = Asked(PLAIN, STOP, "1"), GenerationRequest((3, 4), 0)
+    assert isinstance(read_completion(_answer(GOOD), request, asked), Completion)
+    with pytest.raises(Unusable, match=said):
+        read_completion(_answer(GOOD | change), request, asked)
+
+
+def test_partial_tokens_of_an_abort_are_no_sample() -> None:
+    asked, request = Asked(PLAIN, STOP, "1"), GenerationRequest((3, 4), 0)
+    assert read_completion(_answer(GOOD | {"finish_reason": "abort"}), request, asked) == "abort"
+    with pytest.raises(Unusable, match="one choice"):
+        read_completion(json.dumps({"choices": [GOOD, GOOD]}).encode(), request, asked)
+
+
+def _answer(choice: dict[str, Any]) -> bytes:
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
+    shares = Shares(requests(5, 4), [Endpoint("a"), Endpoint("b")])
+    assert sorted(len(lane.queue) for lane in shares.lanes) == [8, 12]
+    assert {i // 4 for i in shares.lanes[0].queue}.isdisjoint(
+        {i // 4 for i in shares.lanes[1].queue}
+    )
+    shares.give_back(77)
+    taken = []
+    while (index := shares.take(shares.lanes[1])) is not None:
+        taken.append(index)
+    assert sorted(taken) == [*range(20), 77]
+
+
+# ---------------------------------------------------------------- weights
+
+
+class InThreads:
+    """Servers of this process for a weight sync; ``options`` of each start, the last for all
+    further ones."""
+
+    def __init__(self, count: int, *options: tuple[str, ...], max_restarts: int = 3) -> None:
+        usual = (*USUAL, "--worker-extension-cls", EXTENSION)
+        self.count, self.options = count, list(options or [usual])
+        self.servers: list[Served] = []
+        self.gone: list[Served] = []
+        self.left = max_restarts
+        self.stack = ExitStack()
+
+    def _open(self, weights: Path) -> Served:
+        options = self.options.pop(0) if len(self.options) > 1 else self.options[0]
+        return self.stack.enter_context(served(weights, *options))
+
+    def start(self, weights: Path) -> list[Endpoint]:
+        self.servers = [self._open(weights) for _ in range(self.count)]
+        return [Endpoint(server.url) for server in self.servers]
+
+    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
+        self.left -= 1
+        if self.left < 0:
+            raise KilledError(why)
+        self.gone.append(self.servers[index])
+        self.servers[index] = self._open(weights)
+        return Endpoint(self.servers[index].url)
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+@contextmanager
+def fleet_of(servers: InThreads, folder: Path) -> Iterator[WeightSync]:
+    try:
+        yield WeightSync(servers, folder, tiny_tokenizer(), tolerance=1e-3, timeout_s=30)
+    finally:
+        servers.close()
+
+
+@contextmanager
+def whole(model: Any) -> Iterator[Any]:
+    yield model
+
+
+def changed(seed: int = 1) -> Any:
+    """Other weights of the same architecture, the embedding (and so the tied head) included."""
+    return tiny_model(seed)
+
+
+def test_after_a_sync_samples_are_of_the_new_weights(tmp_path: Path) -> None:
+    """With tied embeddings and a prefix cache from before: both stay old unless seen to."""
+    servers = InThreads(2)
+    with fleet_of(servers, tmp_path) as fleet:
+        ours = generator(fleet)
+        for step, model in enumerate((tiny_model(), changed(), tiny_model())):
+            fleet.sync(whole(model), str(step))
+            made = ours.generate(requests(), PLAIN)
+            assert furthest(model, requests(), made) < 1e-4
+            assert len(list(tmp_path.iterdir())) == 1  # only the current weights are kept
+        assert all(server.state.version == "2" for server in servers.servers)
+        assert all(server.bodies() for server in servers.servers)
+    assert servers.gone == []
+    assert all(server.routes.count("/resume") == 2 for server in servers.servers)
+
+
+def test_a_new_version_never_reads_the_prefixes_of_an_old_one(folder: Path) -> None:
+    """Even where the server has not dropped them."""
+    model = changed()
+    with served(folder) as server:
+        generator(Fixed(server, version="1")).generate(requests(), PLAIN)
+        server.state.engine.model.load_state_dict(model.state_dict())
+        server.state.engine.head.pack()
+        stale = generator(Fixed(server, version="1")).generate(requests(), PLAIN)
+        fresh = generator(Fixed(server, version="2")).generate(requests(), PLAIN)
+    assert furthest(model, requests(), stale) > 1e-2  # the trap is there
+    assert furthest(model, requests(), fresh) < 1e-4
+
+
+def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path) -> None:
+    class Plain(WeightSync):
+        """Reloads as vLLM does by itself, which answers 200."""
+
+        def _admin(self, index: int) -> Any:
+            admin = super()._admin(index)
+
+            def load(weights: str) -> None:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
+                admin._post("/collective_rpc", body)
+
+            admin.load = load  # type: ignore[method-assign]
+            return admin
+
+    servers, model = InThreads(1), changed()
+    fleet = Plain(servers, tmp_path, tiny_tokenizer(), tolerance=1e-3, timeout_s=30)
+    try:
+        fleet.sync(whole(tiny_model()), "0")
+        fleet.sync(whole(model), "1")
+        assert len(servers.gone) == 1
+        made = generator(fleet).generate(requests(), PLAIN)
+        assert furthest(model, requests(), made) < 1e-4
+    finally:
+        servers.close()
+
+
+def test_a_failed_reload_is_never_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers, model = InThreads(2), changed()
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        poisoned = servers.servers[1]
+        monkeypatch.setattr(poisoned.state.engine, "reload", _fails)
+        fleet.sync(whole(model), "1")
+        assert servers.gone == [poisoned]
+        assert poisoned.routes[-2:] == ["/pause", "/collective_rpc"]
+        assert "/resume" not in poisoned.routes
+        made = generator(fleet).generate(requests(), PLAIN)
+        assert furthest(model, requests(), made) < 1e-4
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no such file")
+
+
+def test_servers_that_must_be_replaced_too_often_end_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = InThreads(1, max_restarts=1)
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        for _ in range(2):
+            monkeypatch.setattr(servers.servers[0].state.engine, "reload", _fails)
+            if servers.left:
+                fleet.sync(whole(changed()), "1")
+        with pytest.raises(KilledError, match="collective_rpc"):
+            fleet.sync(whole(tiny_model()), "2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--generation-config", "vllm"),  # log-probabilities from before the temperature
+        (*USUAL, "--dtype", "float32"),  # a control: with these it works
+    ],
+)
+def test_a_server_that_scores_otherwise_than_the_trainer_ends_the_stage(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with fleet_of(InThreads(1, options), tmp_path) as fleet:
+        if "--logprobs-mode" in options:
+            fleet.sync(whole(tiny_model()), "0")
+            return
+        with pytest.raises(StageFailed, match=r"differ from the trainer's.*canary_tolerance"):
+            fleet.sync(whole(tiny_model()), "0")
+
+
+def test_a_sync_and_a_call_wait_for_each_other(tmp_path: Path) -> None:
+    """So that no sample is of two versions."""
+    servers, models = InThreads(1), [tiny_model(), changed()]
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(models[0]), "0")
+        servers.servers[0].state.control["slow_s"] = 0.01
+        made: list[Completion] = []
+        call = threading.Thread(
+            target=lambda: made.extend(generator(fleet).generate(requests(), PLAIN))
+        )
+        call.start()
+        while not servers.servers[0].state.unfinished:
+            time.sleep(0.001)
+        fleet.sync(whole(models[1]), "1")
+        call.join()
+    assert furthest(models[0], requests(), made) < 1e-4
+
+
+def test_a_lost_server_comes_back_with_the_current_weights(tmp_path: Path) -> None:
+    servers, model = InThreads(1), changed()
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        fleet.sync(whole(model), "1")
+        servers.servers[0].state.control["hang"] = True
+        made = generator(fleet, silence_s=0.3).generate(requests(), PLAIN)
+        assert len(servers.gone) == 1
+        assert furthest(model, requests(), made) < 1e-4
+
+
+def test_nobody_samples_before_there_are_weights(tmp_path: Path) -> None:
+    with fleet_of(InThreads(1), tmp_path) as fleet, pytest.raises(RuntimeError, match="sync"):
+        generator(fleet).generate(requests(), PLAIN)
+
+
+def test_a_folder_that_lacks_weights_is_refused_before_a_server_reads_it(tmp_path: Path) -> None:
+    """A server would take it without a word."""
+    model = tiny_model()
+    write_folder(model, tiny_tokenizer(), tmp_path / "weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    file = tmp_path / "weights" / "model.safetensors"
+    kept = load_file(file)
+    dropped = kept.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(StageFailed, match=f"not {sum(w.numel() for w in model.parameters())}"):
+        check_folder(tmp_path / "weights", named_weights(model))
+    kept["model.layers.1.mlp.up_proj.weight"] = dropped.T.contiguous()
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(StageFailed, match="has shape"):
+        check_folder(tmp_path / "weights", named_weights(model))
+
+
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
+def test_weights_go_from_gpu_to_gpu_only_where_there_is_one(way: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this process has a GPU")
+    with pytest.raises(UnsupportedError, match="weight_transfer=reload"):
+        open_transfer(way, 1.0)
