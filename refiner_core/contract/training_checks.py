@@ -1,4 +1,4 @@
-"""Checks of the training stages: what cannot be trained is refused when the plan is made.
+"""Checks of stages that run a model: what cannot be trained is refused when the plan is made.
 
 In: a recipe's configuration. Out: nothing, or a refusal with the numbers and the field to change.
 Sizes that belong together (packs, batches, processes, GPUs, rollout servers) and options that
@@ -16,7 +16,7 @@ from refiner_core.contract.placement import STAGES, Placement, TrainingStage, pl
 
 
 def check_training(config: RecipeConfig) -> None:
-    """Refuse training stages that cannot work, naming the field.
+    """Refuse stages with a model that cannot work, naming the field.
 
     Raises
     ------
@@ -32,6 +32,8 @@ def check_training(config: RecipeConfig) -> None:
         _check_batch(config, placement)
         _check_off_policy(config)
         _check_servers(config)
+    if "evaluate" in config.stages:
+        _check_flash(config, "evaluate", config.evaluate.resources.gpus)
 
 
 def training_notes(config: RecipeConfig) -> list[str]:
@@ -91,12 +93,13 @@ def _check_placed(config: RecipeConfig, stage: TrainingStage) -> Placement:
             expected=f"{stage}.deepspeed_stage=3",
             fix=f"set {stage}.deepspeed_stage=3, or {stage}.offload_param=false",
         )
-    if config.model.attn_implementation == "flash_attention_2":
-        _check_flash(config, stage, gpus)
+    _check_flash(config, stage, gpus)
     return placement_of(config, stage)
 
 
 def _check_flash(config: RecipeConfig, stage: str, gpus: int) -> None:
+    if config.model.attn_implementation != "flash_attention_2":
+        return
     if gpus == 0:
         raise ConfigurationError(
             "model.attn_implementation is flash_attention_2, which needs a GPU, but "

@@ -86,6 +86,10 @@ def tiny(fields: dict[str, Any]) -> RecipeConfig:
             r"computes in 16 bits, but model\.dtype is float32",
         ),
         (
+            {**FLASH, "stages": ("data", "evaluate")},
+            r"needs a GPU, but evaluate\.resources\.gpus is 0",
+        ),
+        (
             {"grpo.resources.nodes": 2},
             r"grpo\.resources\.nodes is 2, but dispatch\.executor=local has one machine",
         ),
