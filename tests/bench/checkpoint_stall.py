@@ -1,0 +1,204 @@
+"""`python -m tests.bench checkpoint_stall [--sizes 64 256 1024] [--rounds 5] [--folder DIR]`.
+
+How long a training step waits at a save: ours copies the state to host memory and writes it while
+training goes on (`async_save`), through the real boundary, store and file formats, with fsync,
+hashes and marker; the rival is a synchronous `torch.save` of the same tensors and an fsync, on the
+same disk. ABAB order, medians; every file is read back and compared once. Goal: at most 15 %.
+
+Besides: `first_s`, the stall of the very first save, which has to get its memory from the system;
+`background_s`, how long the rest takes beside training; `step_beside`, how long a training step
+takes meanwhile, over one with nothing beside it (on a GPU the host's cores are idle; on a CPU the
+two share them); `sync_s`, the stall with `async_save=false`, which hashes, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from infra.checkpoints import CheckpointStore, damage_of, step_name
+from infra.layout import StagePaths
+from infra.stage_io import AttemptIO
+from refiner_core.contract.config import ModelConfig
+from refiner_core.training.boundary import Boundary
+from refiner_core.training.engine import Loaded
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.optim import Updater
+from refiner_core.training.packing import Sample, build_pack, collate
+from tests.bench.training_work import machine
+from tests.support.tiny_training import tiny_model, tiny_tokenizer
+
+GOAL_SHARE = 0.15
+MIB = 2**20
+#: Bytes of a float32 parameter with AdamW's two moments.
+BYTES_PER_PARAMETER = 12
+WIDTH, TOKENS = 512, 128
+
+
+def main(arguments: list[str]) -> int:
+    """One line per size; 0 even where the goal is missed: the lines say so."""
+    parser = argparse.ArgumentParser(prog="tests.bench checkpoint_stall")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024], help="MiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is measured")
+    told = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for size in told.sizes:
+        with tempfile.TemporaryDirectory(dir=told.folder) as folder:
+            print(json.dumps(measured(size, told.rounds, Path(folder))), flush=True)
+    return 0
+
+
+def measured(size_mib: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """A state of about ``size_mib``."""
+    work = Work(size_mib, folder)
+    alone = statistics.median(work.train() for _ in range(5))
+    first = work.save(asynchronous=True)
+    stalls: list[float] = []
+    rivals: list[float] = []
+    beside: list[float] = []
+    background: list[float] = []
+    for _ in range(rounds):
+        stalls.append(work.save(asynchronous=True))
+        began = time.perf_counter()
+        while work.writing:
+            beside.append(work.train())
+        background.append(time.perf_counter() - began)
+        work.settle()
+        rivals.append(work.rival())
+    synchronous = statistics.median(work.save(asynchronous=False) for _ in range(3))
+    work.check()
+    ours, rival = statistics.median(stalls), statistics.median(rivals)
+    return {
+        "name": f"checkpoint stall, {work.bytes / MIB:.0f} MiB",
+        "ours": round(ours, 4),
+        "rival": round(rival, 4),
+        "ratio": round(rival / ours, 2),
+        "unit": "s of stall",
+        "share": round(ours / rival, 3),
+        "goal_met": ours <= GOAL_SHARE * rival,
+        "first_s": round(first, 4),
+        "background_s": round(statistics.median(background), 3),
+        "sync_s": round(synchronous, 4),
+        "step_s": round(alone, 4),
+        "step_beside": round(statistics.median(beside) / alone, 2) if beside else None,
+        "rounds": rounds,
+        "machine": machine(),
+    }
+
+
+class Work:
+    """A model in training, with what a stage has around it."""
+
+    def __init__(self, size_mib: int, folder: Path) -> None:
+        layers = max(1, round(size_mib * MIB / BYTES_PER_PARAMETER / _layer_parameters()))
+        model = tiny_model(
+            **{"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": layers},
+            **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+            initializer_range=0.02,
+        )
+        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+        updater = Updater(model, learning_rate=1e-4, weight_decay=0.0, max_grad_norm=1.0)
+        self.engine = PlainEngine(loaded, updater, ModelConfig())
+        sample = Sample((), tuple(i % 40 for i in range(TOKENS)), (True,) * TOKENS)
+        self.batch = collate([build_pack([[sample]])])
+        self.folder, self.steps = folder, itertools.count(1)
+        paths = StagePaths(folder / "control", folder / "data")
+        store = CheckpointStore(paths.checkpoints, 1, before_commit=lambda: self.io.flush())
+        self.io = AttemptIO(paths, 1, store)
+        self.train()  # the optimiser has its state from the first step on
+        # every step from 1 on is one to save at
+        self.edges = {
+            kind: Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=kind)
+            for kind in (True, False)
+        }
+        self.saved: tuple[int, dict[str, Any]] = (0, {})
+
+    @property
+    def bytes(self) -> int:
+        """Of the state that both sides write."""
+        return sum(t.numel() * t.element_size() for t in _tensors(self._state()))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a save is under way."""
+        save = self.edges[True]._under_way
+        return save is not None and not save.done
+
+    def train(self) -> float:
+        """Seconds of one step."""
+        began = time.perf_counter()
+        self.engine.backward(-self.engine.score(self.batch).logprob_T.mean())
+        self.engine.step(1.0)
+        return time.perf_counter() - began
+
+    def save(self, *, asynchronous: bool) -> float:
+        """Seconds for which a step that saves is longer."""
+        step = next(self.steps)
+        self.settle()
+        weights = {n: p.detach().clone() for n, p in self.engine.model.named_parameters()}
+        began = time.perf_counter()
+        self.edges[asynchronous].after(step, {"step": step}, {})
+        stall = time.perf_counter() - began
+        self.saved = (step, weights)
+        return stall
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        for edge in self.edges.values():
+            edge._wait()
+            edge.saved_step = 0
+
+    def rival(self) -> float:
+        """Seconds of a synchronous save of the same tensors."""
+        state, path = self._state(), self.folder / "rival.pt"
+        began = time.perf_counter()
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - began
+        assert path.stat().st_size >= self.bytes
+        path.unlink()
+        return seconds
+
+    def check(self) -> None:
+        """What lies on the disk is the state of the step that was saved, to the last bit."""
+        self.settle()
+        step, weights = self.saved
+        found = self.io.checkpoints.latest()
+        assert found is not None
+        assert (found.path.name, damage_of(found)) == (step_name(step), None)
+        written = load_file(found.path / "model.safetensors")
+        assert all(torch.equal(written[name], weights[name]) for name in written)
+        sizes = sum(p.stat().st_size for p in found.path.glob("*.safetensors"))
+        assert sizes >= self.bytes, "both sides write the same state"
+
+    def _state(self) -> dict[str, Any]:
+        """Weights and what the optimiser keeps of them."""
+        source = self.engine._state
+        states = {name: dict(state) for name, state in source.states(lambda _: True)}
+        return {"model": dict(self.engine.model.named_parameters()), "optimizer": states}
+
+
+def _layer_parameters() -> int:
+    attention, mlp = 4 * WIDTH * 512, 3 * WIDTH * 4 * WIDTH
+    return attention + mlp
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found = value.values() if isinstance(value, dict) else ()
+    return [tensor for item in found for tensor in _tensors(item)]
