@@ -21,7 +21,11 @@ _READERS = {"data", "sft", "grpo", "evaluate"}
 _TRAINERS = {"sft", "grpo"}
 #: Layers that carry a state from token to token, across the border between packed sequences.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
-_RECURRENT_MODELS = {"mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm"}
+#: Models whose config.json does not name such layers.
+_RECURRENT_MODELS = {
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba"),
+    *("falcon_h1", "zamba", "zamba2", "lfm2", "lfm2_moe"),
+}
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
