@@ -82,6 +82,7 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
     if rollouts := straight.rollouts():
         found.append(compare_rollouts(rollouts, interrupted.rollouts()))
     found.append(compare_weights(straight.model, interrupted.model, moved))
-    return found + compare_checkpoints(
+    found += compare_checkpoints(
         straight.checkpoint, interrupted.checkpoint, moved, same_layout=same_layout
     )
+    return [c for c in found if c.compared]

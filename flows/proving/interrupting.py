@@ -172,7 +172,8 @@ class Interrupter(threading.Thread):
         progress = _read(paths.heartbeat).get("progress") or {}
         if not progress:
             return None
-        return int(progress["done"]) + 1, str(progress["phase"])
+        phase = str(progress["phase"])
+        return int(progress["done"]) + 1, "between steps" if phase == "train" else phase
 
     def _note(self, *seen: Any) -> None:
         now = time.monotonic()

@@ -1,8 +1,9 @@
 """All that a card says, collected from records.
 
 In: a `publish` or `card` stage. Out: :class:`Collected`: its :class:`CardFacts`, with the record
-that each was read from, and the weights that they are about. The same records give the same facts,
-at work and ever after, here and in a copy of the workspace: what can be found out only at the time
+that each was read from, and the weights that they are about. The same records (the newest proof of
+a training among them) give the same facts, at work and ever after, here and in a copy of the
+workspace: what can be found out only at the time
 (which call asked, which command was checked, the text of a template) is recorded by the stage.
 """
 
@@ -29,6 +30,7 @@ from infra.tracking import tracked_address
 from infra.workspace import Workspace
 from refiner_core.cards import CardFacts, attempt_notes
 from refiner_core.cards.facts import UNKNOWN
+from refiner_core.cards.resume import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import protocol_name, without_protocol
@@ -113,6 +115,7 @@ def collect(subject: Subject) -> Collected:
         protocols=protocols,
         template=decided["template"],
         stopped=decided.get("stopped") or {},
+        proof=_proof(workspace, made),
         records=records,
     )
     return Collected(facts, made, decided, choice)
@@ -206,6 +209,14 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
     }
 
 
+def _proof(workspace: Workspace, made: Behind) -> dict[str, Any]:
+    """What is known by now of how exactly this training resumes."""
+    proof = workspace.read_proof(made.trained)
+    if proof is None or proof.fingerprint != made.model.spec.fingerprint:
+        return {}
+    return public_proof(proof)
+
+
 def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
     """On what the attempt ran that made the weights."""
     if made.whole:
@@ -267,6 +278,8 @@ def _record_paths(
         ),
         "cost": subject.path(trained, "attempts"),
     }
+    if subject.workspace.layout.proof(trained).exists():
+        found["proof"] = f"proofs/{trained}/proof.json"
     if not made.whole:
         found["stopped"] = subject.path(trained, "attempts")
     if asked is not None:

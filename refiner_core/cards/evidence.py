@@ -84,6 +84,7 @@ def facts_to_json(facts: CardFacts) -> dict[str, Any]:
         if f.name in special
         else public_tree(to_json(getattr(facts, f.name)))
         for f in dataclasses.fields(facts)
+        if f.name != "proof" or facts.proof  # as before there were any
     }
 
 

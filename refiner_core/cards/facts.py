@@ -113,6 +113,9 @@ class CardFacts:
     stopped
         How training had ended when an earlier checkpoint of it was published, where it had and
         was not taken up again: ``failure``, ``step`` (the last one done), ``ended_at``.
+    proof
+        What `refiner prove-resume` has found of the stage that trained the model, last (see
+        :mod:`refiner_core.cards.resume`); empty where it was not asked.
     records
         Where each fact was read: the front of its dotted path (``reports.data``,
         ``evaluations.0``, by the position in ``evaluations`` as given) to
@@ -145,6 +148,7 @@ class CardFacts:
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template: str | None = None
     stopped: Mapping[str, Any] = field(default_factory=dict)
+    proof: Mapping[str, Any] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from refiner_core.cards.cost import lost_hours
 from refiner_core.cards.facts import UNKNOWN, CardFacts, finite, is_hub_id
 from refiner_core.cards.printed import Line, as_line, joined, number
 from refiner_core.cards.results import cell, own_entries, without_value
+from refiner_core.cards.resume import resume_notes
 from refiner_core.cards.settings import flag_of, shown
 from refiner_core.cards.setup import rubric_source
 from refiner_core.contract.config import RecipeConfig
@@ -57,6 +58,7 @@ def known_notes(facts: CardFacts) -> list[Line]:
         *_interruptions(facts),
         *_stopped(facts),
         *_lost_time(facts),
+        *resume_notes(facts),
         *_dropped_rows(facts),
         *_judge_failures(facts),
         *_later_fields(facts),
@@ -209,6 +211,8 @@ def _later_fields(facts: CardFacts) -> list[Line]:
     for path, info in walk(RecipeConfig):
         if info.legacy_value is ABSENT or path in facts.recorded_fields or path.startswith(others):
             continue
+        if ".health." in path:
+            continue  # checks that only warn, as all had them then, have changed nothing
         name = flag_of(path) or path
         text = f"A later version introduced `{name}` ({info.doc}). **This checkpoint was produced "
         text += f"before it existed**; the value in effect was `{shown(info.legacy_value)}`."

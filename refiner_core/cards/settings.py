@@ -82,8 +82,12 @@ def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
     """Identity settings without a flag of the reference, as overrides ``section.field=value``."""
     lines = []
     for path, info in walk(RecipeConfig):
-        if info.mark != "identity" or path.partition(".")[0] not in sections:
+        section, _, name = path.partition(".")
+        checks = name.startswith("health.") and section in (facts.stage, *sections)
+        if info.mark != "identity" or (section not in sections and not checks):
             continue
+        if checks and get_field(facts.config, path) == info.legacy_value:
+            continue  # it watched as every run does
         if facts.recorded_fields is not None and path not in facts.recorded_fields:
             continue
         if facts.stage == "grpo" and flag_of(path):

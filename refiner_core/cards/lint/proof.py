@@ -14,6 +14,7 @@ from typing import Any
 from refiner_core.cards.evidence import Evidence
 from refiner_core.cards.facts import CardFacts, finite, record_of
 from refiner_core.cards.lint.findings import Finding
+from refiner_core.cards.resume import proof_problems
 from refiner_core.contract.records import OutputFile
 
 _CLOSE = 1e-9
@@ -31,7 +32,7 @@ def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
     for name, (outside, inside) in pairs.items():
         if outside != inside:
             yield _finding(f"{name} is {outside!r}, and facts.{name} is {inside!r}")
-    for problem in _of_rows(facts):
+    for problem in [*_of_rows(facts), *proof_problems(facts)]:
         yield _finding(problem)
     for place, entry in enumerate(facts.evaluations):
         for problem in [*_of_number(entry), *_of_protocol(facts, entry)]:
