@@ -21,7 +21,10 @@ _PROCESS, _GPU_PROCESS, _CONTEXT = int(0.8 * _GIB), 3 * _GIB, _GIB
 #: Logits alive at once (:mod:`refiner_core.training.logprobs`); with their gradient, float32.
 _LOGITS, _LOGIT_BYTES = 1 << 26, 8
 _TYPE = {"float32": 4, "bfloat16": 2}
+_FLOAT = 4  # gradients are added up in float32, whatever the weights are
 _MOMENTS, _MASTERS = 8, 4
+#: Numbers that processes exchange at once, in plain torch and under DeepSpeed.
+_BUCKET, _ZERO_BUCKET = 1 << 26, 200_000_000
 #: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
 _MUON_SAVES = 3.5
 #: Numbers that a layer keeps per token for its gradient: of the hidden and of the inner width.
@@ -81,8 +84,9 @@ def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShap
     state = _optimizer_bytes(config, stage, model)
     parts: dict[str, int] = {
         "weights": _share(weights, placed.world, zero >= 3),
-        "gradients": _share(weights, placed.world, zero >= 2),
+        "gradients": _share(_FLOAT * model.parameters, placed.world, zero >= 2),
         "optimizer": _share(state, placed.world, zero >= 1),
+        "buffers": _buffers(config, model, placed.world, zero, has_gpus),
         "activations": _activations(config, stage, model),
         "logits": min(_LOGITS, _tokens(config, stage) * model.words) * _LOGIT_BYTES,
     }
@@ -117,6 +121,17 @@ def _optimizer_bytes(config: RecipeConfig, stage: TrainingStage, model: ModelSha
     if stage == "sft" and config.sft.optimizer == "muon":
         each -= _MUON_SAVES
     return int(each * model.parameters)
+
+
+def _buffers(config: RecipeConfig, model: ModelShape, world: int, zero: int, has_gpus: bool) -> int:
+    """What processes exchange gradients through, and gather shared weights into; on GPUs the next
+    piece travels meanwhile."""
+    if world == 1:
+        return 0
+    if not zero:
+        return 2 * _FLOAT * min(model.parameters, _BUCKET)
+    gathered = _TYPE[config.model.dtype] if zero >= 3 else 0
+    return (2 if has_gpus else 1) * (_FLOAT + gathered) * min(model.parameters, _ZERO_BUCKET)
 
 
 def _tokens(config: RecipeConfig, stage: TrainingStage) -> int:
