@@ -1,0 +1,416 @@
+"""A save that goes on beside training: the state of its moment, one at a time, never silent."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infra.checkpoints import CheckpointStore, step_name
+from infra.restart import AttemptClosed
+from infra.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.workspace import Workspace
+from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
+from refiner_core.training.boundary import Boundary
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.host_copies import HostCopies
+from refiner_core.training.ranks import OneRank
+from refiner_core.training.sft import train_sft
+from tests.support.plans import claim, small_plan
+from tests.support.stage_io import FolderStageIO
+from tests.support.tiny_training import recipe, save_data, save_tiny_model
+
+PATIENCE_S = 60.0
+
+
+class SlowIO(FolderStageIO):
+    """A disk on which a save ends when the test says so."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go_on, self.inside = threading.Event(), threading.Event()
+        self.at_once = self.most_at_once = 0
+        self.full, self.errors = 0, list[BaseException]()
+
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
+        with super().new_checkpoint(step) as folder:
+            self.at_once += 1
+            self.most_at_once = max(self.at_once, self.most_at_once)
+            self.inside.set()
+            try:
+                assert self.go_on.wait(PATIENCE_S)
+                if self.errors:
+                    raise self.errors.pop(0)
+                yield folder
+            finally:
+                self.at_once -= 1
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        self.full += 1
+        return True
+
+
+class OneNumber:
+    """An engine whose state is one number."""
+
+    ranks = OneRank()
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def snapshot(self, progress: Mapping[str, Any]) -> SimpleNamespace:
+        value = self.value
+        return SimpleNamespace(write=lambda folder: (folder / "state").write_text(str(value)))
+
+
+class Training:
+    """Steps that change the number, with a boundary that saves every second one."""
+
+    def __init__(self, root: Path, total: int = 100) -> None:
+        self.io, self.engine = SlowIO(root), OneNumber()
+        self.edge = Boundary(
+            *(self.io, self.engine, "grpo", total, 2),  # type: ignore[arg-type]
+            async_save=True,
+        )
+        self.step = 0
+
+    def go(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.engine.value = self.step * 10
+            self.edge.after(self.step, {"step": self.step}, {}, self.in_flight)
+
+    def in_flight(self) -> dict[str, bytes]:
+        return {"in-flight": f"{self.engine.value}".encode()}
+
+    def fail_after_a_save(self) -> None:
+        """As a stage whose third step goes wrong."""
+        with self.edge:
+            self.go(2)
+            raise ZeroDivisionError
+
+    def wait_for_save(self) -> None:
+        """Until the thread has ended, without telling the boundary."""
+        assert self.edge._under_way is not None
+        self.edge._under_way._thread.join(PATIENCE_S)
+
+    def saved(self, step: int) -> tuple[str, str]:
+        folder = self.io.root / "checkpoints" / str(step)
+        return (folder / "state").read_text(), (folder / "in-flight").read_text()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path)
+    yield made
+    made.io.go_on.set()
+
+
+def test_training_goes_on_and_what_is_saved_is_the_state_of_that_moment(training: Training) -> None:
+    training.go(3)
+    assert training.io.inside.wait(PATIENCE_S)
+    assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
+    training.io.go_on.set()
+    training.wait_for_save()
+    assert training.io.checkpoint_steps() == [2], "visible as soon as it is complete"
+    assert training.saved(2) == ("20", "20")
+    training.go()
+    assert training.edge.saved_step == 2
+    assert set(training.edge.metrics()) == {"time/save_s", "time/save_background_s"}
+    assert training.edge.metrics() == {}
+
+
+def test_the_next_save_waits_for_the_one_that_is_under_way(training: Training) -> None:
+    training.go(3)
+    fourth = threading.Thread(target=training.go)
+    fourth.start()
+    assert training.io.inside.wait(PATIENCE_S)
+    fourth.join(0.2)
+    assert fourth.is_alive(), "the second save has to wait for the first"
+    training.io.go_on.set()
+    fourth.join(PATIENCE_S)
+    training.go(96)
+    assert training.io.most_at_once == 1
+    assert training.io.checkpoint_steps() == list(range(2, 101, 2))
+
+
+@pytest.mark.parametrize("error", [OSError("the node went away"), AttemptClosed("too late")])
+def test_what_goes_wrong_is_raised_at_the_next_step_and_nothing_counts_as_saved(
+    training: Training, error: Exception
+) -> None:
+    training.io.errors.append(error)
+    training.io.go_on.set()
+    training.go(2)
+    training.wait_for_save()
+    with pytest.raises(type(error), match=str(error)):
+        training.go()
+    assert (training.edge.saved_step, training.io.checkpoint_steps()) == (0, [])
+
+
+def test_a_full_disk_costs_a_wait_beside_training_and_the_same_state_is_written_again(
+    training: Training,
+) -> None:
+    training.io.errors += [NoSpaceError("full"), NoSpaceError("full")]
+    training.go(3)
+    training.io.go_on.set()
+    training.wait_for_save()
+    training.go()
+    assert (training.io.full, training.saved(2)) == (2, ("20", "20"))
+
+
+@pytest.mark.parametrize("ends_at", ["a stop", "the last step", "an error", "the block's end"])
+def test_whatever_ends_the_stage_waits_for_the_save(tmp_path: Path, ends_at: str) -> None:
+    training = Training(tmp_path, total=3)
+    threading.Timer(0.2, training.io.go_on.set).start()
+    if ends_at == "a stop":
+        training.io.stop_at = 3
+        training.edge.total_steps = 9
+        for step in (1, 2, 3):
+            training.io.log_metrics(step, {})
+        training.io.stop_at = 4
+        training.go(3)
+        training.io.log_metrics(4, {})
+        with pytest.raises(Interrupted), training.edge:
+            training.go()
+        assert training.io.checkpoint_steps() == [2, 4]
+    elif ends_at == "the last step":
+        training.go(3)
+        assert training.io.checkpoint_steps() == [2, 3]
+    elif ends_at == "an error":
+        with pytest.raises(ZeroDivisionError):
+            training.fail_after_a_save()
+        assert training.io.checkpoint_steps() == [2]
+    else:
+        with training.edge:
+            training.go(2)
+        assert training.io.checkpoint_steps() == [2]
+
+
+def test_an_error_of_training_is_told_first_and_that_of_the_save_with_it(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    training.io.errors.append(OSError("the node went away"))
+    training.io.go_on.set()
+    with pytest.raises(ZeroDivisionError) as caught:
+        training.fail_after_a_save()
+    assert "step 2 was not saved: the node went away" in str(caught.value.__notes__)
+    assert "the checkpoint of step 2 was not saved" in caplog.text
+
+
+def test_a_save_that_fails_at_the_end_of_the_stage_fails_the_stage(training: Training) -> None:
+    training.io.errors.append(OSError("the node went away"))
+    training.io.go_on.set()
+    with pytest.raises(OSError, match="went away"), training.edge:
+        training.go(2)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Held:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def copied(copies: HostCopies, tensor: torch.Tensor) -> Held:
+    copies.begin()
+    held = Held(copies.copy("weight", tensor))
+    copies.lend(held)
+    return held
+
+
+def test_the_memory_of_a_copy_serves_again_once_nobody_holds_it() -> None:
+    copies, weight = HostCopies(), torch.arange(12.0).reshape(3, 4)
+    first = copied(copies, weight.t())
+    where = first.tensor.data_ptr()
+    second = copied(copies, weight.t() + 1)
+    assert second.tensor.data_ptr() != where, "the first one is still held"
+    assert torch.equal(first.tensor, weight.t())
+    where = second.tensor.data_ptr()
+    del second
+    third = copied(copies, weight.t() + 2)
+    assert third.tensor.data_ptr() == where
+    assert torch.equal(third.tensor, weight.t() + 2)
+    assert third.tensor.is_contiguous()
+    del third
+    assert copied(copies, torch.zeros(5)).tensor.shape == (5,), "another shape, other memory"
+
+
+# ---------------------------------------------------------------- real training, the real store
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    save_data(root / "data")
+    save_tiny_model(root / "model")
+    return root
+
+
+class SlowStore(CheckpointStore):
+    """Lets a save end only when training has gone one step further."""
+
+    def __init__(self, *args: Any, further: Mapping[int, threading.Event], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.further = further
+
+    @contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        if step in self.further:
+            assert self.further[step].wait(PATIENCE_S)
+        with super().new(step) as folder:
+            yield folder
+
+
+class TellingIO(AttemptIO):
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log_metrics(step, metrics)
+        if isinstance(self.checkpoints, SlowStore) and step - 1 in self.checkpoints.further:
+            self.checkpoints.further[step - 1].set()
+
+
+def run_sft(
+    inputs: Path, root: Path, *, async_save: bool, stop_after: int | None = None
+) -> tuple[AttemptIO, dict[str, Any] | None]:
+    """One attempt at a stage, over the real store, in which saves take longer than a step."""
+    workspace = Workspace.open(root / "ws")
+    stage = small_plan().by_name["data"]
+    number = len(workspace.layout.stage(stage.id).attempt_numbers()) + 1
+    claim(workspace, small_plan(), "data", after=number - 1)
+    paths = workspace.layout.stage(stage.id)
+    further = {2: threading.Event(), 4: threading.Event()} if async_save else {}
+    store = SlowStore(
+        *(paths.checkpoints, number), keep=9, before_commit=lambda: io.flush(), further=further
+    )
+    done: list[int] = []
+    io = TellingIO(
+        *(paths, number, store),
+        on_progress=lambda progress: done.append(progress.done),
+        stop_asked=lambda: stop_after is not None and stop_after in done,
+    )
+    try:
+        report = train_sft(
+            recipe(sft={"async_save": async_save}),
+            data_dir=inputs / "data",
+            model_ref=str(inputs / "model"),
+            output_dir=root / "out",
+            io=io,
+        )
+    except Interrupted:
+        report = None
+    io.close()
+    return io, report
+
+
+def all_files(io: AttemptIO) -> dict[str, str]:
+    """Hashes of all that checkpoints hold, but for what tells the time."""
+    return {
+        f"{c.step}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for c in io.checkpoints.complete()
+        for path in sorted(c.path.iterdir())
+        if path.suffix in (".safetensors", ".pt") or path.name == "progress.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def synchronous(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("synchronous")
+    io, report = run_sft(inputs, root, async_save=False)
+    return all_files(io), report, (root / "out/model/model.safetensors").read_bytes()
+
+
+def test_checkpoints_and_weights_are_those_of_synchronous_saves_to_the_bit(
+    inputs: Path, tmp_path: Path, synchronous: Any
+) -> None:
+    io, report = run_sft(inputs, tmp_path, async_save=True)
+    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
+    assert (all_files(io), report, weights) == synchronous
+    steps = [line.step for line in read_metrics(io.paths.metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    waited = [m.metrics for m in read_metrics(io.paths.metrics) if "time/save_s" in m.metrics]
+    assert len(waited) >= 2
+
+
+def test_a_run_that_is_stopped_while_it_saves_goes_on_to_the_same_end(
+    inputs: Path, tmp_path: Path, synchronous: Any
+) -> None:
+    io, report = run_sft(inputs, tmp_path, async_save=True, stop_after=3)
+    assert report is None
+    assert [c.step for c in io.checkpoints.complete()] == [2, 3]
+    io, report = run_sft(inputs, tmp_path, async_save=True)
+    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
+    assert (report, weights) == synchronous[1:]
+
+
+def test_what_the_trainer_cannot_read_is_passed_over_and_nothing_of_it_stays(
+    inputs: Path, tmp_path: Path, synchronous: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that are what was saved, and still make no sense: a marker without hashes, or a fault
+    before the hash."""
+    io, _ = run_sft(inputs, tmp_path, async_save=True, stop_after=3)
+    newest = io.checkpoints.folder / step_name(3)
+    marker = (newest / "COMPLETE.json").read_text()
+    (newest / "COMPLETE.json").write_text(marker.replace('"sha256"', '"other"'))
+    rng = next(newest.glob("rng-rank*"))
+    rng.write_bytes(b"\0" * rng.stat().st_size)  # the last that is read
+    io, report = run_sft(inputs, tmp_path, async_save=True)
+    assert io.resumed_step == 2
+    assert f"{newest} is damaged" in caplog.text
+    weights = (tmp_path / "out/model/model.safetensors").read_bytes()
+    assert (report, weights) == synchronous[1:]
+
+
+def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path: Path) -> None:
+    engine = open_engine(recipe(), "sft", str(inputs / "model"), OneRank())
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    engine.snapshot({"stage": "sft"}).write(tmp_path)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.add_(1)
+    next(tmp_path.glob("rng-rank*")).write_bytes(b"no random state")
+    with pytest.raises(DamagedCheckpoint):
+        engine.restore(tmp_path)
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter, before[name] + 1), "nothing was changed"
+
+
+# ---------------------------------------------------------------- logging beside a save
+
+
+def test_logging_and_a_save_beside_it_lose_nothing(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "ws")
+    paths = workspace.layout.stage(claim(workspace, small_plan(), "data").id)
+    store = CheckpointStore(paths.checkpoints, 1, keep=2, before_commit=lambda: io.flush())
+    io = AttemptIO(paths, 1, store)
+    ended, errors = threading.Event(), list[BaseException]()
+
+    def save_again_and_again() -> None:
+        step = 0
+        try:
+            while not ended.is_set():
+                step += 1
+                with io.new_checkpoint(step) as folder:
+                    (folder / "state").write_text(str(step))
+        except BaseException as error:
+            errors.append(error)
+
+    saver = threading.Thread(target=save_again_and_again)
+    saver.start()
+    for step in range(1, 101):
+        io.save_rollouts(step, [{"text": f"{step}"}])
+        io.log_metrics(step, {"loss": 1.0})
+    ended.set()
+    saver.join(PATIENCE_S)
+    io.close()
+    assert errors == []
+    assert [line.step for line in read_metrics(io.paths.metrics)] == list(range(1, 101))
+    assert len(read_rollouts(io.paths.rollouts / f"{step_name(100)}.parquet")) == 1
+    assert io._unsynced == []
