@@ -24,6 +24,7 @@ did: its store knows more the second time); nothing else depends on a clock or o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -380,8 +381,9 @@ class _GrpoRun:
         progress["health"] = self.health.state()
         for name in COUNTS:
             progress["counts"][name] = progress["counts"].get(name, 0) + metrics[name]
-        for name in CURVES:
-            progress["curves"][name].append(metrics.get(name))  # one entry per step, or None
+        for name in CURVES:  # one entry per step; None where there is no number
+            value = metrics.get(name, math.nan)
+            progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
         self.rollouts.done(step)
 

@@ -1,0 +1,567 @@
+"""GRPO whose next batches are sampled while the last one trains: which weights sampled what, and
+what is left of it when a run is interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from refiner_core.contract.errors import (
+    HealthStop,
+    Interrupted,
+    JudgeOutage,
+    StageFailed,
+    WorkspaceError,
+)
+from refiner_core.contract.training_config import HealthConfig
+from refiner_core.contract.types import RewardResult
+from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.judges import LexicalJudge
+from refiner_core.training import engine
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.grpo import train_grpo
+from refiner_core.training.in_flight import IN_FLIGHT
+from refiner_core.training.policies import CopyPolicy
+from tests.support.stage_io import FolderStageIO
+from tests.support.threaded_judge import ThreadedJudge
+from tests.support.tiny_training import (
+    NoJudge,
+    count_low_words,
+    recipe,
+    save_data,
+    save_tiny_model,
+)
+
+STEPS = 5
+
+
+class Run:
+    """GRPO over a folder; keyword arguments change its section."""
+
+    def __init__(self, inputs: Path, root: Path, **grpo: Any) -> None:
+        self.inputs, self.root, self.grpo = inputs, root, {"save_freq": 1, **grpo}
+        self.io = FolderStageIO(root / "io")
+        self.judge: Any = NoJudge()
+        self.rewards: Any = count_low_words
+
+    def __call__(self, **grpo: Any) -> dict[str, Any]:
+        torch.rand(3)  # a process that comes back has another random state
+        return train_grpo(
+            recipe(grpo={**self.grpo, **grpo}),
+            data_dir=self.inputs / "data",
+            model_ref=str(self.inputs / "model"),
+            output_dir=self.root / "out",
+            io=self.io,
+            judge=self.judge,
+            rewards=self.rewards,
+        )
+
+    def outcome(self) -> dict[str, Any]:
+        weights = load_file(self.root / "out/model/model.safetensors")
+        return {
+            "metrics": self.io.comparable_metrics(),
+            "rollouts": self.io.rollouts(),
+            "weights": {name: value.tolist() for name, value in weights.items()},
+        }
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.io.metrics()]
+
+    def responses(self) -> list[list[list[int]]]:
+        """Sampled tokens by step."""
+        return [[r["response_ids"] for r in rows] for rows in self.io.rollouts().values()]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("inputs")
+    save_data(root / "data")
+    save_tiny_model(root / "model")
+    return root
+
+
+@pytest.fixture
+def new(inputs, tmp_path):
+    return lambda name="run", **grpo: Run(inputs, tmp_path / name, **grpo)
+
+
+@pytest.fixture(scope="module")
+def straight(inputs, tmp_path_factory):
+    """By async_steps: the run, its report and its outcome."""
+    done: dict[int, tuple[Run, dict[str, Any], dict[str, Any]]] = {}
+
+    def get(behind: int) -> tuple[Run, dict[str, Any], dict[str, Any]]:
+        if behind not in done:
+            run = Run(inputs, tmp_path_factory.mktemp(f"straight{behind}"), async_steps=behind)
+            done[behind] = run, run(), run.outcome()
+        return done[behind]
+
+    return get
+
+
+# ---------------------------------------------------------------- which weights
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_a_batch_is_sampled_by_weights_of_exactly_the_age_that_the_recipe_says(
+    straight, new, behind
+):
+    run = straight(behind)[0]
+    assert run.column("val/policy_age") == [min(t, behind) for t in range(STEPS)]
+    assert run.column("samples/dropped_stale") == [0] * STEPS
+    frozen = new(learning_rate=0.0, async_steps=behind)
+    frozen()
+    same = [a == b for a, b in zip(run.responses(), frozen.responses(), strict=True)]
+    # The first 1 + k batches have the initial weights; then none has, since every step moves them.
+    assert same == [t <= behind for t in range(STEPS)]
+    newest = straight(0)[0]
+    assert newest.column("val/policy_age") == [0] * STEPS
+    assert newest.responses()[0] == run.responses()[0]
+    assert newest.responses()[1] != run.responses()[1]
+    gaps = run.column("val/sampler_logprob_gap")
+    assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
+
+
+@pytest.mark.parametrize("slow", ["sampling", "training"])
+def test_results_do_not_depend_on_who_is_faster(straight, new, monkeypatch, slow):
+    owner, name = {
+        "sampling": (TransformersGenerator, "generate"),
+        "training": (PlainEngine, "step"),
+    }[slow]
+    plain = getattr(owner, name)
+
+    def slowly(*args: Any, **named: Any) -> Any:
+        time.sleep(0.1)
+        return plain(*args, **named)
+
+    monkeypatch.setattr(owner, name, slowly)
+    run = new(async_steps=1)
+    assert run() == straight(1)[1]
+    assert run.outcome() == straight(1)[2]
+
+
+def test_the_next_batch_is_sampled_while_the_last_one_trains(new, monkeypatch):
+    """The update of step 1 does not return before the sampling of batch 2 has begun, and the other
+    way round: only at once can both get on."""
+    import threading
+
+    trains, samples = threading.Event(), threading.Event()
+    generate, update = TransformersGenerator.generate, PlainEngine.step
+    calls = []
+
+    def generating(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            samples.set()
+            assert trains.wait(30), "the update waited for the samples"
+        return generate(self, *args)
+
+    def training(self: Any, factor: float) -> float:
+        trains.set()
+        assert samples.wait(30), "the samples waited for the update"
+        return update(self, factor)
+
+    monkeypatch.setattr(TransformersGenerator, "generate", generating)
+    monkeypatch.setattr(PlainEngine, "step", training)
+    new(async_steps=1, num_training_steps=2)()
+
+
+def test_ratios_against_the_sampler_show_that_the_policy_has_moved(new):
+    run = new(async_steps=1, old_logprobs="sampler")
+    run()
+    ratios, clipped = run.column("val/ratio"), run.column("policy/clipfrac_avg")
+    assert ratios[0] == pytest.approx(1.0, abs=1e-5)
+    assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1:])
+    assert sum(clipped) > 0
+    assert set(run.column("val/importance_weight")) == {1.0}  # the ratio has it already
+
+
+@pytest.mark.parametrize(
+    ("beta", "behind", "models"), [(0.0, 0, 1), (0.05, 0, 2), (0.0, 1, 2), (0.05, 1, 3)]
+)
+def test_there_are_no_more_models_in_memory_than_are_needed(new, monkeypatch, beta, behind, models):
+    loads = []
+    load_model = engine.load_model
+    monkeypatch.setattr(engine, "load_model", lambda *a: loads.append(a) or load_model(*a))
+    new(beta=beta, async_steps=behind, num_training_steps=1)()
+    assert len(loads) == models
+
+
+# ---------------------------------------------------------------- interrupted anywhere
+
+
+class Fault(Exception):
+    """The node went away."""
+
+
+def break_generating(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+    """In the middle of this batch."""
+    generate, calls = TransformersGenerator.generate, []
+
+    def broken(self: Any, requests: Any, params: Any, on_completion: Any = None) -> Any:
+        calls.append(1)
+
+        def finished(i: int, completion: Any) -> None:
+            if len(calls) == nth and i == len(requests) // 2:
+                raise Fault
+            on_completion(i, completion)
+
+        return generate(self, requests, params, finished)
+
+    patch.setattr(TransformersGenerator, "generate", broken)
+
+
+def break_judging(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+    calls = []
+
+    def rewards(*args: Any) -> list[RewardResult]:
+        calls.append(1)
+        if len(calls) == nth:
+            raise Fault
+        return count_low_words(*args)
+
+    patch.setattr(run, "rewards", rewards)
+
+
+def break_update(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+    """Between backward and the optimiser step."""
+    step, calls = PlainEngine.step, []
+
+    def broken(self: Any, factor: float) -> float:
+        calls.append(1)
+        if len(calls) == nth:
+            raise Fault
+        return step(self, factor)
+
+    patch.setattr(PlainEngine, "step", broken)
+
+
+def break_saving(run: Run, patch: pytest.MonkeyPatch, nth: int) -> None:
+    patch.setattr(run.io, "fail_save_at", max([0, *run.io.checkpoint_steps()]) + nth)
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+@pytest.mark.parametrize(
+    "breaking",
+    [break_generating, break_judging, break_update, break_saving],
+    ids=lambda f: f.__name__,
+)
+def test_broken_off_at_every_step_it_ends_as_if_it_had_not_been(straight, new, behind, breaking):
+    """Every process but the last gets one step further than the one before it, or none."""
+    run, broken = new(async_steps=behind), 0
+    # A step is saved once the batches after it are there: one more for each that is in flight.
+    first = range(1, 2 if breaking in (break_update, break_saving) else behind + 3)
+    for nth in (*first, *[2] * (STEPS + 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            breaking(run, patch, nth)
+            try:
+                report = run()
+            except (Fault, OSError):
+                broken += 1
+                continue
+            break
+    assert broken >= STEPS - 1
+    assert report == straight(behind)[1]
+    assert run.outcome() == straight(behind)[2]
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_stopped_after_every_step_it_resumes_bitwise(straight, new, behind, async_save):
+    run = new(async_steps=behind, save_freq=100, async_save=async_save)
+    for stop_at in range(1, STEPS):
+        run.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            run()
+        assert run.io.checkpoint_steps()[-1] == stop_at
+    run.io.stop_at = None
+    assert run() == straight(behind)[1]
+    assert run.outcome() == straight(behind)[2]
+
+
+def test_a_stop_in_the_middle_of_a_step_keeps_the_steps_before(straight, new, monkeypatch):
+    """Asked for while step 3 waits for its rewards."""
+    run, asked = new(async_steps=1, save_freq=100), []
+
+    def rewards(*args: Any) -> list[RewardResult]:
+        asked.append(1)
+        return count_low_words(*args)
+
+    run.rewards = rewards
+    monkeypatch.setattr(run.io, "should_stop", lambda: len(asked) == 3)
+    with pytest.raises(Interrupted, match="after step 2"):
+        run()
+    assert run.io.checkpoint_steps() == [2]
+    asked.extend([1] * 10)
+    assert run() == straight(1)[1]
+    assert run.outcome() == straight(1)[2]
+
+
+def test_a_judge_that_is_gone_costs_the_step_alone_and_what_it_said_is_not_asked_again(new):
+    """Its answers differ from call to call: one that were asked twice would show."""
+    calls = []
+
+    def moody(items: Any, *args: Any) -> list[RewardResult]:
+        calls.append([item.prompt.sample_id for item in items])
+        if len(calls) == 3:
+            raise JudgeOutage("nobody is there")
+        n = len(calls) - (len(calls) > 3)
+        results = count_low_words(items, *args)
+        return [
+            RewardResult(r.status, r.total * (1 + n / 7), {"low": r.total}, r.judgements)
+            for r in results
+        ]
+
+    run = new(async_steps=2, save_freq=100)
+    run.rewards = moody
+    with pytest.raises(JudgeOutage):
+        run()
+    assert run.io.checkpoint_steps() == [2]
+    kept = json.loads((run.io.root / "checkpoints/2" / IN_FLIGHT).read_bytes())
+    assert [f["step"] for f in kept["flights"]] == [3, 4]
+    assert [f["version"] for f in kept["flights"]] == [0, 1]
+    run()
+    # Five batches were judged once each, and one of them was asked about in vain before.
+    assert len(calls) == STEPS + 1
+    assert calls[2] == calls[3]
+
+
+def test_results_that_are_there_at_a_save_are_kept(new):
+    asked = []
+
+    def rewards(items: Any, *args: Any) -> list[RewardResult]:
+        asked.append(1)
+        return count_low_words(items, *args)
+
+    run = new(async_steps=2, save_freq=2)
+    run.rewards = rewards
+    run.io.fail_save_at = 4
+    with pytest.raises(OSError, match="while saving"):
+        run()
+    kept = json.loads((run.io.root / "checkpoints/2" / IN_FLIGHT).read_bytes())["flights"]
+    assert [len(part["results"]) for f in kept for part in f["rounds"]] == [12, 12]
+    asked.clear()
+    run.io.fail_save_at = None
+    run()
+    assert len(asked) == 1  # the batch of step 5
+
+
+def test_a_file_of_rollouts_that_is_damaged_is_named(new):
+    run = new(async_steps=1)
+    run.io.stop_at = 2
+    with pytest.raises(Interrupted):
+        run()
+    (run.io.root / "checkpoints/2" / IN_FLIGHT).write_bytes(b'{"format": 1, "flights": [{}]}')
+    with pytest.raises(WorkspaceError, match=IN_FLIGHT):
+        run()
+
+
+def test_a_judge_that_streams_in_a_thread_gives_the_run_of_one_that_is_asked_at_once(new):
+    outcomes = []
+    for name, judge in (("plain", LexicalJudge()), ("streams", ThreadedJudge())):
+        run = new(name, async_steps=1, num_training_steps=3)
+        run.rewards, run.judge = None, judge
+        run()
+        outcomes.append(run.outcome())
+    assert outcomes[0] == outcomes[1]
+
+
+# ---------------------------------------------------------------- too old
+
+
+def test_rollouts_of_a_checkpoint_that_are_older_than_the_recipe_allows_are_dropped(new):
+    run = new(async_steps=2)
+    run.io.stop_at = 3
+    with pytest.raises(Interrupted):
+        run()
+    run.io.stop_at = None
+    report = run(async_steps=1)
+    # Batches 4 and 5 were sampled by the weights of steps 1 and 2.
+    assert run.column("samples/dropped_stale") == [0, 0, 0, 24, 0]
+    assert run.column("val/policy_age") == [0, 1, 2, 0, 1]
+    assert report["counts"]["samples/dropped_stale"] == 24
+    assert report["episodes"] == 12 * STEPS
+
+
+def test_a_checkpoint_of_a_recipe_that_kept_less_in_flight_goes_on(new):
+    run = new(async_steps=0)
+    run.io.stop_at = 2
+    with pytest.raises(Interrupted):
+        run()
+    run.io.stop_at = None
+    run(async_steps=2)
+    assert run.column("val/policy_age") == [0, 0, 0, 1, 2]
+
+
+def test_a_batch_of_a_policy_that_missed_its_weights_is_dropped_and_sampled_again(new, monkeypatch):
+    sync, calls = CopyPolicy.sync, []
+
+    def missing(self: Any, engine: Any, version: int) -> None:
+        calls.append(version)
+        if len(calls) != 3:
+            sync(self, engine, version)
+
+    monkeypatch.setattr(CopyPolicy, "sync", missing)
+    run = new(async_steps=1)
+    run()
+    assert run.column("samples/dropped_stale") == [0, 0, 12, 0, 0]
+    assert run.column("val/policy_age") == [0, 1, 0, 1, 1]
+
+
+def test_a_policy_that_takes_no_new_weights_at_all_ends_the_stage(new, monkeypatch):
+    monkeypatch.setattr(CopyPolicy, "sync", lambda *_: None)
+    with pytest.raises(StageFailed, match=r"grpo step 3: .* 2 steps behind"):
+        new(async_steps=1)()
+
+
+# ---------------------------------------------------------------- active sampling
+
+
+def flat_for(flat: set[str]):
+    """Rewards without spread for these prompts."""
+
+    def rewards(items: Any, *args: Any) -> list[RewardResult]:
+        return [
+            RewardResult("scored", 1.0, {"low": 1.0}) if item.prompt.sample_id in flat else result
+            for item, result in zip(items, count_low_words(items, *args), strict=True)
+        ]
+
+    return rewards
+
+
+def test_active_sampling_without_need_is_the_run_without_it(straight, new):
+    run = new(active_sampling=True)
+    run()
+    rows = run.io.comparable_metrics()
+    assert [row.pop("groups/sampling_rounds") for row in rows] == [1] * STEPS
+    assert rows == straight(0)[2]["metrics"]
+    assert run.io.rollouts() == straight(0)[2]["rollouts"]
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_step_is_filled_up_until_enough_groups_have_spread(new, behind):
+    run = new(active_sampling=True, async_steps=behind)
+    run.rewards = flat_for({"prompt-0", "prompt-1"})
+    report = run()
+    assert run.column("groups/kept") == [3] * STEPS
+    assert max(run.column("groups/sampling_rounds")) > 1
+    assert report["counts"]["groups/dropped_zero_std"] > 0
+    for step, rows in run.io.rollouts().items():
+        names = [row["sample_id"] for row in rows]
+        assert {names.count(name) for name in names} == {4}, f"a prompt twice in step {step}"
+        assert {r["advantage"] for r in rows if r["sample_id"] in ("prompt-0", "prompt-1")} <= {0}
+    assert report["episodes"] == sum(len(rows) for rows in run.io.rollouts().values())
+
+
+def test_filling_up_ends_with_the_rounds_or_the_prompts(new):
+    run = new(active_sampling=True, active_sampling_max_rounds=2, num_training_steps=2)
+    run.rewards = flat_for({f"prompt-{i}" for i in range(7)})
+    run()
+    assert run.column("groups/sampling_rounds") == [2, 2]
+    assert run.column("optimizer_steps") == [0, 0]
+    every = new("every", active_sampling=True, active_sampling_max_rounds=9, num_training_steps=1)
+    every.rewards = run.rewards
+    every()
+    assert every.column("groups/sampling_rounds") == [3]  # 3, 3 and the last of seven prompts
+    assert every.column("groups/dropped_zero_std") == [7]
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_filling_up_resumes_bitwise(new, behind):
+    def active(name: str) -> Run:
+        run = new(name, active_sampling=True, async_steps=behind, save_freq=2)
+        run.rewards = flat_for({"prompt-2", "prompt-3", "prompt-6"})
+        return run
+
+    whole, cut = active("whole"), active("cut")
+    report = whole()
+    assert max(whole.column("groups/sampling_rounds")) > 1
+    for stop_at in (1, 2, 4):
+        cut.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            cut()
+    cut.io.stop_at = None
+    assert cut() == report
+    assert cut.outcome() == whole.outcome()
+
+
+def test_an_outage_while_filling_up_an_older_policys_batch_goes_back_to_the_last_save(new):
+    """Its next round needs weights that no checkpoint has."""
+    calls: list[int] = []
+    flat = flat_for({"prompt-2", "prompt-3", "prompt-6"})
+
+    def rewards(*args: Any) -> list[RewardResult]:
+        calls.append(1)
+        if len(calls) == 6:
+            raise JudgeOutage("nobody is there")
+        return flat(*args)
+
+    make = partial(new, active_sampling=True, async_steps=1, save_freq=2)
+    whole, cut = make("whole"), make("cut")
+    whole.rewards, cut.rewards = flat, rewards
+    report = whole()
+    with pytest.raises(JudgeOutage):
+        cut()
+    assert cut() == report
+    assert cut.outcome() == whole.outcome()
+
+
+# ---------------------------------------------------------------- health
+
+
+def flat_third():
+    """Rewards without spread for the third batch that is asked about."""
+    calls = []
+
+    def rewards(items: Any, *args: Any) -> list[RewardResult]:
+        calls.append(1)
+        if len(calls) == 3:
+            return [RewardResult("scored", 1.0, {"low": 1.0}) for _ in items]
+        return count_low_words(items, *args)
+
+    return rewards
+
+
+def test_a_health_check_that_stops_keeps_the_state_before_the_step(new):
+    """Under another policy the run goes on from there, with the rewards that it had."""
+    strict = HealthConfig(zero_reward_variance="stop", patience=1)
+    settings = {"async_steps": 1, "save_freq": 100, "health": HealthConfig(patience=1)}
+    run, whole = (new(name, **settings) for name in ("cut", "whole"))
+    run.rewards, whole.rewards = flat_third(), flat_third()
+    with pytest.raises(HealthStop, match="no group of samples has any spread"):
+        run(health=strict)
+    assert run.io.checkpoint_steps() == [2]
+    assert run() == whole()
+    assert run.outcome() == whole.outcome()
+
+
+def test_an_update_that_health_skips_is_counted_and_moves_nothing(new):
+    health = HealthConfig(kl_blow_up="skip", max_kl=-1.0, patience=1)
+    run = new(health=health, num_training_steps=2)
+    run()
+    assert run.column("health/skipped_updates") == [1, 1]
+    assert run.column("optimizer_steps") == [0, 0]
+    before = load_file(run.inputs / "model/model.safetensors")
+    after = load_file(run.root / "out/model/model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_loss_that_is_not_finite_can_be_skipped(new):
+    def rewards(items: Any, *args: Any) -> list[RewardResult]:
+        results = count_low_words(items, *args)
+        return [RewardResult("scored", math.nan, {}), *results[1:]]
+
+    run = new(health=HealthConfig(not_finite="skip"), num_training_steps=2)
+    run.rewards = rewards
+    run()
+    assert run.column("optimizer_steps") == [0, 0]
+    assert run.column("health/not_finite") == [1, 1]
+    assert "loss/total_avg" not in run.io.metrics()[0]
