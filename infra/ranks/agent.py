@@ -13,6 +13,7 @@ no room. And the failures are told as values, not as a banner.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import logging
 import os
 import select
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if args.standalone:
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
     config, command, rest = config_from_args(args)
+    _limit_patience(args.shutdown_timeout)
     output = _Output()
     config.logs_specs = _log_specs(output)
     failures: dict[str, Any] = {}
@@ -58,6 +60,16 @@ def main(argv: Sequence[str]) -> int:
         output.close()
     tell({"event": "ended", "node": args.node_rank, "failures": failures})
     return 1 if failures else 0
+
+
+def _limit_patience(seconds: int) -> None:
+    """Give ranks as long to end as was asked for: torchrun has 30 s in one of the places where it
+    waits for them, and ours do not end on its signal."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    last = list(inspect.signature(PContext.close).parameters.values())[-1]
+    if last.name == "timeout" and PContext.close.__defaults__:
+        PContext.close.__defaults__ = (*PContext.close.__defaults__[:-1], seconds)
 
 
 def die_with_parent() -> None:

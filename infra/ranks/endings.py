@@ -33,8 +33,9 @@ _NO_MEETING = re.compile(
 )
 _ERROR_LINE = re.compile(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Interrupt)\b")
 _SHOWN = 6
-#: torchrun kills the other ranks this much later at the least.
+#: torchrun tells whole seconds. The ranks that it kills itself end later than this after the first.
 _AT_ONCE_S = 1
+LEAST_SHUTDOWN_S = _AT_ONCE_S + 2
 
 
 @dataclass

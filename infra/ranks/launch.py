@@ -26,7 +26,7 @@ from typing import Any
 from infra.foreign.endings import kernel_oom_kills
 from infra.foreign.process import TrainerProcess
 from infra.ranks.bridge import Bridge
-from infra.ranks.endings import Ended, error_of
+from infra.ranks.endings import LEAST_SHUTDOWN_S, Ended, error_of
 from infra.ranks.errors import decode
 from infra.ranks.events import MARK, read_event
 from infra.ranks.gpus import trainer_settings
@@ -42,8 +42,6 @@ _POLL_S = 0.2
 _FENCE_S = 5.0
 #: How long what ranks have started (servers) may take to end after them.
 _LINGER_S = 10.0
-#: torchrun's agent kills the other ranks this long after one has failed.
-_SHUTDOWN_S = 10
 _LINES = 200
 
 
@@ -52,8 +50,9 @@ class RanksJob:
     """What to launch.
 
     ``module`` is what each rank runs (``python -m``), ``order`` what it is told. ``folder`` is
-    where the stage writes. ``check_fence`` raises if the attempt is no longer the newest; ``meet``
-    opens the way to the job's other nodes, where it has any.
+    where the stage writes. ``check_fence`` raises if the attempt is no longer the newest;
+    ``shutdown_s`` is how long the other ranks may take to end when one has failed; ``meet`` opens
+    the way to the job's other nodes, where it has any.
     """
 
     placement: Placement
@@ -61,6 +60,7 @@ class RanksJob:
     order: Mapping[str, Any]
     folder: Path
     check_fence: Callable[[], None] = lambda: None
+    shutdown_s: int = 10
     meet: Callable[[], OtherNodes] | None = None
 
 
@@ -110,11 +110,16 @@ def node_settings(order: Mapping[str, str]) -> dict[str, str]:
     return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
 
 
-def agent_command(placement: Placement, module: str, meeting: Meeting, node: int) -> str:
+def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
     """torchrun's agent on one node, as a shell command."""
+    placement = job.placement
     arguments = [
         *(f"--nproc-per-node={placement.nproc_per_node}", f"--nnodes={placement.nodes}"),
-        *("--max-restarts=0", "--signals-to-handle=SIGQUIT", f"--shutdown-timeout={_SHUTDOWN_S}"),
+        *(
+            "--max-restarts=0",
+            "--signals-to-handle=SIGQUIT",
+            f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
+        ),
     ]
     if placement.nodes == 1:
         arguments += ["--standalone", "--local-addr=127.0.0.1"]
@@ -124,7 +129,7 @@ def agent_command(placement: Placement, module: str, meeting: Meeting, node: int
             *(f"--master-addr={meeting.address}", f"--master-port={meeting.port}"),
         ]
     python = [sys.executable, "-P"]
-    rank = ["--no-python", *python, "-u", "-m", module]
+    rank = ["--no-python", *python, "-u", "-m", job.module]
     return "exec " + shlex.join([*python, "-m", "infra.ranks.agent", *arguments, *rank])
 
 
@@ -144,15 +149,12 @@ class _AtWork:
         shared = {MARK: self.mark, ORDER: json.dumps(order)}
         lines: deque[str] = deque(maxlen=_LINES)
         self.ended = Ended(lines=lines, folder=job.folder)
-        text = agent_command(job.placement, job.module, meeting, 0)
+        text = agent_command(job, meeting, 0)
         log.info("starting %d ranks on %d nodes", job.placement.world, job.placement.nodes)
         own = {**os.environ, **rank_settings(job.placement), **shared, **bridge.environment}
         if nodes is not None:
             nodes.start(
-                [
-                    agent_command(job.placement, job.module, meeting, node)
-                    for node in range(job.placement.nodes)
-                ],
+                [agent_command(job, meeting, node) for node in range(job.placement.nodes)],
                 shared,
             )
         deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
@@ -164,7 +166,7 @@ class _AtWork:
                     for told in nodes.lines():
                         self._take(told, lines)
                 if self.ended.code is not None and deadline == float("inf"):
-                    deadline = time.monotonic() + _LINGER_S
+                    deadline = time.monotonic() + job.shutdown_s + _LINGER_S
                 if time.monotonic() >= fence_due:
                     fence_due = time.monotonic() + _FENCE_S
                     job.check_fence()

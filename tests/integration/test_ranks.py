@@ -1,0 +1,167 @@
+"""A stage in several processes: what ends one ends all, and nothing outlives the worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.processes import ProcessId
+from infra.stage_io import read_metrics
+from infra.workspace import Claim, Workspace
+from refiner_core.contract.records import Attempt, StageRecord
+from tests.support.command import ROOT, environment, wait_until
+from tests.support.plans import OWNER, small_plan
+
+PLAN = small_plan("data")
+STAGE = PLAN.by_name["data"]
+WORKER = ROOT / "tests" / "support" / "ranks_worker.py"
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "ws")
+
+
+@pytest.fixture
+def start(workspace: Workspace) -> Iterator[Start]:
+    """Starts the next attempt, which behaves as it is told."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_worker(**behaviour: object) -> subprocess.Popen[bytes]:
+        for left in workspace.root.glob("rank-*"):
+            left.unlink()
+        (workspace.root / "behaviour.json").write_text(json.dumps({"steps": 3, **behaviour}))
+        after = max(workspace.layout.stage(STAGE.id).attempt_numbers(), default=0)
+        claim = Claim(OWNER, "local", after)
+        assert workspace.claim_attempt(STAGE, PLAN.config, {}, claim) is not None
+        number = str(after + 1)
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER), "--workspace", str(workspace.root), STAGE.id, number],
+            env={**environment(), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_worker
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+
+
+def record(workspace: Workspace) -> StageRecord:
+    found = workspace.read_record(STAGE.id)
+    assert found is not None
+    return found
+
+
+def last(workspace: Workspace) -> tuple[Attempt, str]:
+    """The newest attempt and its log."""
+    attempt = record(workspace).attempts[-1]
+    return attempt, workspace.layout.attempt(STAGE.id, attempt.number).log.read_text()
+
+
+def rank(workspace: Workspace, number: int) -> int:
+    """The process of a rank, once it has begun."""
+    path = workspace.root / f"rank-{number}.pid"
+    return int(wait_until(lambda: path.exists() and path.read_text(), f"rank {number}", 90))
+
+
+def saved(workspace: Workspace) -> list[int]:
+    found = workspace.layout.stage(STAGE.id).checkpoints.glob("step-*/COMPLETE.json")
+    return sorted(int(p.parent.name.removeprefix("step-")) for p in found)
+
+
+def launched_for(worker: int) -> list[psutil.Process]:
+    """The worker and all that it has started, at whatever depth."""
+    top = psutil.Process(worker)
+    return [top, *top.children(recursive=True)]
+
+
+def test_the_first_rank_that_fails_is_what_the_user_reads(
+    workspace: Workspace, start: Start
+) -> None:
+    """Rank 0 meets the consequence; rank 1 had the cause."""
+    worker = start(steps=1000, fail={"1": "configuration"})
+    assert worker.wait(120) == 2
+    attempt, log = last(workspace)
+    outcome = attempt.outcome
+    assert outcome is not None
+    assert (outcome.failure, outcome.decision) == ("bad_configuration", "stop")
+    assert outcome.message == (
+        "told to fail. Expected nothing else. To mend it: tell it otherwise."
+    )
+    assert "\nrank 0 of 2 is here\n" in log
+    assert "\n[rank 1] rank 1 of 2 is here\n" in log
+    assert "fake_rank.py" in log, "the traceback of the rank"
+    assert "ChildFailedError" not in log
+    assert "elastic" not in log.lower(), "torchrun's own words are noise"
+    assert list(workspace.layout.stage(STAGE.id).checkpoints.glob(".tmp-*")) == []
+
+
+def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
+    workspace: Workspace, start: Start
+) -> None:
+    worker = start(steps=1000, step_s=0.5)
+    wait_until(lambda: len(saved(workspace)) >= 2, "two checkpoints", 90)
+    os.kill(rank(workspace, 1), signal.SIGKILL)
+    assert worker.wait(60) == 1
+    attempt, _ = last(workspace)
+    assert attempt.outcome is not None
+    assert (attempt.outcome.failure, attempt.outcome.decision) == ("killed", "resume")
+    assert "Rank 1 " in attempt.outcome.message
+    assert "SIGKILL" in attempt.outcome.message
+
+    # Asked to stop as Slurm asks: every process, the worker or not. It saves, and can go on.
+    worker = start(steps=1000, step_s=0.2)
+    begun = max(saved(workspace))
+    wait_until(lambda: max(saved(workspace)) > begun, "a checkpoint of the second attempt", 90)
+    for process in launched_for(worker.pid):
+        process.terminate()
+    assert worker.wait(60) == 6
+    attempt, _ = last(workspace)
+    assert attempt.outcome is not None
+    assert (attempt.outcome.failure, attempt.outcome.decision) == ("interrupted", "resume")
+    stopped = int((workspace.root / "rank-0.stopped").read_text())
+    assert max(saved(workspace)) == stopped
+
+    worker = start(steps=stopped + 2)
+    assert worker.wait(120) == 0
+    done = record(workspace)
+    assert done.result is not None
+    assert done.result.report == {"steps": stopped + 2, "begun": stopped}
+    lines = read_metrics(workspace.layout.attempt(STAGE.id, 3).metrics)
+    assert [m.step for m in lines] == list(range(1, stopped + 3))
+
+
+def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: Start) -> None:
+    worker = start(steps=1000)
+    rank(workspace, 1)
+    wait_until(lambda: saved(workspace), "a checkpoint", 90)
+    family = [ProcessId.of(p.pid) for p in launched_for(worker.pid)]
+    assert len(family) >= 5, "worker, minder, agent, two ranks"
+    worker.kill()
+    worker.wait(30)
+    for process in family:
+        assert process.wait_gone(20), process
+
+
+def test_a_full_disk_in_a_save_is_one_for_the_attempt_too(
+    workspace: Workspace, start: Start
+) -> None:
+    worker = start(full=2)
+    assert worker.wait(120) == 5
+    attempt, _ = last(workspace)
+    assert attempt.outcome is not None
+    assert (attempt.outcome.failure, attempt.outcome.errno) == ("disk_full", 122)
+    assert saved(workspace) == [1]

@@ -1,0 +1,47 @@
+"""A worker whose stage runs in two fake ranks: ``ranks_worker.py --workspace DIR STAGE ATTEMPT``.
+
+The attempt, torchrun's agent and the way between them are the real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from infra.attempt import AttemptRun
+from infra.logs import set_up_logging
+from infra.ranks.launch import RanksJob, run_ranks
+from infra.workspace import Workspace
+from refiner_core.contract.placement import Placement
+
+
+def main() -> int:
+    """Run one attempt; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workspace", required=True)
+    parser.add_argument("stage_id")
+    parser.add_argument("attempt", type=int)
+    args = parser.parse_args()
+    set_up_logging("info")
+    workspace = Workspace.open(args.workspace)
+    with AttemptRun(workspace, args.stage_id, args.attempt) as attempt:
+        job = RanksJob(
+            placement=Placement(nodes=1, nproc_per_node=2),
+            module="tests.support.fake_rank",
+            order={"workspace": str(workspace.root)},
+            folder=attempt.stage_paths.data,
+            check_fence=attempt.check_fence,
+            shutdown_s=3,
+        )
+        try:
+            report = run_ranks(job, attempt.io)
+            (attempt.output_dir / "made.txt").write_text("whole")
+            attempt.finish(report)
+        except BaseException as error:
+            return attempt.fail(error).exit_code
+    assert "torch" not in sys.modules, "the worker imports no torch when others train"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
