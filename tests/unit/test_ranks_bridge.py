@@ -1,0 +1,373 @@
+"""Rank 0 speaks to its attempt as if it were in its process: threads, errors, large values."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.checkpoints import CheckpointStore
+from infra.failures import classify, detailed, traceback_signature
+from infra.layout import StagePaths
+from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
+from infra.ranks.endings import Ended, error_of
+from infra.ranks.errors import decode, encode
+from infra.ranks.events import event_line, read_event
+from infra.ranks.gpus import JOB_GPUS, VISIBLE, trainer_settings, visible
+from infra.restart import AttemptClosed
+from infra.stage_io import AttemptIO, read_metrics, read_rollouts
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    HealthStop,
+    Interrupted,
+    JudgeOutage,
+    KilledError,
+    LaunchError,
+    NoSpaceError,
+    NotFiniteError,
+    RefinerError,
+    StageFailed,
+    UnsupportedError,
+)
+from refiner_core.contract.types import Progress, SavedCheckpoint
+
+
+class Attempt:
+    """A real attempt's IO in this process, and its remote end as rank 0 has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stage = StagePaths(folder, folder)
+        self.fence: Exception | None = None
+        self.stop = False
+        self.told: list[Progress] = []
+        self.room: list[NoSpaceError] = []
+        self.store = CheckpointStore(self.stage.checkpoints, 1, fence=self._check_fence)
+        self.io = AttemptIO(
+            self.stage,
+            1,
+            self.store,
+            on_progress=self.told.append,
+            stop_asked=lambda: self.stop,
+            wait_for_room=lambda: True,
+        )
+        self.bridge = Bridge(self.io)
+
+    def _check_fence(self) -> None:
+        if self.fence is not None:
+            raise self.fence
+
+    def remote(self) -> RemoteIO:
+        told = self.bridge.environment
+        return RemoteIO(told[ADDRESS].replace("@", "\0", 1), bytes.fromhex(told[KEY]))
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Iterator[Attempt]:
+    attempt = Attempt(tmp_path / "stage")
+    with attempt.bridge:
+        yield attempt
+
+
+def test_all_that_a_stage_says_arrives(attempt: Attempt) -> None:
+    io = attempt.remote()
+    assert io.latest_checkpoint() is None
+    io.log_metrics(1, {"loss": 0.5, "nan": float("nan")})
+    io.save_rollouts(1, [{"text": "a", "scores": {"x": 1.0}}])
+    with io.new_checkpoint(1) as folder:
+        (folder / "state").write_text("one")
+    io.progress(Progress(1, 2, "train", {"loss": 0.5}))
+    assert not io.should_stop()
+    attempt.stop = True
+    assert io.should_stop()
+    assert io.latest_checkpoint() == SavedCheckpoint(1, attempt.store.folder / "step-00000001")
+    io.finish({"steps": 2})
+    assert attempt.bridge.report == {"steps": 2}
+    assert attempt.told == [Progress(1, 2, "train", {"loss": 0.5})]
+    (line,) = read_metrics(attempt.io.paths.metrics)
+    assert line.metrics == {"loss": 0.5, "nan": None}
+    (file,) = attempt.io.paths.rollouts.glob("*")
+    assert read_rollouts(file) == [{"text": "a", "scores": {"x": 1.0}}]
+
+
+def test_metrics_go_on_while_a_checkpoint_is_written_by_another_thread(attempt: Attempt) -> None:
+    io = attempt.remote()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def save() -> None:
+        with io.new_checkpoint(1) as folder:
+            (folder / "state").write_text("one")
+            inside.set()
+            assert go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save)
+        assert inside.wait(20)
+        for step in range(1, 20):
+            io.log_metrics(step, {"loss": 1.0})
+        assert attempt.store.latest() is None
+        go_on.set()
+        saving.result(20)
+    assert [m.step for m in read_metrics(attempt.io.paths.metrics)] == list(range(1, 20))
+    latest = attempt.store.latest()
+    assert latest is not None
+    assert latest.step == 1
+
+
+def test_many_threads_do_not_get_each_others_answers(attempt: Attempt) -> None:
+    io = attempt.remote()
+    for step in (1, 2):
+        with io.new_checkpoint(step) as folder:
+            (folder / "state").write_text(str(step))
+
+    def ask(number: int) -> bool:
+        if number % 2:
+            return io.should_stop() is False
+        found = io.latest_checkpoint()
+        return found is not None and found.step == 2
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(ask, range(200)))
+
+
+def test_rollouts_of_many_megabytes_go_through(attempt: Attempt) -> None:
+    rows = [{"text": f"{n}" * 200_000} for n in range(40)]
+    attempt.remote().save_rollouts(3, rows)
+    (file,) = attempt.io.paths.rollouts.glob("*")
+    assert read_rollouts(file) == rows
+
+
+def test_what_does_not_fit_is_a_full_disk_for_rank_0_too(attempt: Attempt) -> None:
+    """The writer's own words (torch's here) are judged by the store, as in one process."""
+    io = attempt.remote()
+    words = "PytorchStreamWriter failed writing file"
+
+    def save() -> None:
+        with io.new_checkpoint(1) as folder:
+            (folder / "half").write_text("half")
+            raise RuntimeError(words) from OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with pytest.raises(NoSpaceError) as caught:
+        save()
+    assert caught.value.errno == errno.EDQUOT
+    assert caught.value.fix.startswith("free some space")
+    assert io.room_again(caught.value)
+    assert list(attempt.store.folder.iterdir()) == []
+
+
+def test_an_error_in_a_save_that_is_none_of_the_disk_stays_itself(attempt: Attempt) -> None:
+    io = attempt.remote()
+    mine = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught, io.new_checkpoint(1):
+        raise mine
+    assert caught.value is mine
+
+
+def test_a_stale_attempt_is_told_when_it_begins_and_when_it_commits(attempt: Attempt) -> None:
+    io = attempt.remote()
+
+    def save() -> None:
+        with io.new_checkpoint(1) as folder:
+            assert attempt.fence is None, "it is refused before"
+            (folder / "state").write_text("one")
+            attempt.fence = AttemptClosed("a newer attempt exists", fix="nothing")
+
+    for _ in range(2):
+        with pytest.raises(AttemptClosed, match="newer"):
+            save()
+    assert attempt.store.latest() is None
+
+
+def test_a_rank_that_dies_in_a_save_leaves_nothing_half_written(attempt: Attempt) -> None:
+    io = attempt.remote()
+    context = io.new_checkpoint(1)
+    (context.__enter__() / "half").write_text("half")
+    attempt.bridge.close()
+    assert list(attempt.store.folder.iterdir()) == []
+    with pytest.raises(KilledError, match="worker"):
+        io.should_stop()
+    with pytest.raises(KilledError, match="worker"):
+        context.__exit__(None, None, None)
+
+
+def test_who_does_not_know_the_key_is_not_served(attempt: Attempt) -> None:
+    address = attempt.bridge.environment[ADDRESS].replace("@", "\0", 1)
+    with pytest.raises(AuthenticationError):
+        Client(address, "AF_UNIX", authkey=b"guessed").close()
+    assert attempt.remote().latest_checkpoint() is None, "others still are"
+
+
+# ---------------------------------------------------------------- errors
+
+
+def travelled(error: BaseException) -> Exception:
+    return decode(json.loads(json.dumps(encode(error))), "In rank 1")
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+class Torchlike(RuntimeError):
+    """Of a class that only the rank knows."""
+
+
+Torchlike.__name__ = Torchlike.__qualname__ = "OutOfMemoryError"
+Torchlike.__module__ = "torch"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigurationError("what", expected="this", fix="that"),
+        UnsupportedError("what", fix="that"),
+        NotFiniteError("step 3: the loss is nan"),
+        HealthStop("what"),
+        JudgeOutage("what", expected="answers"),
+        Interrupted("stopped on request"),
+        AttemptClosed("what"),
+        StageFailed("what"),
+        MemoryError("host"),
+        OSError(errno.EACCES, "Permission denied", "/somewhere"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("NCCL error: unhandled system error"),
+        Torchlike("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        KeyError("lost"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+    ],
+)
+def test_an_error_means_the_same_in_another_process(error: Exception) -> None:
+    there = raised(error)
+    here = travelled(there)
+    assert type(here).__name__ == type(there).__name__
+    before, after = classify(there), classify(here)
+    assert (after.failure, after.decision) == (before.failure, before.decision)
+    assert after.exit_code == before.exit_code
+    if isinstance(error, RefinerError):
+        assert isinstance(here, type(error))
+        assert (here.what, here.expected, here.fix) == (error.what, error.expected, error.fix)
+    assert traceback_signature(here) == traceback_signature(there)
+    assert detailed(after, here, 3).errno == detailed(before, there, 3).errno
+    assert any("In rank 1" in note and "raised" in note for note in here.__notes__)
+
+
+def test_causes_travel_along() -> None:
+    there = raised(RuntimeError("could not write"), OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert classify(travelled(there)).failure == classify(there).failure == "disk_full"
+
+
+def test_the_same_mistake_in_two_places_is_two_mistakes() -> None:
+    def elsewhere() -> BaseException:
+        return raised(RuntimeError("x"))
+
+    try:
+        raise RuntimeError("x")
+    except RuntimeError as error:
+        one = travelled(error)
+    assert traceback_signature(one) != traceback_signature(travelled(elsewhere()))
+
+
+def test_an_event_is_found_whatever_a_rank_prints_and_however_long_its_error_is() -> None:
+    long = raised(ConfigurationError("w" * 100_000, fix='"\\' * 50_000), ValueError("v" * 99_999))
+    line = event_line("mark", {"event": "error", "rank": 3, "error": encode(long)})
+    assert len(line) < 1 << 16
+    event = read_event("mark", line)
+    assert event is not None
+    assert isinstance(decode(event["error"]), ConfigurationError)
+    for other in ("mark", "mark {", "other {}", "", "mark 7"):
+        assert read_event("mark", other) is None
+
+
+# ---------------------------------------------------------------- which failure was first
+
+GONE = RuntimeError("[../gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1")
+
+
+def failure(code: int, late_s: int = 0) -> dict[str, Any]:
+    return {"code": code, "pid": 99, "late_s": late_s}
+
+
+def test_a_consequence_is_not_the_cause_though_it_is_told_first() -> None:
+    cause = ConfigurationError("mine")
+    ended = Ended(errors=[(0, GONE), (1, cause)], failures={0: failure(1), 1: failure(1)})
+    assert error_of(ended) is cause
+
+
+def test_the_first_of_two_causes_counts() -> None:
+    first, second = NotFiniteError("first"), ConfigurationError("second")
+    assert error_of(Ended(errors=[(1, first), (0, second)])) is first
+
+
+def test_a_request_to_stop_is_the_reason_only_where_there_is_no_other() -> None:
+    stopped, cause = Interrupted("stopped"), NotFiniteError("nan")
+    assert error_of(Ended(errors=[(0, stopped), (1, GONE)])) is stopped
+    assert error_of(Ended(errors=[(0, stopped), (1, cause)])) is cause
+
+
+def test_a_kill_from_outside_counts_before_what_others_say_of_it() -> None:
+    ended = Ended(errors=[(0, GONE)], failures={0: failure(1), 1: failure(-9)})
+    error = error_of(ended)
+    assert isinstance(error, KilledError)
+    assert "Rank 1 (process 99)" in str(error)
+    assert classify(error).failure == "killed"
+
+
+def test_a_rank_that_torchrun_has_killed_afterwards_is_not_the_cause() -> None:
+    cause = ConfigurationError("mine")
+    ended = Ended(errors=[(1, cause)], failures={0: failure(-9, late_s=3), 1: failure(1)})
+    assert error_of(ended) is cause
+
+
+def test_a_kill_while_the_kernel_was_short_of_memory_is_that() -> None:
+    ended = Ended(failures={1: failure(-9)}, oom_kills=1)
+    assert classify(error_of(ended)).failure == "out_of_memory"
+
+
+def test_what_a_library_said_before_it_gave_up_is_told() -> None:
+    lines = [
+        "[rank 1] starting",
+        "[rank 1] [E1] NCCL error: unhandled system error, NCCL version 2.29",
+        "[rank 1] terminate called",
+        "something of rank 0",
+    ]
+    error = error_of(Ended(failures={1: failure(-6)}, lines=lines))
+    assert "NCCL error" in str(error)
+    assert "Rank 1" in str(error)
+
+
+def test_nodes_that_do_not_meet_are_tried_again() -> None:
+    lines = ["torch.distributed.DistNetworkError: The server socket has failed: EADDRINUSE"]
+    error = error_of(Ended(lines=lines, code=1))
+    assert isinstance(error, LaunchError)
+    assert classify(error).decision == "resume"
+
+
+def test_an_end_without_a_word_says_what_was_printed_last() -> None:
+    error = error_of(Ended(lines=["a", "ImportError: no such thing"], code=1))
+    assert isinstance(error, StageFailed)
+    assert "ImportError: no such thing" in str(error)
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+def test_ranks_see_the_trainers_gpus_of_what_the_job_was_given() -> None:
+    given = {VISIBLE: "4,5,6,7"}
+    settings = trainer_settings((0, 1), given)
+    assert settings == {VISIBLE: "4,5", JOB_GPUS: "4,5,6,7"}
+    inside = {**given, **settings}
+    assert visible((2, 3), inside) == "6,7", "a server of the same job, started by a rank"
+    assert trainer_settings((), given) == {}
+    assert trainer_settings((0, 1), {}) == {VISIBLE: "0,1"}
+    with pytest.raises(UnsupportedError, match="was given 4"):
+        trainer_settings((4,), given)
