@@ -164,14 +164,15 @@ def pack_samples(
 ) -> list[Pack]:
     """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order).
 
-    With ``share_prompts``, samples of one prompt that follow each other share it. Dense attention
-    also computes what a response does not see of its neighbours; where ``balance`` says what that
-    costs (see :func:`row_width`), a long row of responses is cut where another copy of the prompt
-    is cheaper.
+    With ``share_prompts``, samples of one prompt that follow each other share it. ``balance`` (see
+    :func:`row_width`) is None for FlashAttention; then packs are filled as far as they go. Dense
+    attention also computes what a token does not see, and :func:`collate` gives it several rows; so
+    a long row of responses is cut where another copy of the prompt is cheaper, and a pack holds
+    units of like length, which leave little to pad.
     """
     units = list(_units(samples, pack_length, share_prompts, balance))
     lengths = [unit_length(unit) for unit in units]
-    bins = first_fit(lengths, pack_length, decreasing=True)
+    bins = first_fit(lengths, pack_length, decreasing=True, max_open=None if balance is None else 1)
     return [build_pack([units[i] for i in indices]) for indices in bins]
 
 

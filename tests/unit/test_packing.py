@@ -15,6 +15,7 @@ from refiner_core.training.packing import (
     first_fit,
     pack_samples,
     row_width,
+    to_device,
 )
 from tests.support.tiny_training import VOCABULARY, tiny_model
 
@@ -48,7 +49,8 @@ def flat_logprobs(model, samples, *, pack_length, batch_size=1, **layout) -> tor
     with torch.no_grad():
         for i in range(0, len(packs), batch_size):
             batch = collate(packs[i : i + batch_size], pad_id=5, balance=balance)
-            flat[batch.flat_T] = token_scores(model, batch).logprob_T
+            scores = token_scores(model, to_device(batch, model.device))
+            flat[batch.flat_T] = scores.logprob_T.cpu()
     return flat
 
 
@@ -57,9 +59,9 @@ def alone_logprobs(model, samples) -> torch.Tensor:
     parts = []
     with torch.no_grad():
         for sample in samples:
-            ids = torch.tensor([sample.prompt_ids + sample.response_ids])
-            logp = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1], -1)
-            chosen = logp.gather(-1, ids[0, 1:, None])[:, 0]
+            ids = torch.tensor([sample.prompt_ids + sample.response_ids], device=model.device)
+            logp = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].float(), -1)
+            chosen = logp.gather(-1, ids[0, 1:, None])[:, 0].cpu()
             parts.append(chosen[len(sample.prompt_ids) - 1 :])
     return torch.cat(parts)
 
@@ -163,6 +165,141 @@ def test_gradients_of_packed_samples_are_those_of_samples_alone():
     for share_prompts in (False, True):
         together = gradients(share_prompts=share_prompts)
         assert (together - alone).norm() < 1e-5 * alone.norm()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("balance", [None, 40.0])
+def test_isolation_holds_with_gradient_checkpointing(attention, share_prompts, balance):
+    """Values and gradients; checkpointing is in force in train mode only."""
+    model = tiny_model()
+    samples = random_samples(SHAPE)
+    weight_F = torch.linspace(-1, 1, sum(len(s.response_ids) for s in samples))
+    parts = {}
+    for kind in ("alone", "packed"):
+        model.zero_grad()
+        if kind == "packed":
+            model.set_attn_implementation(attention)
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs={"use_reentrant": False}
+            )
+            model.train()
+            batches = [
+                collate([pack], balance=balance)
+                for pack in pack_samples(samples, 40, share_prompts=share_prompts, balance=balance)
+            ]
+        else:
+            batches = [collate([pack]) for s in samples for pack in pack_samples([s], 40)]
+        loss = torch.tensor(0.0)
+        for batch in batches:
+            part = (weight_F[batch.flat_T] * token_scores(model, batch).logprob_T).sum()
+            part.backward()
+            loss += part.detach()
+        parts[kind] = (loss, torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(parts["packed"][0], parts["alone"][0], atol=1e-4, rtol=1e-5)
+    error = (parts["packed"][1] - parts["alone"][1]).norm()
+    assert error < 1e-5 * parts["alone"][1].norm()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("wrong", [{"use_cache": True}, {"attention_mask": "ones"}])
+def test_the_settings_that_would_leak_are_seen_to_leak(attention, wrong):
+    """Why `hidden_states` says use_cache=False and gives no mask: with either default of
+    transformers a sample sees its neighbour, and the tests above would fail."""
+    model = tiny_model()
+    model.set_attn_implementation(attention)
+    (pack,) = pack_samples(random_samples([(5, [6]), (4, [7])]), 64)
+    batch = collate([pack])
+    told = {"use_cache": False} | wrong
+    if "attention_mask" in told:
+        told["attention_mask"] = torch.ones_like(batch.input_ids_BL)
+    with torch.no_grad():
+        sound = token_scores(model, batch).logprob_T
+        leaky = model(
+            input_ids=batch.input_ids_BL, position_ids=batch.position_ids_BL, **told
+        ).logits[0]
+    logp = torch.log_softmax(leaky[batch.source_T], -1)
+    leaked = logp.gather(-1, batch.target_T[:, None])[:, 0]
+    assert (leaked - sound).abs().max() > 0.1
+
+
+def flash_or_none() -> str | None:
+    """The name of a FlashAttention kernel that this machine has."""
+    from transformers.utils import is_flash_attn_2_available
+
+    usable = torch.cuda.is_available() and is_flash_attn_2_available()
+    return "flash_attention_2" if usable else None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(flash_or_none() is None, reason="no CUDA device with flash-attn")
+def test_isolation_holds_with_flash_attention():
+    samples = random_samples(SHAPE)
+    model = tiny_model(head_dim=64).to("cuda", torch.bfloat16)
+    expected = alone_logprobs(model, samples)
+    model.set_attn_implementation("flash_attention_2")
+    for pack_length in (13, 64):
+        packed = flat_logprobs(model, samples, pack_length=pack_length)
+        torch.testing.assert_close(packed, expected, atol=0.15, rtol=0)
+
+
+def test_a_prompt_is_shared_only_as_widely_as_attention_is_cheap():
+    long_responses = random_samples([(2, [30] * 6)])
+    long_prompt = random_samples([(90, [2] * 6)])
+
+    def copies(samples, balance):
+        packs = pack_samples(samples, 300, share_prompts=True, balance=balance)
+        tokens = sum(map(len, packs)) - sum(len(s.response_ids) for s in samples)
+        return tokens // len(samples[0].prompt_ids)
+
+    assert copies(long_responses, None) == copies(long_prompt, None) == 1
+    assert copies(long_responses, 50.0) == 6
+    assert copies(long_prompt, 50.0) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 8), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(14, 60),
+    st.booleans(),
+    st.floats(1.0, 1e6),
+)
+def test_layout_for_dense_attention_neither_drops_nor_doubles(
+    shape, pack_length, share_prompts, balance
+):
+    samples = random_samples(shape)
+    packs = pack_samples(samples, pack_length, share_prompts=share_prompts, balance=balance)
+    assert all(len(pack) <= pack_length for pack in packs)
+    batch = collate(packs, balance=balance)
+    predicted = {
+        s.start + k: token
+        for s in samples
+        for k, token in enumerate(s.response_ids)
+        if k or s.prompt_ids
+    }
+    assert sorted(predicted.items()) == sorted(
+        zip(batch.flat_T.tolist(), batch.target_T.tolist(), strict=True)
+    )
+
+
+def test_rollouts_in_dense_rows_pad_little():
+    """Lengths of any spread: like stands beside like."""
+    rng = torch.Generator().manual_seed(0)
+    shape = [
+        (int(torch.randint(60, 200, (), generator=rng)),
+         torch.randint(10, 120, (8,), generator=rng).tolist())
+        for _ in range(32)
+    ]  # fmt: skip
+    samples = random_samples(shape)
+    for balance in (50.0, 450.0, 12_000.0):
+        packs = pack_samples(samples, 1024, share_prompts=True, balance=balance)
+        laid = [collate([pack], balance=balance) for pack in packs]
+        positions = sum(batch.input_ids_BL.numel() for batch in laid)
+        assert 1 - sum(batch.tokens for batch in laid) / positions <= 0.02
 
 
 def test_shared_prompts_are_computed_once():
