@@ -1,0 +1,418 @@
+"""Rollout servers as processes: who starts them, who ends them, and what is left when they die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from infra.foreign.calling import MARK
+from infra.ranks.gpus import JOB_GPUS
+from infra.rollouts.command import EXTENSION, Place, rollout_environment, rollout_server_text
+from infra.rollouts.memory import memory_folder
+from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
+from infra.services.command import Listening
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    Interrupted,
+    KilledError,
+    StageFailed,
+)
+from refiner_core.contract.training_config import RolloutServerConfig
+from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
+from refiner_core.generation.sampling import processed_logprobs
+from tests.support.command import wait_until
+from tests.support.require import require
+from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
+from tests.support.vllm_server import shim
+
+PARAMS = SamplingParams(max_new_tokens=20)
+
+
+def config(engines: int = 1, grpo: dict[str, Any] | None = None, **server: Any) -> RecipeConfig:
+    return recipe(
+        grpo={
+            "generation_backend": "vllm",
+            "vllm_num_engines": engines,
+            "generation_batch_size": 64,
+            "max_token_length": 128,
+            "rollout_server": RolloutServerConfig(**server),
+            **(grpo or {}),
+        }
+    )
+
+
+def requests() -> list[GenerationRequest]:
+    return [
+        GenerationRequest(tuple(3 + (7 * p + 5 * i) % 45 for i in range(20 + p)), seed=100 * p + s)
+        for p in range(4)
+        for s in range(4)
+    ]
+
+
+@contextlib.contextmanager
+def whole(model: Any) -> Iterator[Any]:
+    yield model
+
+
+def furthest(model: Any, made: Sequence[Completion]) -> float:
+    """The largest difference of a log-probability to the trainer's."""
+    found = 0.0
+    for request, completion in zip(requests(), made, strict=True):
+        ids, tokens = request.prompt_ids, completion.token_ids
+        with torch.no_grad():
+            logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+        ours_T_V = processed_logprobs(logits_T_V[len(ids) - 1 : -1], PARAMS)
+        for place, (token, theirs) in enumerate(zip(tokens, completion.logprobs, strict=True)):
+            found = max(found, abs(ours_T_V[place, token].item() - theirs))
+    return found
+
+
+def marked(workdir: Path) -> list[psutil.Process]:
+    """Processes of the servers that were started with this folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            of = process.environ().get(MARK, "")
+            if of.startswith(str(workdir)) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def serving(workdir: Path) -> list[psutil.Process]:
+    """Those of them that are servers, and not what minds them."""
+    return [p for p in marked(workdir) if "vllm_server.py" in " ".join(p.cmdline())]
+
+
+def control(endpoint: Endpoint, **settings: Any) -> None:
+    """Tell the tests' server how to behave."""
+    url = endpoint.url.removesuffix("/v1") + "/control"
+    with urllib.request.urlopen(url, json.dumps(settings).encode(), timeout=10):
+        pass
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tests' server is the `vllm` that is found."""
+    folder = shim(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Where weights go."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    return folder
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing(
+    path: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")  # as torchrun sets it for us
+    work, model, changed = tmp_path / "work", tiny_model(), tiny_model(1)
+    settings = config(2, weights_dir=str(memory))
+    with open_vllm(settings, tiny_tokenizer(), work) as rollouts:
+        rollouts.sync(whole(model), "0")
+        servers = serving(work)
+        assert len(servers) == 2
+        for server in servers:
+            given = server.environ()
+            assert given["VLLM_SERVER_DEV_MODE"] == "1"
+            assert len(given["VLLM_API_KEY"]) > 30
+            assert given["VLLM_API_KEY"] not in " ".join(server.cmdline())
+            assert "RANK" not in given
+            assert server.cmdline()[server.cmdline().index("--host") + 1] == "127.0.0.1"
+        before = rollouts.generator.generate(requests(), PARAMS)
+        assert furthest(model, before) < 1e-4
+        rollouts.sync(whole(changed), "1")
+        wanted = rollouts.generator.generate(requests(), PARAMS)
+        assert furthest(changed, wanted) < 1e-4
+        assert wanted != before
+        first, second = rollouts.weights.endpoints()
+        control(second, slow_s=0.02)
+        control(first, slow_s=0.02, die_after=3)  # kill -9, with two requests in hand
+        made = rollouts.generator.generate(requests(), PARAMS)
+        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+        assert furthest(changed, made) < 1e-4
+        assert sum(server.is_running() for server in servers) == 1
+        assert len(serving(work)) == 2  # the one in its place, and the other
+    assert marked(work) == []
+    assert list(memory.iterdir()) == []
+
+
+LIFE = """
+import sys
+from pathlib import Path
+from infra.rollouts.command import Place
+from infra.rollouts.memory import memory_folder
+from infra.rollouts.servers import LocalRolloutServers
+from refiner_core.contract.config import RecipeConfig
+
+with memory_folder(Path(sys.argv[1])) as folder:
+    (folder / "weights-1").mkdir()
+    place = Place("", folder, Path(sys.argv[2]) / "rollout-servers")
+    LocalRolloutServers(RecipeConfig(), [place, place]).start(folder / "weights-1")
+"""
+
+
+def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
+    path: Path, memory: Path, tmp_path: Path
+) -> None:
+    script(path, "trap '' TERM HUP; sleep 600 & sleep 601; sleep 602")
+    work = tmp_path / "work"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", LIFE, str(memory), str(work)], cwd=Path(__file__).parents[2]
+    )
+    try:
+        wait_until(lambda: sum("sleep" in p.name() for p in marked(work)) == 4, "they run", 30)
+        assert list(memory.iterdir())
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait(10)
+    wait_until(lambda: not marked(work), "its servers end", 30)
+    wait_until(lambda: not list(memory.iterdir()), "its memory is given back", 30)
+
+
+def test_what_was_left_when_all_was_killed_at_once_is_removed_by_the_next(memory: Path) -> None:
+    with memory_folder(memory) as mine:
+        where = mine.name.rsplit("-", 2)[0]
+        gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
+        others = memory / "refiner-rollouts-elsewhere-0-0-1-1000.00"
+        for folder in (gone, others):
+            folder.mkdir()
+        with memory_folder_of_another(memory):
+            assert not gone.exists()
+            assert others.exists()  # of another machine: who knows
+            assert mine.exists()
+    assert [folder.name for folder in memory.iterdir()] == [others.name]
+
+
+@contextlib.contextmanager
+def memory_folder_of_another(parent: Path) -> Iterator[None]:
+    """Another process comes and goes."""
+    code = (
+        "import sys; from pathlib import Path; from infra.rollouts.memory import memory_folder\n"
+        "with memory_folder(Path(sys.argv[1])): pass"
+    )
+    subprocess.run([sys.executable, "-c", code, str(parent)], check=True, timeout=60)
+    yield
+
+
+def _pid_of_nobody() -> int:
+    return next(pid for pid in range(400_000, 4_000_000) if not psutil.pid_exists(pid))
+
+
+# ---------------------------------------------------------------- servers that do not come up
+
+
+def script(folder: Path, text: str) -> None:
+    """Another `vllm`."""
+    (folder / "vllm").write_text(f"#!/bin/sh\n{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("echo 'vllm: error: unrecognized arguments: --x'; exit 2", ConfigurationError, "args"),
+        ("echo 'torch.OutOfMemoryError: CUDA out of memory'; exit 1", StageFailed, "out of mem"),
+        ("kill -9 $$", KilledError, "signal 9"),
+        ("sleep 60", StageFailed, "start_timeout_s"),
+    ],
+)
+def test_why_a_server_does_not_come_up_is_said(
+    path: Path, memory: Path, tmp_path: Path, text: str, error: type[Exception], said: str
+) -> None:
+    script(path, text)
+    settings = config(weights_dir=str(memory), start_timeout_s=1.0)
+    work = tmp_path / "work"
+    with (
+        pytest.raises(error, match=said),
+        open_vllm(settings, tiny_tokenizer(), work) as rollouts,
+    ):
+        rollouts.sync(whole(tiny_model()), "0")
+    assert marked(work) == []
+    assert list(memory.iterdir()) == []
+
+
+def test_no_vllm_at_all_is_a_matter_of_the_recipe(memory: Path, tmp_path: Path) -> None:
+    settings = config(weights_dir=str(memory), setup=("export PATH=/usr/bin:/bin",))
+    with (
+        pytest.raises(ConfigurationError, match=r"grpo\.rollout_server\.python"),
+        open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts,
+    ):
+        rollouts.sync(whole(tiny_model()), "0")
+
+
+def test_who_is_to_stop_does_not_wait_for_servers(path: Path, memory: Path, tmp_path: Path) -> None:
+    script(path, "sleep 60")
+    stop = threading.Event()
+    told: list[float] = []
+
+    def tell(seconds: float) -> None:
+        told.append(seconds)
+        stop.set()
+
+    settings = config(weights_dir=str(memory))
+    with (
+        pytest.raises(Interrupted),
+        open_vllm(
+            settings, tiny_tokenizer(), tmp_path / "work", should_stop=stop.is_set, tell=tell
+        ) as rollouts,
+    ):
+        rollouts.sync(whole(tiny_model()), "0")
+    assert told
+
+
+def test_a_folder_that_cannot_hold_weights_is_refused(tmp_path: Path) -> None:
+    settings = config(weights_dir=str(tmp_path / "nowhere"))
+    with (
+        pytest.raises(ConfigurationError, match="weights_dir"),
+        open_vllm(settings, tiny_tokenizer(), tmp_path),
+    ):
+        pass
+
+
+# ---------------------------------------------------------------- what is started
+
+
+def test_a_server_is_told_all_that_decides_a_sample(tmp_path: Path) -> None:
+    settings = config(
+        python="/opt/vllm/bin/python",
+        setup=("module load cuda",),
+        container="apptainer exec --nv vllm.sif",
+        args=("--gpu-memory-utilization 0.8", "--dtype half"),
+        grpo={"vllm_tensor_parallel_size": 2},
+    )
+    text = rollout_server_text(settings, Listening("127.0.0.1", 8123), tmp_path / "w", "nccl")
+    lines = text.splitlines()
+    assert lines[:2] == ["set -e", "module load cuda"]
+    words = shlex.split(lines[2])
+    start = "exec apptainer exec --nv vllm.sif /opt/vllm/bin/python -m vllm.entrypoints.cli.main"
+    assert words[: len(start.split())] == start.split()
+    assert words[len(start.split()) :] == [
+        *("serve", str(tmp_path / "w"), "--host", "127.0.0.1", "--port", "8123"),
+        *("--served-model-name", "policy", "--generation-config", "vllm"),
+        *("--logprobs-mode", "processed_logprobs", "--dtype", "float32"),
+        *("--max-model-len", "128", "--max-num-seqs", "64", "--seed", "7"),
+        *("--tensor-parallel-size", "2", "--worker-extension-cls", EXTENSION),
+        *("--weight-transfer-config", '{"backend": "nccl"}', "--shutdown-timeout", "5"),
+        *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.8", "--dtype", "half"),
+    ]
+
+
+def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> None:
+    given = {
+        **{"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "DS_ACCELERATOR": "cpu", "HOME": "/home/me"},
+        **{"CUDA_VISIBLE_DEVICES": "0", JOB_GPUS: "0,1", "PYTHONPATH": "/mine"},
+    }
+    place = Place("1", tmp_path / "ext", tmp_path / "mark", "ipc", key="secret")
+    made = rollout_environment(place, given)
+    assert {n: made[n] for n in ("CUDA_VISIBLE_DEVICES", "HOME", "VLLM_API_KEY")} == {
+        "CUDA_VISIBLE_DEVICES": "1",
+        "HOME": "/home/me",
+        "VLLM_API_KEY": "secret",
+    }
+    assert made["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "ext"), "/mine"]
+    assert made["VLLM_SERVER_DEV_MODE"] == made["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "DS_ACCELERATOR", JOB_GPUS} & set(made)
+    assert "secret" not in repr(place)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "server", "servers", "way"),
+    [
+        (0, {}, 2, "reload"),
+        (4, {}, 2, "nccl"),
+        (1, {"colocate": True}, 1, "ipc"),
+        (4, {"colocate": True}, 4, "reload"),  # NCCL takes a GPU once, IPC the trainer's own alone
+        (4, {"weight_transfer": "reload"}, 2, "reload"),
+    ],
+)
+def test_the_way_of_weights_follows_from_where_the_gpus_are(
+    gpus: int, server: dict[str, Any], servers: int, way: str
+) -> None:
+    from refiner_core.contract.resources import Resources
+
+    settings = config(servers, grpo={"resources": Resources(gpus=gpus)}, **server)
+    assert weight_transfer(settings, servers) == way
+
+
+# ---------------------------------------------------------------- the real engine
+
+
+def test_vllm_itself_samples_syncs_and_comes_back(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tied embeddings, float32. Takes about three minutes on two cores."""
+    python = os.environ.get("REFINER_VLLM_PYTHON")
+    require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    settings = config(python=python, args=("--enforce-eager",), weights_dir=str(memory))
+    work = tmp_path / "work"
+    figures: dict[str, float] = {}
+
+    def timed(name: str, began: float) -> None:
+        figures[f"{name}_s"] = round(time.monotonic() - began, 2)
+
+    with open_vllm(settings, tiny_tokenizer(), work) as rollouts:
+        for version, model in enumerate((tiny_model(), tiny_model(1), tiny_model(2))):
+            began = time.monotonic()
+            rollouts.sync(whole(model), str(version))
+            timed(f"sync_{version}", began)
+            _check_samples(rollouts, model, figures, version)
+        wanted = rollouts.generator.generate(requests(), PARAMS)
+        # A load that fails: the engine may say that it is well, and is replaced all the same.
+        admin = rollouts.weights._admin(0)
+        with pytest.raises(Exception, match="collective_rpc"):
+            admin.load(str(tmp_path / "nothing"))
+        began = time.monotonic()
+        rollouts.sync(whole(tiny_model(2)), "3")
+        timed("replaced", began)
+        made = rollouts.generator.generate(requests(), PARAMS)
+        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+        # kill -9 of everything that is the server, in the middle of a batch
+        began = time.monotonic()
+        once = iter((True,))
+
+        def kill(_: int, __: Completion) -> None:
+            if next(once, False):
+                for process in marked(work):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+
+        made = rollouts.generator.generate(requests(), PARAMS, kill)
+        timed("killed", began)
+        assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
+    print(figures)
+    assert marked(work) == []
+    assert list(memory.iterdir()) == []
+
+
+def _check_samples(
+    rollouts: VllmRollouts, model: Any, figures: dict[str, float], version: int
+) -> None:
+    made = rollouts.generator.generate(requests(), PARAMS)
+    figures[f"difference_{version}"] = furthest(model, made)
+    assert figures[f"difference_{version}"] < 1e-4
+    again = rollouts.generator.generate(requests(), PARAMS)
+    assert [c.token_ids for c in again] == [c.token_ids for c in made]
