@@ -13,6 +13,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,6 @@ def load_for_training(
     compares of saved weights changes when they are gathered and freed.
     """
     model = load_model(model_ref, config, device)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": reentrant}
-        )
-        model.train()  # transformers recomputes in train mode only; there is no dropout left
     loaded = Loaded(
         model=model,
         tokenizer=load_tokenizer(model_ref, config),
@@ -77,6 +73,11 @@ def load_for_training(
         balance=_attention_balance(model),
     )
     check_model(loaded)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
+        model.train()  # transformers recomputes in train mode only; there is no dropout left
     return loaded
 
 
@@ -156,17 +157,20 @@ def check_model(loaded: Loaded) -> None:
         )
 
 
-def export(model: Any, tokenizer: Any, folder: Path) -> None:
+def export(
+    model: Any, tokenizer: Any, folder: Path, weights: Mapping[str, Any] | None = None
+) -> None:
     """Write model and tokenizer as ``from_pretrained`` takes them (safetensors; tied weights once).
 
-    A folder from an earlier try is replaced.
+    ``weights`` stand in for the model's own, where those are not whole. A folder from an earlier
+    try is replaced.
     """
     part = folder.with_name(f".{folder.name}.part")
     for leftover in (part, folder):
         if leftover.exists():
             shutil.rmtree(leftover)
     part.mkdir(parents=True)
-    model.save_pretrained(part)
+    model.save_pretrained(part, state_dict=None if weights is None else dict(weights))
     tokenizer.save_pretrained(part)
     part.rename(folder)
 
