@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from infra.provenance import host
-from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig
-from refiner_core.contract.resources import Resources
+from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -144,11 +143,14 @@ def _tokens(text: str) -> int:
     return max(8, len(text) // CHARACTERS_PER_TOKEN // SCALE)
 
 
-def make_inputs(work: Work, root: Path) -> list[PromptRow]:
-    """``root/model`` and ``root/data``; returns the prompts, whose text gives their ids back."""
+def make_inputs(work: Work, root: Path, **shape: int) -> list[PromptRow]:
+    """``root/model`` and ``root/data``; returns the prompts, whose text gives their ids back.
+
+    ``shape`` stands in for the one that the work names.
+    """
     from transformers import AutoTokenizer
 
-    save_random_model(root / "model", **SHAPES[work.shape], seed=0)
+    save_random_model(root / "model", **(shape or SHAPES[work.shape]), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     rng = np.random.default_rng(0)
     plain = [i for i in range(len(tokenizer)) if _is_word(tokenizer, i)]
@@ -189,6 +191,8 @@ def stop_logits(logits_NV: torch.Tensor, last_N: torch.Tensor, eos: int) -> torc
 
 
 # ---------------------------------------------------------------- our side
+
+CPU_RECIPE = RecipeConfig(seed=0, model=ModelConfig(cpu_threads=1, dtype="float32"))
 
 
 @dataclass
@@ -265,10 +269,11 @@ def run_ours(
     steps: int,
     *,
     generator: Generator | None = None,
+    base: RecipeConfig | None = None,
     **grpo: Any,
 ) -> Steps:
     """``steps`` + 1 steps of :func:`train_grpo`; the first is warm-up and not counted."""
-    config = our_config(work, steps + 1, **grpo)
+    config = our_config(work, steps + 1, base or CPU_RECIPE, **grpo)
     root.mkdir(parents=True)
     io = ClockedIO(root)
     with scripted_lengths(work, inputs):
@@ -300,8 +305,8 @@ def run_ours(
     )
 
 
-def our_config(work: Work, steps: int, **grpo: Any) -> RecipeConfig:
-    """The recipe of our side: everything else as shipped."""
+def our_config(work: Work, steps: int, base: RecipeConfig, **grpo: Any) -> RecipeConfig:
+    """The recipe of our side; what is not said here or in ``base`` is as shipped."""
     settings: dict[str, Any] = {
         "num_training_steps": steps,
         "num_unique_prompts_rollout": len(work.prompt_lengths),
@@ -312,13 +317,8 @@ def our_config(work: Work, steps: int, **grpo: Any) -> RecipeConfig:
         "learning_rate": 1e-5,
         "advantage_normalization_type": "sample_std",
         "save_freq": 10**6,
-        "resources": Resources(gpus=0),
     }
-    return RecipeConfig(
-        seed=0,
-        model=ModelConfig(cpu_threads=1, dtype="float32"),
-        grpo=GrpoConfig(**(settings | grpo)),
-    )
+    return replace(base, grpo=replace(base.grpo, **(settings | grpo)))
 
 
 @contextmanager
@@ -342,6 +342,7 @@ def scripted_lengths(work: Work, inputs: Path) -> Iterator[None]:
 
         def _sample(self, logits_P_G_V: torch.Tensor, step: int) -> list[int]:
             last_P_G = torch.from_numpy((self.grid_P_G >= 0) & (self.last_N[self.grid_P_G] == step))
+            last_P_G = last_P_G.to(logits_P_G_V.device)
             eos = int(self.stop_ids[0])
             return super()._sample(stop_logits(logits_P_G_V, last_P_G, eos), step)
 

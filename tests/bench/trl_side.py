@@ -41,7 +41,7 @@ class ScriptedStop(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         step = input_ids.shape[1] - self.prompt_length
-        return stop_logits(scores, self.last_N == step, self.eos)
+        return stop_logits(scores, self.last_N.to(scores.device) == step, self.eos)
 
 
 class _Clocks(TrainerCallback):
@@ -85,9 +85,18 @@ class TimedTrainer(GRPOTrainer):
 
 
 def make_trainer(
-    work: Work, rows: list[PromptRow], inputs: Path, root: Path, steps: int, micro_batch: int
+    work: Work,
+    rows: list[PromptRow],
+    inputs: Path,
+    root: Path,
+    steps: int,
+    micro_batch: int,
+    cuda: bool = False,
 ) -> TimedTrainer:
-    """A trainer for ``steps`` steps; ``micro_batch`` samples in one forward pass of the update."""
+    """A trainer for ``steps`` steps; ``micro_batch`` samples in one forward pass of the update.
+
+    On a GPU in bfloat16: weights in float32 under autocast, as its default is.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
@@ -98,8 +107,8 @@ def make_trainer(
     samples = len(work.prompt_lengths) * work.samples
     arguments = GRPOConfig(
         output_dir=str(root),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not cuda,
+        bf16=cuda,
         gradient_checkpointing=False,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
@@ -142,9 +151,10 @@ def run_trl(
     *,
     micro_batch: int,
     fixed: FixedRollouts | None = None,
+    cuda: bool = False,
 ) -> Steps:
     """``steps`` + 1 steps; the first is warm-up and not counted."""
-    trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch)
+    trainer = make_trainer(work, rows, inputs, root, steps + 1, micro_batch, cuda)
     if fixed is not None:
         trainer.fixed = fixed
         trainer.completions = [
