@@ -95,9 +95,16 @@ class Interrupter(threading.Thread):
         if self.error is not None:
             raise self.error
         record = self._workspace.read_record(self._stage_id)
-        attempts = record.attempts if record is not None else ()
-        steps = {a.number: a.resumed_from_step for a in attempts}
-        return [replace(i, resumed_from_step=steps.get(i.attempt + 1)) for i in self.made]
+        if record is None:
+            return []
+        steps = {a.number: a.resumed_from_step for a in record.attempts}
+        # A request to stop that came with the last step has stopped nothing.
+        ended = 0 if record.result is None else record.result.attempt
+        return [
+            replace(i, resumed_from_step=steps.get(i.attempt + 1))
+            for i in self.made
+            if i.attempt != ended
+        ]
 
     # ------------------------------------------------------------ one point
 

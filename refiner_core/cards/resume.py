@@ -17,9 +17,9 @@ from refiner_core.contract.proofs import PROOF_VERSION, Comparison, ResumeProof
 from refiner_core.contract.records import from_json, to_json
 
 _HOW = {
-    frozenset({"kill"}): "by kill -9",
-    frozenset({"stop"}): "by requests to stop",
-    frozenset({"kill", "stop"}): "by kill -9 and by requests to stop",
+    frozenset({"kill"}): " by kill -9",
+    frozenset({"stop"}): " by requests to stop",
+    frozenset({"kill", "stop"}): " by kill -9 and by requests to stop",
 }
 
 
@@ -58,7 +58,7 @@ def resume_notes(facts: CardFacts) -> list[Line]:
         return []
     tried = Line("a run of ") + number(proof.steps, "proof.steps") + " steps of this stage, "
     tried = tried + "interrupted " + number(len(proof.interruptions), "proof.interruptions")
-    tried = tried + " times " + _HOW[frozenset(i.how for i in proof.interruptions)]
+    tried = tried + " times" + _HOW.get(frozenset(i.how for i in proof.interruptions), "")
     if not proof.same_processes:
         tried = tried + " and resumed on another number of processes"
     if proof.verdict == "diverged":

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ from refiner_core.contract.proofs import MEASURED, Comparison
 Row = tuple[int, Mapping[str, float | None]]
 #: What a judge has used is in a checkpoint's progress, and differs where a step was repeated.
 _MEASURED_PROGRESS = ("judge",)
-_RANDOM = "rng"
+#: Who wrote a checkpoint, and from whose it went on: others, on another number of ranks.
+_WRITERS = ("written_by", "restored_from")
+#: A rank's share of a checkpoint: what is in it goes by the same names on any number of ranks.
+_SHARE = re.compile(r"-rank\d+-of-\d+")
+_RANDOM = re.compile(r"(.*/)?rng\b")
 
 
 class _Tally:
@@ -169,10 +174,11 @@ def compare_checkpoints(
     moved
         See :func:`compare_weights`.
     same_layout
-        Both are of as many processes. If not, optimisers and random states are cut up otherwise,
-        and only the data cursor is compared.
+        Both are of as many processes. If not, each has random states of its own, which are not
+        compared.
     """
-    ours, theirs = _Checkpoint(straight), _Checkpoint(interrupted)
+    left_out = _MEASURED_PROGRESS if same_layout else (*_MEASURED_PROGRESS, *_WRITERS)
+    ours, theirs = (_Checkpoint(folder, left_out) for folder in (straight, interrupted))
     cursor, optimiser, random = (
         _Tally(name) for name in ("data cursor", "optimiser", "random states")
     )
@@ -182,9 +188,9 @@ def compare_checkpoints(
         elif same_layout:
             cursor.differs(f"{name}: {'straight' if name in ours.plain else 'interrupted'} only",
                            None)  # fmt: skip
-    if not same_layout:
-        return [cursor.done()]
     _tensors(optimiser, ours.state, theirs.state, moved)
+    if not same_layout:
+        return [cursor.done(), optimiser.done()]
     for name in dict.fromkeys((*ours.random, *theirs.random)):
         if _equal(ours.random.get(name), theirs.random.get(name)):
             random.same()
@@ -196,18 +202,20 @@ def compare_checkpoints(
 class _Checkpoint:
     """A checkpoint's folder as values by name: what is plain, tensors, and random states."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, left_out: Sequence[str]) -> None:
         self.plain: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
         self.random: dict[str, Any] = {}
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-            name = path.relative_to(folder).as_posix()
-            if name == "COMPLETE.json":
+            whole = path.relative_to(folder).as_posix()
+            if whole == "COMPLETE.json":
                 continue  # how it was written: attempt, seconds
+            random = bool(_RANDOM.match(whole))
+            name = whole if random else _SHARE.sub("", whole)
             if path.suffix == ".json":
                 value = json.loads(path.read_text(encoding="utf-8"))
                 if isinstance(value, dict):
-                    value = {k: v for k, v in value.items() if k not in _MEASURED_PROGRESS}
+                    value = {k: v for k, v in value.items() if k not in left_out}
                 self.plain[name] = value
             elif path.suffix == ".safetensors":
                 self.state.update((f"{name}/{k}", v) for k, v in _read_safetensors(path))
@@ -225,7 +233,7 @@ class _Checkpoint:
             with path.open("rb") as file:
                 saved = {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
         for key, value in _leaves(saved, name):
-            part = self.random if _RANDOM in key.split("/") else self.state
+            part = self.random if _RANDOM.match(key) else self.state
             part[key] = value
 
 
@@ -257,8 +265,13 @@ def _tensors(
         elif a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
             tally.differs(f"{name}: tensors of another shape, type or count", None)
         else:
-            size = _distance(a, b, moved if ".safetensors/" in name else 0.0)
+            size = _distance(a, b, moved if _is_weight(name) else 0.0)
             tally.differs(f"{name}, by {size:.3g}", size)
+
+
+def _is_weight(name: str) -> bool:
+    """Whether a tensor is a weight or its master copy, and no state of an optimiser."""
+    return name.startswith("model") or "/master." in name
 
 
 def _distance(a: Any, b: Any, moved: float) -> float:

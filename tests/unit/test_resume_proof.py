@@ -1,0 +1,338 @@
+"""What a proof of resume compares, how its verdict follows, and where it is kept and shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from flows.proving.planning import PHASES, Asked, Trained, draw_points
+from flows.proving.text import exit_code, proof_lines, proofs_json
+from infra.workspace import Workspace
+from refiner_core.cards import build_card
+from refiner_core.cards.evidence import evidence_text, load_evidence
+from refiner_core.cards.lint import check_card
+from refiner_core.cards.resume import public_proof
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
+from refiner_core.training.equality import (
+    Row,
+    compare_checkpoints,
+    compare_rollouts,
+    compare_traces,
+    compare_weights,
+)
+from tests.support.card_facts import full_facts
+
+# ------------------------------------------------------------ traces and rollouts
+
+
+def trace(**changes: float | None) -> list[Row]:
+    rows: list[Row] = [
+        (step, {"loss": 1.0 / step, "grad_norm": 2.0, "time/step_s": step * 0.1})
+        for step in range(1, 7)
+    ]
+    rows[3] = (4, {**rows[3][1], **changes})
+    return rows
+
+
+def test_the_same_trace_is_bitwise_whatever_the_clock_says() -> None:
+    other = trace(**{"time/step_s": 99.0, "judge/calls": 3.0, "memory/host_gib": 1.0})
+    found = compare_traces(trace(), other)
+    assert (found.differing, found.compared) == (0, 12)
+    assert verdict_of([found], 0.0) == "bitwise"
+
+
+def test_the_last_bit_of_one_number_is_found_with_its_step() -> None:
+    other = trace(grad_norm=math.nextafter(2.0, 3.0))
+    found = compare_traces(trace(), other)
+    assert (found.differing, found.first_step) == (1, 4)
+    assert found.first.startswith("grad_norm: 2.0 straight, 2.0000000000000004 interrupted")
+    assert verdict_of([found], 0.0) == "diverged"
+    assert verdict_of([found], 1e-9) == "within tolerance"
+
+
+@pytest.mark.parametrize(
+    ("change", "step"),
+    [
+        (lambda rows: rows[:-1], 6),  # a step is missing
+        (lambda rows: [*rows[:2], rows[1], *rows[2:]], 2),  # one is there twice
+        (lambda rows: [*rows[:3], (4, {"loss": 0.25}), *rows[4:]], 4),  # a number is missing
+        (lambda rows: [*rows[:3], (4, {**rows[3][1], "loss": None}), *rows[4:]], 4),
+    ],
+)
+def test_what_is_missing_or_double_is_no_difference_of_size(
+    change: Callable[[list[Row]], list[Row]], step: int
+) -> None:
+    found = compare_traces(trace(), change(trace()))
+    assert (found.largest, found.first_step) == (None, step)
+    assert verdict_of([found], 1e9) == "diverged"
+
+
+def rollouts(token: int = 7, logprob: float = -0.5) -> dict[int, list[dict[str, Any]]]:
+    row = {"sample_index": 0, "response_ids": [5, token], "logprobs": [-0.1, logprob]}
+    return {1: [row, row], 2: [{**row, "response_ids": [5, 7], "logprobs": [-0.1, -0.5]}]}
+
+
+def test_another_token_is_no_difference_of_size_and_another_logprob_is_one() -> None:
+    assert compare_rollouts(rollouts(), rollouts()).differing == 0
+    tokens = compare_rollouts(rollouts(), rollouts(token=8))
+    assert (tokens.differing, tokens.largest, tokens.first_step) == (2, None, 1)
+    near = compare_rollouts(rollouts(), rollouts(logprob=-0.5001))
+    assert near.largest == pytest.approx(1e-4)
+    assert compare_rollouts(rollouts(), {1: rollouts()[1]}).largest is None
+
+
+# ------------------------------------------------------------ weights and states
+
+
+def model(folder: Path, weight: torch.Tensor) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"a": weight, "b": torch.zeros(3)}, folder / "model.safetensors")
+    return folder
+
+
+def test_weights_are_compared_by_how_far_training_can_have_moved_them(tmp_path: Path) -> None:
+    weight = torch.linspace(-1, 1, 8)
+    one = model(tmp_path / "1", weight)
+    assert compare_weights(one, model(tmp_path / "2", weight.clone()), 1e-5).differing == 0
+    found = compare_weights(one, model(tmp_path / "3", weight + 1e-6), 1e-5)
+    assert (found.compared, found.differing) == (2, 1)
+    assert found.largest == pytest.approx(0.1, rel=0.1), "a tenth of the way at this learning rate"
+    assert verdict_of([found], 0.01) == "diverged"
+    other = compare_weights(one, model(tmp_path / "4", torch.zeros(9)), 1e-5)
+    assert other.largest is None
+
+
+def test_a_nan_in_both_is_no_difference(tmp_path: Path) -> None:
+    weight = torch.tensor([1.0, math.nan])
+    one, two = (model(tmp_path / n, weight.clone()) for n in "12")
+    assert compare_weights(one, two, 1e-3).differing == 0
+
+
+def checkpoint(folder: Path, world: int = 1, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    values: dict[str, Any] = {"momentum": 0.5, "random": 3, "cursor": 8, "attempt": 1, "asked": 5}
+    values |= changes
+    save_file({"w": torch.ones(4)}, folder / "model.safetensors")
+    names = [f"exp_avg.{name}" for name in "abcd"]
+    for rank in range(world):
+        share = f"rank{rank:05d}-of-{world:05d}"
+        states = {name: torch.full((4,), values["momentum"]) for name in names[rank::world]}
+        save_file(states, folder / f"state-{share}.safetensors")
+        torch.save({"python": [3, [values["random"]] * 4, None]}, folder / f"rng-{share}.pt")
+    progress = {"step": 6, "cursor": values["cursor"], "judge": {"asked": values["asked"]}}
+    progress["written_by"] = {"world": world, "engine": "plain"}
+    (folder / "progress.json").write_text(json.dumps(progress))
+    (folder / "COMPLETE.json").write_text(json.dumps({"attempt": values["attempt"]}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantity", "sized"),
+    [
+        ({"momentum": 0.50001}, "optimiser", True),
+        ({"random": 4}, "random states", False),
+        ({"cursor": 9}, "data cursor", False),
+        ({"attempt": 4, "asked": 50}, None, False),  # how it came about is no part of it
+    ],
+)
+def test_states_are_told_apart(
+    changes: dict[str, Any], quantity: str | None, sized: bool, tmp_path: Path
+) -> None:
+    one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", **changes)
+    found = compare_checkpoints(one, two, 1e-3, same_layout=True)
+    assert all(c.compared for c in found)
+    assert [c.quantity for c in found if c.differing] == ([quantity] if quantity else [])
+    assert all((c.largest is not None) is sized for c in found if c.differing)
+
+
+def test_checkpoints_of_other_ranks_are_compared_by_the_names_of_what_they_hold(
+    tmp_path: Path,
+) -> None:
+    one, two = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", world=2, random=9)
+    found = compare_checkpoints(one, two, 1e-3, same_layout=False)
+    assert [(c.quantity, c.differing) for c in found] == [("data cursor", 0), ("optimiser", 0)]
+    assert found[1].compared == 5
+    near = checkpoint(tmp_path / "3", world=2, momentum=0.5001)
+    _, optimiser = compare_checkpoints(one, near, 1e-3, same_layout=False)
+    assert optimiser.differing == 4
+    assert optimiser.largest == pytest.approx(2e-4, rel=0.01)
+
+
+def test_the_folders_of_version_1_are_compared_too(tmp_path: Path) -> None:
+    for name, word in (("1", 3), ("2", 4)):
+        (tmp_path / name).mkdir()
+        states = {"updater": [torch.ones(2)], "rng": {"python": [word]}}
+        torch.save(states, tmp_path / name / "state.pt")
+    found = compare_checkpoints(tmp_path / "1", tmp_path / "2", 1e-3, same_layout=True)
+    assert [(c.quantity, c.differing) for c in found if c.compared] == [
+        ("optimiser", 0),
+        ("random states", 1),
+    ]
+
+
+# ------------------------------------------------------------ points
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("seed", range(20))
+def test_points_lie_before_the_last_step_and_cover_every_phase(kind: Trained, seed: int) -> None:
+    asked = Asked("tiny", steps=12, interruptions=8, seed=seed)
+    points = draw_points(kind, asked, save_freq=3)
+    assert points == draw_points(kind, asked, save_freq=3), "the seed decides"
+    assert len(points) == 8
+    assert all(1 <= p.step < 12 for p in points)
+    assert {p.phase for p in points} == set(PHASES[kind])
+    assert {p.how for p in points} == {"kill", "stop"}
+    assert all(p.step % 3 == 0 for p in points if p.phase == "save")
+    assert [p.step for p in points] == sorted(p.step for p in points)
+
+
+def test_more_points_than_steps_are_possible() -> None:
+    assert len(draw_points("sft", Asked("tiny", steps=2, interruptions=5), save_freq=1)) == 5
+
+
+# ------------------------------------------------------------ verdict, record, card
+
+SAME = (
+    Comparison("loss trace", 120),
+    Comparison("rollouts", 96),
+    Comparison("weights", 46),
+    Comparison("random states", 1261),
+)
+NEAR = (replace(SAME[0], differing=3, largest=0.0004, first_step=5, first="loss: 1 …"), *SAME[1:])
+FAR = (replace(SAME[0], differing=9, largest=None, first_step=7, first="steps: …"), *SAME[1:])
+
+
+def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeProof:
+    facts = full_facts()
+    given: dict[str, Any] = {
+        **{"version": 1, "recipe": "tiny", "stage": "grpo", "fingerprint": facts.fingerprint},
+        **{"stage_id": f"grpo-{facts.fingerprint[:12]}", "short_fingerprint": "ab" * 32},
+        **{"overrides": ("workspace=/home/me/runs",), "changed": {"grpo.save_freq": 3}},
+        **{"steps": 12, "seed": 0, "how": "both", "wanted": 3, "tolerance": 0.0},
+        "interruptions": (
+            Interruption(2, "generate", "kill", 1),
+            Interruption(5, "judge", "stop", 2, 4),
+            Interruption(9, "save", "kill", 3, 6),
+        ),
+        "comparisons": comparisons,
+        "provenance": {"host": {"name": "node17"}},
+    }
+    return ResumeProof(**{**given, **changes})
+
+
+def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "runs")
+    first, second = proof(), proof(FAR)
+    assert workspace.read_proof(first.stage_id) is None
+    workspace.write_proof(first)
+    assert workspace.read_proof(first.stage_id) == first
+    workspace.write_proof(second)
+    read = workspace.read_proof(first.stage_id)
+    assert read is not None
+    assert (read, read.verdict) == (second, "diverged")
+
+
+def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "runs")
+    path = workspace.layout.proof("grpo-1")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"version": 1}')
+    with pytest.raises(WorkspaceError, match="prove-resume"):
+        workspace.read_proof("grpo-1")
+
+
+def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "runs")
+    dead, kept, alive = (workspace.new_scratch(name) for name in ("dead", "kept", "alive"))
+    for folder in (dead, kept):
+        owner = json.loads((folder / "owner.json").read_text())
+        host, _, started = owner["process"].rsplit(":", 2)
+        process = f"{host}:{2**22 + 1}:{started}"  # above any process number
+        (folder / "owner.json").write_text(json.dumps({"process": process}))
+    workspace.keep_scratch(kept)
+    workspace.new_scratch("next")
+    assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
+
+
+def test_the_verdict_is_said_with_what_it_rests_on() -> None:
+    lines = "\n".join(proof_lines(proof(NEAR, tolerance=0.01)))
+    assert "grpo: within tolerance" in lines
+    assert "loss trace: 3 of 120 differ, the largest 0.0004" in lines
+    assert "kill -9 in step 9 (save), went on from step 6" in lines
+    assert "The first difference, at step 5: loss trace" in lines
+    assert exit_code([proof(), proof(NEAR, tolerance=0.01)]) == 0
+    assert exit_code([proof(), proof(FAR)]) == 1
+    assert [p["verdict"] for p in proofs_json([proof(), proof(FAR)])["proofs"]] == [
+        "bitwise",
+        "diverged",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("comparisons", "tolerance", "says"),
+    [
+        (SAME, 0.0, "Resume was proven: a run of 12 steps of this stage, interrupted 3 times"),
+        (NEAR, 0.01, "the same up to 0.0004 where 0.01 was allowed"),
+        (FAR, 0.01, "Resume did not hold: a run of 12 steps"),
+        (FAR, 0.01, "differed in its loss trace from step 7 on"),
+    ],
+)
+def test_a_card_says_what_was_proven_and_its_linter_makes_it_again(
+    comparisons: tuple[Comparison, ...], tolerance: float, says: str
+) -> None:
+    facts = full_facts(proof=public_proof(proof(comparisons, tolerance=tolerance)))
+    card, evidence = build_card(facts), evidence_text(facts, [])
+    assert says in card
+    assert [f for f in check_card(card, evidence) if "proof" in f.message] == []
+    wrong = card.replace("of 12 steps", "of 120 steps")
+    (found,) = [f for f in check_card(wrong, evidence) if "'120'" in f.message]
+    assert "proof.steps" in found.message
+    assert "node17" not in evidence
+    assert "/home/me" not in evidence
+
+
+def test_a_card_without_a_proof_is_what_it_was() -> None:
+    facts = full_facts()
+    assert "Resume" not in build_card(facts)
+    assert '"proof"' not in evidence_text(facts, [])
+    assert load_evidence(evidence_text(facts, [])).facts.proof == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"verdict": "bitwise"}, "its comparisons give 'diverged'"),
+        ({"fingerprint": "00" * 32}, "proof is of the stage 000000000000"),
+        ({"interruptions": []}, "nothing was tried"),
+    ],
+)
+def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: str) -> None:
+    facts = full_facts(proof={**public_proof(proof(FAR)), **change})
+    if not facts.proof["interruptions"]:
+        facts = full_facts(proof={**public_proof(proof()), **change})
+    found = check_card(build_card(facts), evidence_text(facts, []))
+    assert [f for f in found if says in f.message], [f.message for f in found]
+
+
+def test_impossible_options_are_refused_before_anything_runs() -> None:
+    from flows.proving import plan_proofs
+
+    for asked, says in (
+        (Asked("tiny", steps=1), "--steps"),
+        (Asked("tiny", interruptions=0), "--interruptions"),
+        (Asked("tiny", resume_processes=0), "--resume-processes"),
+        (Asked("tiny", tolerance=math.nan), "--tolerance"),
+        (Asked("tiny", ("stages=[data,sft]",), stage="grpo"), "no stage grpo"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            plan_proofs(asked)
