@@ -17,8 +17,10 @@ from infra.processes import ProcessId
 from infra.stage_io import read_metrics
 from infra.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
-from tests.support.command import ROOT, environment, wait_until
+from tests.support.command import ROOT, SMALL, Stage, environment, wait_until
+from tests.support.command import start as start_command
 from tests.support.plans import OWNER, small_plan
+from tests.support.slurm_cluster import Cluster
 
 PLAN = small_plan("data")
 STAGE = PLAN.by_name["data"]
@@ -165,3 +167,43 @@ def test_a_full_disk_in_a_save_is_one_for_the_attempt_too(
     assert attempt.outcome is not None
     assert (attempt.outcome.failure, attempt.outcome.errno) == ("disk_full", 122)
     assert saved(workspace) == [1]
+
+
+# ---------------------------------------------------------------- the real training
+
+TRAINING = (
+    *(option for option in SMALL if not option.startswith(("sft.", "grpo."))),
+    *("sft.max_train_steps=8", "sft.eval_freq=4", "sft.save_freq=1", "--no-server"),
+    "sft.gradient_accumulation_steps=2",
+)
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to_stop(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
+    sft = Stage(tmp_path / "runs", "sft")
+    process = start_command(
+        *("run", "tiny", f"workspace={tmp_path}/runs", *TRAINING, "stages=[data,sft]"),
+        *("dispatch.executor=slurm", f"dispatch.profile={profile}", "sft.resources.nodes=2"),
+        *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
+    )
+    wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
+    assert sft.folder is not None
+    job = json.loads((sft.attempts[0] / "job.json").read_text())["job_id"]
+    slurm.run("scancel", "--signal=TERM", str(job))
+    _, told = process.communicate(timeout=200)
+    assert process.returncode == 0, told
+    first, second = sft.attempts
+    outcome = json.loads((first / "outcome.json").read_text())["outcome"]
+    assert outcome["failure"] == "interrupted", "asked, and not killed"
+    resumed = json.loads((second / "resumed.json").read_text())
+    assert resumed["step"] == len(read_metrics(first / "metrics.jsonl")), "nothing was lost"
+    report = sft.result()["report"]
+    assert (report["ranks"], report["nodes"], report["engine"]) == (2, 2, "torch")
+    assert sft.steps() == list(range(1, 9))
+    assert not list(sft.folder.glob("attempts/*/nodes.json")), "no key is left lying about"
