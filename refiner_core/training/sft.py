@@ -5,26 +5,33 @@ Out: ``output_dir/model``, metrics per step, checkpoints, and a JSON-ready repor
 
 The order of rows is a function of (seed, epoch) and every step's packs are planned before the
 first one, so that a resumed run is bitwise the uninterrupted one. What is execution (how often to
-evaluate or save, recomputing activations) changes no weight.
+evaluate or save, recomputing activations) changes no weight. Over several ranks a step's packs are
+shared out, and the loss is one sum over all of them; only the order of sums differs.
+
+Measurements per step: ``time/update_s`` (forward, backward, step), ``time/validate_s``,
+``time/save_s`` (how long training stood still for a save), ``time/idle_s`` (the rest), and their
+sum ``time/step_s``; ``tokens_per_second`` is over the update alone.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from refiner_core.contract.config import RecipeConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError, DataError, HealthStop
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.load import set_threads
 from refiner_core.training.boundary import Boundary, curve, require_finite
 from refiner_core.training.engine import check_window
 from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.health import HealthMonitor
 from refiner_core.training.optim import schedule_factor
 from refiner_core.training.order import SftStep, order_hash, sft_steps
 from refiner_core.training.packing import (
@@ -37,6 +44,7 @@ from refiner_core.training.packing import (
     to_device,
 )
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.shares import share_packs
 from refiner_core.training.support import refuse_unsupported
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
@@ -78,6 +86,8 @@ def train_sft(
     ------
     Interrupted
         A stop was asked for; the state is saved.
+    HealthStop
+        A health check says so; the state before the step is saved.
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
@@ -110,7 +120,8 @@ class _SftRun:
         self.steps = _plan(config, rows)
         self.engine = open_engine(config, "sft", model_ref, self.ranks)
         check_window(self.engine.model, max(len(row.input_ids) for row in rows))
-        self.validation = self._batches(_validation_packs(data_dir / VALIDATION_FILE, sft))
+        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft)
+        self.validation = self._batches(self.validation_packs)
         self.boundary = Boundary(
             *(self.io, self.engine, "sft"),
             *(len(self.steps), sft.save_freq, sft.first_save),
@@ -125,30 +136,48 @@ class _SftRun:
             "losses": [],
             "validation": [],
         }
+        self.health = HealthMonitor(sft.health, "sft")
+        self.health.restore(self.progress.get("health"))
 
     def train(self) -> None:
         """Every step that is left."""
         self.boundary.stop_if_asked(self.progress["step"], self.progress)
+        began = time.perf_counter()
         for index in range(self.progress["step"], len(self.steps)):
-            started = time.perf_counter()
-            metrics = self._step(index)
-            step_s = time.perf_counter() - started
-            metrics["time/step_s"] = step_s
-            metrics["tokens_per_second"] = metrics.pop("tokens") / step_s
-            metrics.update(self.engine.memory())
-            metrics.update(self.boundary.metrics())
             step = index + 1
-            if self.validation and (step % max(1, self.sft.eval_freq) == 0 or self._is_last(step)):
+            started = time.perf_counter()
+            try:
+                metrics = self._step(index)
+            except HealthStop:
+                self.boundary.save(index, self.progress)
+                raise
+            times = {"time/update_s": time.perf_counter() - started}
+            metrics["tokens_per_second"] = metrics.pop("tokens") / times["time/update_s"]
+            started = time.perf_counter()
+            if self._validates_after(step):
                 loss = self._validation_loss()
                 metrics["loss/validation"] = loss
                 self.progress["validation"].append([step, loss])
+                times["time/validate_s"] = time.perf_counter() - started
+            times.update(self.boundary.metrics())
+            now = time.perf_counter()
+            metrics.update(_split(times, now - began))
+            began = now
+            metrics.update(self.engine.memory())
+            metrics.update(self.health.metrics())
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
             self.io.log_metrics(step, metrics)
+            self.progress["health"] = self.health.state()
             self.progress["step"] = step
-            self.boundary.after(step, self.progress, {"loss": metrics["loss/train_avg"]})
+            shown = [("loss", "loss/train_avg")]
+            self.boundary.after(
+                *(step, self.progress), {n: metrics[key] for n, key in shown if key in metrics}
+            )
 
     def report(self) -> dict[str, Any]:
         """What came out, from the progress alone: the same whether or not it was interrupted."""
         losses, validation = self.progress["losses"], self.progress["validation"]
+        known = [loss for loss in losses if loss is not None]  # a skipped step may have none
         best = min(validation, key=lambda point: point[1], default=None)
         return {
             "steps": self.progress["step"],
@@ -156,7 +185,7 @@ class _SftRun:
             "demonstrations": len(self.samples),
             "tokens": self.progress["tokens"],
             "loss_tokens": self.progress["loss_tokens"],
-            "train_loss": {"first": losses[0], "final": losses[-1], "curve": curve(losses)},
+            "train_loss": known and {"first": known[0], "final": known[-1], "curve": curve(losses)},
             "validation_loss": best
             and {
                 "final": validation[-1][1],
@@ -166,30 +195,35 @@ class _SftRun:
             },
         }
 
-    def _is_last(self, step: int) -> bool:
-        return step == len(self.steps)
+    def _validates_after(self, step: int) -> bool:
+        due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
+        return bool(self.validation_packs) and due
 
     def _step(self, index: int) -> dict[str, float]:
-        """One optimiser step: mean loss over all loss tokens of all its packs."""
+        """One optimiser step: mean loss over all loss tokens of all packs of all ranks."""
         plan = self.steps[index]
         packs = [build_pack([[self.samples[i]] for i in indices]) for indices in plan.packs]
         loss_tokens = sum(len(pack.target_T) for pack in packs)
         loss = 0.0
         for batch in self._batches(packs):
-            if len(batch.target_T):
-                part = -self.engine.score(batch).logprob_T.sum() / loss_tokens
+            if len(batch.target_T) or self.ranks.world > 1:  # all ranks go through it together
+                part = -self.engine.score(batch).logprob_T.sum() / max(1, loss_tokens)
                 self.engine.backward(part)
                 loss += float(part.detach())
-        require_finite("sft", index + 1, loss=loss)
+        [loss] = self.ranks.add([loss])
         factor = schedule_factor(
             index, len(self.steps), self.sft.lr_scheduler_type, self.sft.warmup_ratio
         )
-        norm = self.engine.step(factor)
-        require_finite("sft", index + 1, gradient_norm=norm)
+        norm = self.engine.gradient_norm()
+        self.health.begin(index + 1)
+        if self.health.before_update(loss=loss, grad_norm=norm):
+            self.engine.drop()
+        else:
+            self.engine.step(factor)
         tokens = sum(len(pack) for pack in packs)
         self.progress["tokens"] += tokens
         self.progress["loss_tokens"] += loss_tokens
-        self.progress["losses"].append(loss)
+        self.progress["losses"].append(loss if math.isfinite(loss) else None)
         return {
             "training_step": index + 1,
             "epoch": plan.epoch,
@@ -200,25 +234,37 @@ class _SftRun:
         }
 
     def _batches(self, packs: Sequence[Pack]) -> list[Batch]:
-        size = self.sft.per_device_train_batch_size
+        """This rank's share, in as many forward passes as on every other rank."""
+        size, balance = self.sft.per_device_train_batch_size, self.engine.balance
+        if not packs:
+            return []
+        mine = share_packs(packs, self.ranks.world, balance=balance, multiple_of=size)[
+            self.ranks.rank
+        ]
         return [
             to_device(
-                collate(
-                    packs[i : i + size], pad_id=self.engine.pad_id, balance=self.engine.balance
-                ),
+                collate(mine[i : i + size], pad_id=self.engine.pad_id, balance=balance),
                 self.engine.device,
             )
-            for i in range(0, len(packs), size)
+            for i in range(0, len(mine), size)
         ]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _validation_loss(self) -> float:
-        total = sum(
+        mine = sum(
             -float(self.engine.score(batch).logprob_T.double().sum()) for batch in self.validation
         )
-        loss = total / sum(len(batch.target_T) for batch in self.validation)
+        [total] = self.ranks.add([mine])
+        loss = total / sum(len(pack.target_T) for pack in self.validation_packs)
         require_finite("sft", self.progress["step"] + 1, validation_loss=loss)
         return loss
+
+
+def _split(times: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """Seconds from one logged step to the next; what is left over was nobody's."""
+    busy = ("time/update_s", "time/validate_s", "time/save_s")
+    idle = max(0.0, step_s - sum(times.get(name, 0.0) for name in busy))
+    return {**times, "time/step_s": step_s, "time/idle_s": idle}
 
 
 def _plan(config: RecipeConfig, rows: Sequence[DemonstrationRow]) -> list[SftStep]:

@@ -177,7 +177,13 @@ class ZeroEngine:
         self._run_pending(last=False)
         if torch.is_grad_enabled():
             self._last = (batch, temperature, entropy)
-        return TokenScores(*self._wrapped(batch, temperature, entropy))
+            return TokenScores(*self._wrapped(batch, temperature, entropy))
+        training = self._wrapped.module.training
+        self._wrapped.module.eval()  # nothing to recompute
+        try:
+            return TokenScores(*self._wrapped(batch, temperature, entropy))
+        finally:
+            self._wrapped.module.train(training)
 
     def backward(self, loss: Any) -> None:
         """Add the gradients of a loss, before anything else happens to them."""
@@ -190,7 +196,7 @@ class ZeroEngine:
     def step(self, factor: float) -> float:
         """Update, clear the gradients, and return their norm before clipping."""
         norm = self.gradient_norm()
-        if not math.isfinite(norm):
+        if not self._begun or not math.isfinite(norm):
             self.drop()
             return norm
         for group in self._wrapped.basic_optimizer.param_groups:
@@ -201,6 +207,8 @@ class ZeroEngine:
 
     def gradient_norm(self) -> float:
         """The norm of the gradients; no more can be added to them."""
+        if not self._begun:
+            return 0.0
         self._reduce()
         if self._norm is None:
             self._norm = zero_steps.gradient_norm(self._wrapped.optimizer)
