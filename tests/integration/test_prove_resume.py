@@ -65,7 +65,7 @@ def test_a_resume_that_loses_the_optimiser_is_called_diverged(
     by_name = {c["quantity"]: c for c in proof["comparisons"]}
     assert by_name["loss trace"]["first_step"] > hit["resumed_from_step"]
     assert by_name["weights"]["differing"]
-    assert by_name["data cursor"]["differing"] == by_name["random states"]["differing"] == 0
+    assert by_name["random states"]["differing"] == 0, "that part was put back"
     (kept,) = (workspace / "proofs" / "scratch").iterdir()
     assert f"Both runs are kept in {kept}" in done.stderr
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,8 +22,10 @@ from refiner_core.cards import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.resume import public_proof
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
+from refiner_core.training.engines.choose import open_engine
 from refiner_core.training.equality import (
     Row,
     compare_checkpoints,
@@ -336,3 +340,21 @@ def test_impossible_options_are_refused_before_anything_runs() -> None:
     ):
         with pytest.raises(ConfigurationError, match=says):
             plan_proofs(asked)
+
+
+def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no two runs have the same, and whatever draws from them is another in each."""
+
+    def load(*_: Any) -> None:
+        raise FileNotFoundError("far enough")
+
+    monkeypatch.setattr("refiner_core.training.engine.load_for_training", load)
+    drawn = []
+    for seed, noise in ((1, 17), (1, 18), (2, 17)):
+        for generator in (random.seed, np.random.seed, torch.manual_seed):
+            generator(noise)  # as another process might have them
+        with pytest.raises(FileNotFoundError):
+            open_engine(RecipeConfig(seed=seed), "sft", "nothing")
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))

@@ -12,6 +12,7 @@ from refiner_core.training import engine
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.optim import Updater
+from refiner_core.training.order import seed_random
 from refiner_core.training.ranks import OneRank, Ranks, gpu_of
 
 
@@ -34,6 +35,7 @@ def open_engine(
     UnsupportedError
         It cannot be packed, or this machine lacks what the section asks for.
     """
+    seed_random(config.seed)  # before anything draws; a checkpoint's states are put back later
     section = config.sft if stage == "sft" else config.grpo
     muon = config.sft.optimizer == "muon" and stage == "sft"
     ranks = ranks or OneRank()
