@@ -54,6 +54,11 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench sweeps
 	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report
+	$(BIN)/python -m tests.bench packing
+	$(BIN)/python -m tests.bench grpo_step
+	$(BIN)/python -m tests.bench trainer
+	$(BIN)/python -m tests.bench memory
+	$(BIN)/python -m tests.bench gpu
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
