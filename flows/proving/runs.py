@@ -72,9 +72,9 @@ def run_recipe_in(
     Raises
     ------
     Interrupted
-        On request; nothing is proven.
+        On request (Ctrl-C); nothing is proven.
     StageFailed
-        A stage failed, with its log.
+        A stage failed, or was ended and not taken up again; names its log.
     """
     workspace = room.workspace
     where = (f"workspace={workspace.root}", "data_root=null")
@@ -82,17 +82,17 @@ def run_recipe_in(
     make_router(plan.config.dispatch, workspace).check(plan.stages)
     run = record_pinned_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned, {})
     workspace.write_run(run)
-    showing = Showing(False, True, (), console=ProofConsole(name, tell))
-    outcome = work_on(plan, workspace, run, showing)
-    _require_done(outcome, plan)
+    console = ProofConsole(name, tell)
+    outcome = work_on(plan, workspace, run, Showing(False, True, (), console=console))
+    _require_done(outcome, plan, console.stopping)
     return outcome
 
 
-def _require_done(outcome: RunOutcome, plan: Plan) -> None:
+def _require_done(outcome: RunOutcome, plan: Plan, stopping: bool) -> None:
     for view in outcome.views.values():
         if view.terminal and view.state in ("done", "skipped"):
             continue
-        if view.exit_code == Interrupted.exit_code:
+        if stopping:
             raise Interrupted(
                 f"Stopped while proving {plan.recipe}; nothing was recorded",
                 fix="run the same command again; it begins anew",
@@ -112,6 +112,8 @@ class ProofConsole:
 
     def __init__(self, name: str, tell: Tell) -> None:
         self._name, self._tell = name, tell
+        #: Whether somebody has pressed Ctrl-C.
+        self.stopping = False
         self._states: dict[str, str] = {}
         self._said_at = time.monotonic()
 
@@ -130,7 +132,8 @@ class ProofConsole:
                     self._say(f"{view.name}: step {told.done} of {told.total}, {told.phase}")
 
     def note(self, message: str) -> None:
-        """Say something in between."""
+        """Say something in between: that it is being stopped."""
+        self.stopping = True
         self._say(message)
 
     def warn(self, message: str) -> None:

@@ -54,7 +54,7 @@ def proof_lines(proof: ResumeProof) -> list[str]:
 def summary(proof: ResumeProof) -> str:
     """One sentence: how much was tried."""
     count = len(proof.interruptions)
-    text = f"{proof.steps} steps, interrupted {count} times"
+    text = f"{proof.steps} steps, interrupted {count} time{'' if count == 1 else 's'}"
     if count < proof.wanted:
         text += f" ({proof.wanted} wanted; it was over before)"
     if not proof.same_processes:

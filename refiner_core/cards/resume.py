@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from refiner_core.cards.facts import CardFacts
-from refiner_core.cards.printed import Line, number
+from refiner_core.cards.printed import Line, counted, number
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.proofs import PROOF_VERSION, Comparison, ResumeProof
 from refiner_core.contract.records import from_json, to_json
@@ -57,8 +57,10 @@ def resume_notes(facts: CardFacts) -> list[Line]:
     if proof is None:
         return []
     tried = Line("a run of ") + number(proof.steps, "proof.steps") + " steps of this stage, "
-    tried = tried + "interrupted " + number(len(proof.interruptions), "proof.interruptions")
-    tried = tried + " times" + _HOW.get(frozenset(i.how for i in proof.interruptions), "")
+    tried = (
+        tried + "interrupted " + counted(len(proof.interruptions), "proof.interruptions", "time")
+    )
+    tried = tried + _HOW.get(frozenset(i.how for i in proof.interruptions), "")
     if not proof.same_processes:
         tried = tried + " and resumed on another number of processes"
     if proof.verdict == "diverged":

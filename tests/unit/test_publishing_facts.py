@@ -19,6 +19,7 @@ from refiner_core.cards import build_card, lint_card, load_evidence
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
 from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof
 from refiner_core.contract.records import Outcome
 from tests.support.recorded_run import RecordedRun
 
@@ -67,6 +68,28 @@ def test_it_is_the_same_in_a_copy_of_the_workspace_and_after_other_runs(tmp_path
     shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     shutil.rmtree(tmp_path / "runs")
     assert card_of(run, "card", Workspace.read_only(tmp_path / "copy")) == before
+
+
+def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_not(
+    tmp_path: Path,
+) -> None:
+    run = finished_run(tmp_path / "runs")
+    before, stage = card_of(run, "card"), run.stage("grpo")
+    known: dict[str, Any] = {
+        **{"version": 1, "recipe": "tiny", "stage": "grpo", "stage_id": stage.id},
+        **{"fingerprint": stage.fingerprint, "short_fingerprint": "ab" * 32, "overrides": ()},
+        **{"changed": {}, "steps": 7, "seed": 0, "how": "kill", "wanted": 2, "tolerance": 0.0},
+        "interruptions": (Interruption(3, "judge", "kill", 1, 2),),
+        "comparisons": (Comparison("loss trace", 70),),
+    }
+    run.workspace.write_proof(ResumeProof(**{**known, "fingerprint": "cd" * 32}))
+    assert card_of(run, "card") == before
+    run.workspace.write_proof(ResumeProof(**known))
+    assert "a run of 7 steps of this stage, interrupted 1 time by kill -9, was bitwise" in (
+        card_of(run, "card")
+    )
+    facts = facts_of_stage(run.workspace, run.stage("card").id)
+    assert facts.records["proof"] == f"proofs/{stage.id}/proof.json"
 
 
 def test_what_is_published_makes_its_own_card_and_holds_nothing_private(tmp_path: Path) -> None:
