@@ -69,7 +69,8 @@ def open_vllm(
         A folder of this stage; servers are marked with it, and those that an earlier attempt has
         left on this node are ended.
     should_stop, tell
-        Whether to give up, and how long it has taken, while servers start.
+        Whether to give up, and how long it has taken, while servers start. They are called from
+        other threads, also during a call of the generator: nothing that all ranks do together.
     on_step
         See :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
     server_gpus
@@ -106,6 +107,7 @@ def open_vllm(
             folder,
             tokenizer,
             tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
+            window=grpo.max_token_length,
             transfer=transfer,
             timeout_s=server.start_timeout_s,
         )

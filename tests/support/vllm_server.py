@@ -74,6 +74,7 @@ class State:
         self.version = "default"
         self.changed = threading.Condition()
         self.paused, self.pauses, self.unfinished = False, 0, 0
+        self.over = False
         self.control: dict[str, Any] = {}
         self.log: list[tuple[str, Any]] = []
 
@@ -109,6 +110,7 @@ class State:
         finally:
             with self.changed:
                 self.unfinished -= count * len(prompts)
+                self.changed.notify_all()
         return 200, {"model": body["model"], "choices": choices}
 
     def _wanted(self, body: dict[str, Any], prompt: list[int], k: int) -> Sampling:
@@ -140,7 +142,8 @@ class State:
         for done in self.engine.steps(wanted):
             time.sleep(self.control.get("slow_s", 0.0))
             with self.changed:
-                if self.pauses != begun and done.finish is None:
+                given_up = self.over or self.pauses != begun
+                if given_up and done.finish is None:
                     done.finish = "abort"
                     break
                 self.changed.wait_for(lambda: not self.paused)
@@ -284,6 +287,10 @@ def served(folder: Path, *options: str, dev: bool = True, key: str = "") -> Iter
     finally:
         state.control["hang"] = False
         server.shutdown()
+        with state.changed:  # no thread is left inside torch when the process ends
+            state.over, state.paused = True, False
+            state.changed.notify_all()
+            assert state.changed.wait_for(lambda: not state.unfinished, 60)
         server.server_close()
 
 

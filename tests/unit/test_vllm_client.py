@@ -6,20 +6,15 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from refiner_core.contract.errors import (
     ConfigurationError,
     KilledError,
     StageFailed,
-    UnsupportedError,
 )
 from refiner_core.contract.types import (
     Completion,
@@ -27,15 +22,9 @@ from refiner_core.contract.types import (
     GenerationRequest,
     SamplingParams,
 )
-from refiner_core.generation.sampling import processed_logprobs
 from refiner_core.generation.text import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.vllm import extension
-from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.lanes import Shares
-from refiner_core.generation.vllm.sync import WeightSync
-from refiner_core.generation.vllm.transfer import open_transfer
-from refiner_core.generation.vllm.weights import check_folder, named_weights, write_folder
 from refiner_core.generation.vllm.wire import (
     Asked,
     Unusable,
@@ -43,86 +32,21 @@ from refiner_core.generation.vllm.wire import (
     read_completion,
 )
 from tests.support.tiny_training import EOS, save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.vllm_fleet import (
+    PLAIN,
+    STOP,
+    USUAL,
+    Fixed,
+    furthest,
+    generator,
+    requests,
+)
 from tests.support.vllm_server import Served, served
-
-WINDOW = 128
-STOP = frozenset({EOS})
-PLAIN = SamplingParams(max_new_tokens=12)
-EXTENSION = "refiner_vllm_extension.CompleteReload"
-USUAL = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def importable_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PYTHONPATH does it for a server of its own."""
-    assert extension.__file__ is not None
-    monkeypatch.syspath_prepend(str(Path(extension.__file__).parent))
-
-
-class Fixed:
-    """A fleet whose servers are simply there; one that is lost has a successor, or none."""
-
-    def __init__(self, *servers: Served, version: str = "1", key: str = "") -> None:
-        self.busy = threading.Lock()
-        self.version, self.stop_ids = version, STOP
-        self._endpoints = [Endpoint(server.url, key) for server in servers]
-        self.revived: list[tuple[int, str]] = []
-        self.successor: Callable[[], Served] | None = None
-
-    def endpoints(self) -> Sequence[Endpoint]:
-        return self._endpoints
-
-    def revive(self, index: int, why: str) -> Endpoint:
-        self.revived.append((index, why))
-        if self.successor is None:
-            raise KilledError("no successor")
-        return Endpoint(self.successor().url)
-
-
-def requests(prompts: int = 3, samples: int = 4, length: int = 20) -> list[GenerationRequest]:
-    """Prompts longer than a block of the prefix cache; every sample has its own seed."""
-    return [
-        GenerationRequest(
-            tuple(3 + (7 * p + 5 * i) % 45 for i in range(length + p)), seed=100 * p + s
-        )
-        for p in range(prompts)
-        for s in range(samples)
-    ]
-
-
-def generator(fleet: Any, **settings: Any) -> VllmGenerator:
-    return VllmGenerator(fleet, window=WINDOW, **settings)
-
-
-def trainer_logprobs(
-    model: Any, request: GenerationRequest, completion: Completion, params: SamplingParams
-) -> list[float]:
-    """What the trainer would compute for a completion."""
-    ids, tokens = request.prompt_ids, completion.token_ids
-    with torch.no_grad():
-        logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
-    found = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
-    return [found[place, token].item() for place, token in enumerate(tokens)]
-
-
-def furthest(
-    model: Any,
-    asked: Sequence[GenerationRequest],
-    made: Sequence[Completion],
-    params: SamplingParams = PLAIN,
-) -> float:
-    return max(
-        abs(ours - theirs)
-        for request, completion in zip(asked, made, strict=True)
-        for ours, theirs in zip(
-            trainer_logprobs(model, request, completion, params), completion.logprobs, strict=True
-        )
-    )
 
 
 # ---------------------------------------------------------------- samples
@@ -295,7 +219,7 @@ def test_a_server_that_is_silent_is_replaced_and_its_samples_are_the_same(folder
         hung.state.control["hang"] = True
         fleet = Fixed(hung)
         fleet.successor = lambda: well
-        made = generator(fleet, silence_s=0.3).generate(asked, PLAIN)
+        made = generator(fleet, silence_s=4.0, in_flight=2).generate(asked, PLAIN)
         assert [c.token_ids for c in made] == [c.token_ids for c in wanted]
         assert "answered nothing" in fleet.revived[0][1]
 
@@ -399,220 +323,3 @@ def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
     while (index := shares.take(shares.lanes[1])) is not None:
         taken.append(index)
     assert sorted(taken) == [*range(20), 77]
-
-
-# ---------------------------------------------------------------- weights
-
-
-class InThreads:
-    """Servers of this process for a weight sync; ``options`` of each start, the last for all
-    further ones."""
-
-    def __init__(self, count: int, *options: tuple[str, ...], max_restarts: int = 3) -> None:
-        usual = (*USUAL, "--worker-extension-cls", EXTENSION)
-        self.count, self.options = count, list(options or [usual])
-        self.servers: list[Served] = []
-        self.gone: list[Served] = []
-        self.left = max_restarts
-        self.stack = ExitStack()
-
-    def _open(self, weights: Path) -> Served:
-        options = self.options.pop(0) if len(self.options) > 1 else self.options[0]
-        return self.stack.enter_context(served(weights, *options))
-
-    def start(self, weights: Path) -> list[Endpoint]:
-        self.servers = [self._open(weights) for _ in range(self.count)]
-        return [Endpoint(server.url) for server in self.servers]
-
-    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
-        self.left -= 1
-        if self.left < 0:
-            raise KilledError(why)
-        self.gone.append(self.servers[index])
-        self.servers[index] = self._open(weights)
-        return Endpoint(self.servers[index].url)
-
-    def close(self) -> None:
-        self.stack.close()
-
-
-@contextmanager
-def fleet_of(servers: InThreads, folder: Path) -> Iterator[WeightSync]:
-    try:
-        yield WeightSync(servers, folder, tiny_tokenizer(), tolerance=1e-3, timeout_s=30)
-    finally:
-        servers.close()
-
-
-@contextmanager
-def whole(model: Any) -> Iterator[Any]:
-    yield model
-
-
-def changed(seed: int = 1) -> Any:
-    """Other weights of the same architecture, the embedding (and so the tied head) included."""
-    return tiny_model(seed)
-
-
-def test_after_a_sync_samples_are_of_the_new_weights(tmp_path: Path) -> None:
-    """With tied embeddings and a prefix cache from before: both stay old unless seen to."""
-    servers = InThreads(2)
-    with fleet_of(servers, tmp_path) as fleet:
-        ours = generator(fleet)
-        for step, model in enumerate((tiny_model(), changed(), tiny_model())):
-            fleet.sync(whole(model), str(step))
-            made = ours.generate(requests(), PLAIN)
-            assert furthest(model, requests(), made) < 1e-4
-            assert len(list(tmp_path.iterdir())) == 1  # only the current weights are kept
-        assert all(server.state.version == "2" for server in servers.servers)
-        assert all(server.bodies() for server in servers.servers)
-    assert servers.gone == []
-    assert all(server.routes.count("/resume") == 2 for server in servers.servers)
-
-
-def test_a_new_version_never_reads_the_prefixes_of_an_old_one(folder: Path) -> None:
-    """Even where the server has not dropped them."""
-    model = changed()
-    with served(folder) as server:
-        generator(Fixed(server, version="1")).generate(requests(), PLAIN)
-        server.state.engine.model.load_state_dict(model.state_dict())
-        server.state.engine.head.pack()
-        stale = generator(Fixed(server, version="1")).generate(requests(), PLAIN)
-        fresh = generator(Fixed(server, version="2")).generate(requests(), PLAIN)
-    assert furthest(model, requests(), stale) > 1e-2  # the trap is there
-    assert furthest(model, requests(), fresh) < 1e-4
-
-
-def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path) -> None:
-    class Plain(WeightSync):
-        """Reloads as vLLM does by itself, which answers 200."""
-
-        def _admin(self, index: int) -> Any:
-            admin = super()._admin(index)
-
-            def load(weights: str) -> None:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
-                admin._post("/collective_rpc", body)
-
-            admin.load = load  # type: ignore[method-assign]
-            return admin
-
-    servers, model = InThreads(1), changed()
-    fleet = Plain(servers, tmp_path, tiny_tokenizer(), tolerance=1e-3, timeout_s=30)
-    try:
-        fleet.sync(whole(tiny_model()), "0")
-        fleet.sync(whole(model), "1")
-        assert len(servers.gone) == 1
-        made = generator(fleet).generate(requests(), PLAIN)
-        assert furthest(model, requests(), made) < 1e-4
-    finally:
-        servers.close()
-
-
-def test_a_failed_reload_is_never_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers, model = InThreads(2), changed()
-    with fleet_of(servers, tmp_path) as fleet:
-        fleet.sync(whole(tiny_model()), "0")
-        poisoned = servers.servers[1]
-        monkeypatch.setattr(poisoned.state.engine, "reload", _fails)
-        fleet.sync(whole(model), "1")
-        assert servers.gone == [poisoned]
-        assert poisoned.routes[-2:] == ["/pause", "/collective_rpc"]
-        assert "/resume" not in poisoned.routes
-        made = generator(fleet).generate(requests(), PLAIN)
-        assert furthest(model, requests(), made) < 1e-4
-
-
-def _fails(*_: Any) -> None:
-    raise OSError("no such file")
-
-
-def test_servers_that_must_be_replaced_too_often_end_the_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    servers = InThreads(1, max_restarts=1)
-    with fleet_of(servers, tmp_path) as fleet:
-        fleet.sync(whole(tiny_model()), "0")
-        for _ in range(2):
-            monkeypatch.setattr(servers.servers[0].state.engine, "reload", _fails)
-            if servers.left:
-                fleet.sync(whole(changed()), "1")
-        with pytest.raises(KilledError, match="collective_rpc"):
-            fleet.sync(whole(tiny_model()), "2")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--generation-config", "vllm"),  # log-probabilities from before the temperature
-        (*USUAL, "--dtype", "float32"),  # a control: with these it works
-    ],
-)
-def test_a_server_that_scores_otherwise_than_the_trainer_ends_the_stage(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    with fleet_of(InThreads(1, options), tmp_path) as fleet:
-        if "--logprobs-mode" in options:
-            fleet.sync(whole(tiny_model()), "0")
-            return
-        with pytest.raises(StageFailed, match=r"differ from the trainer's.*canary_tolerance"):
-            fleet.sync(whole(tiny_model()), "0")
-
-
-def test_a_sync_and_a_call_wait_for_each_other(tmp_path: Path) -> None:
-    """So that no sample is of two versions."""
-    servers, models = InThreads(1), [tiny_model(), changed()]
-    with fleet_of(servers, tmp_path) as fleet:
-        fleet.sync(whole(models[0]), "0")
-        servers.servers[0].state.control["slow_s"] = 0.01
-        made: list[Completion] = []
-        call = threading.Thread(
-            target=lambda: made.extend(generator(fleet).generate(requests(), PLAIN))
-        )
-        call.start()
-        while not servers.servers[0].state.unfinished:
-            time.sleep(0.001)
-        fleet.sync(whole(models[1]), "1")
-        call.join()
-    assert furthest(models[0], requests(), made) < 1e-4
-
-
-def test_a_lost_server_comes_back_with_the_current_weights(tmp_path: Path) -> None:
-    servers, model = InThreads(1), changed()
-    with fleet_of(servers, tmp_path) as fleet:
-        fleet.sync(whole(tiny_model()), "0")
-        fleet.sync(whole(model), "1")
-        servers.servers[0].state.control["hang"] = True
-        made = generator(fleet, silence_s=0.3).generate(requests(), PLAIN)
-        assert len(servers.gone) == 1
-        assert furthest(model, requests(), made) < 1e-4
-
-
-def test_nobody_samples_before_there_are_weights(tmp_path: Path) -> None:
-    with fleet_of(InThreads(1), tmp_path) as fleet, pytest.raises(RuntimeError, match="sync"):
-        generator(fleet).generate(requests(), PLAIN)
-
-
-def test_a_folder_that_lacks_weights_is_refused_before_a_server_reads_it(tmp_path: Path) -> None:
-    """A server would take it without a word."""
-    model = tiny_model()
-    write_folder(model, tiny_tokenizer(), tmp_path / "weights")
-    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
-    file = tmp_path / "weights" / "model.safetensors"
-    kept = load_file(file)
-    dropped = kept.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(StageFailed, match=f"not {sum(w.numel() for w in model.parameters())}"):
-        check_folder(tmp_path / "weights", named_weights(model))
-    kept["model.layers.1.mlp.up_proj.weight"] = dropped.T.contiguous()
-    save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(StageFailed, match="has shape"):
-        check_folder(tmp_path / "weights", named_weights(model))
-
-
-@pytest.mark.parametrize("way", ["nccl", "ipc"])
-def test_weights_go_from_gpu_to_gpu_only_where_there_is_one(way: Any) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this process has a GPU")
-    with pytest.raises(UnsupportedError, match="weight_transfer=reload"):
-        open_transfer(way, 1.0)

@@ -51,9 +51,11 @@ def tolerance_of(configured: float | None, dtype: Literal["float32", "bfloat16"]
     return TOLERANCE[dtype] if configured is None else configured
 
 
-def make_canary(model: Any, tokenizer: Any) -> Canary:
-    """Let the live model score the prompt; it is left in the mode in which it was."""
-    prompt_ids = canary_ids(tokenizer, int(model.config.get_text_config().vocab_size))
+def make_canary(model: Any, tokenizer: Any, window: int) -> Canary:
+    """Let the live model score the prompt, which leaves room for one token in ``window``; the model
+    is left in the mode in which it was."""
+    known = int(model.config.get_text_config().vocab_size)
+    prompt_ids = canary_ids(tokenizer, known)[: window - 1]
     training = model.training
     model.eval()
     try:

@@ -56,6 +56,8 @@ class WeightSync:
         Goes into the servers' folder, for stop strings.
     tolerance
         How far a canary may be off.
+    window
+        Tokens that the servers were started for.
     transfer
         Sends weights to servers that run; none is by folders.
     timeout_s
@@ -69,14 +71,16 @@ class WeightSync:
         tokenizer: Any,
         *,
         tolerance: float,
+        window: int,
         transfer: Transfer | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self.busy = threading.Lock()
         self._servers, self._folder, self._tokenizer = servers, folder, tokenizer
-        self._tolerance, self._transfer, self._timeout_s = tolerance, transfer, timeout_s
+        self._tolerance, self._window = tolerance, window
+        self._transfer, self._timeout_s = transfer, timeout_s
         self._endpoints: list[Endpoint] = []
-        self._version = ""
+        self._version = self._coming = ""
         self._stop_ids: frozenset[int] = frozenset()
         self._current: Path | None = None
         self._written = 0
@@ -100,10 +104,10 @@ class WeightSync:
         Raises
         ------
         RuntimeError
-            No weights were sent yet.
+            No weights were sent yet, or sending the last ones failed.
         """
-        if not self._endpoints:
-            raise RuntimeError("sync() comes before the first rollout: there are no servers yet")
+        if not self._version:
+            raise RuntimeError("a sync() that succeeds comes before rollouts: no weights are known")
         return list(self._endpoints)
 
     def revive(self, index: int, why: str) -> Endpoint:
@@ -143,11 +147,11 @@ class WeightSync:
             Servers had to be replaced more often than the recipe allows.
         """
         with self.busy:
-            before, self._version = self._current, version
+            before, self._version, self._coming = self._current, "", version
             by_folder = self._transfer is None or not self._endpoints
             with whole as model:
                 self._stop_ids = stop_ids(model, self._tokenizer)
-                self._canary = make_canary(model, self._tokenizer)
+                self._canary = make_canary(model, self._tokenizer, self._window)
                 self._current = self._write(model) if by_folder else None
                 if not by_folder:
                     self._send(model)
@@ -155,6 +159,7 @@ class WeightSync:
                 self._load()
             if before is not None and before != self._current:
                 shutil.rmtree(before, ignore_errors=True)
+            self._version = version
 
     def _write(self, model: Any) -> Path:
         self._written += 1
@@ -218,7 +223,7 @@ class WeightSync:
         """After weights have come: make them count, lift the pause, and look whether they did."""
         admin = self._admin(index)
         try:
-            admin.note_version(self._version)
+            admin.note_version(self._coming)
             admin.forget_prefixes()
             admin.resume()
             return self._wrong(admin)
@@ -251,7 +256,7 @@ class WeightSync:
 
     def _wrong(self, admin: Admin) -> str:
         assert self._canary is not None
-        difference = admin.difference(self._canary, self._version)
+        difference = admin.difference(self._canary, self._coming)
         if difference <= self._tolerance:
             return ""
         return (

@@ -1,0 +1,138 @@
+"""Fleets of the tests' vLLM server in this process, and what samples from them should be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refiner_core.contract.errors import KilledError
+from refiner_core.contract.types import (
+    Completion,
+    Endpoint,
+    GenerationRequest,
+    SamplingParams,
+)
+from refiner_core.generation.sampling import processed_logprobs
+from refiner_core.generation.vllm.client import VllmGenerator
+from refiner_core.generation.vllm.sync import WeightSync
+from tests.support.tiny_training import EOS, tiny_tokenizer
+from tests.support.vllm_server import Served, served
+
+WINDOW = 128
+STOP = frozenset({EOS})
+PLAIN = SamplingParams(max_new_tokens=12)
+EXTENSION = "refiner_vllm_extension.CompleteReload"
+USUAL = ("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs")
+
+
+class Fixed:
+    """A fleet whose servers are simply there; one that is lost has a successor, or none."""
+
+    def __init__(self, *servers: Served, version: str = "1", key: str = "") -> None:
+        self.busy = threading.Lock()
+        self.version, self.stop_ids = version, STOP
+        self._endpoints = [Endpoint(server.url, key) for server in servers]
+        self.revived: list[tuple[int, str]] = []
+        self.successor: Callable[[], Served] | None = None
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return self._endpoints
+
+    def revive(self, index: int, why: str) -> Endpoint:
+        self.revived.append((index, why))
+        if self.successor is None:
+            raise KilledError("no successor")
+        return Endpoint(self.successor().url)
+
+
+def requests(prompts: int = 3, samples: int = 4, length: int = 20) -> list[GenerationRequest]:
+    """Prompts longer than a block of the prefix cache; every sample has its own seed."""
+    return [
+        GenerationRequest(
+            tuple(3 + (7 * p + 5 * i) % 45 for i in range(length + p)), seed=100 * p + s
+        )
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+
+
+def generator(fleet: Any, **settings: Any) -> VllmGenerator:
+    return VllmGenerator(fleet, window=WINDOW, **settings)
+
+
+def trainer_logprobs(
+    model: Any, request: GenerationRequest, completion: Completion, params: SamplingParams
+) -> list[float]:
+    """What the trainer would compute for a completion."""
+    ids, tokens = request.prompt_ids, completion.token_ids
+    with torch.no_grad():
+        logits_T_V = model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+    found = processed_logprobs(logits_T_V[len(ids) - 1 : -1], params)
+    return [found[place, token].item() for place, token in enumerate(tokens)]
+
+
+def furthest(
+    model: Any,
+    asked: Sequence[GenerationRequest],
+    made: Sequence[Completion],
+    params: SamplingParams = PLAIN,
+) -> float:
+    return max(
+        abs(ours - theirs)
+        for request, completion in zip(asked, made, strict=True)
+        for ours, theirs in zip(
+            trainer_logprobs(model, request, completion, params), completion.logprobs, strict=True
+        )
+    )
+
+
+class InThreads:
+    """Servers of this process for a weight sync; ``options`` of each start, the last for all
+    further ones."""
+
+    def __init__(self, count: int, *options: tuple[str, ...], max_restarts: int = 3) -> None:
+        usual = (*USUAL, "--worker-extension-cls", EXTENSION)
+        self.count, self.options = count, list(options or [usual])
+        self.servers: list[Served] = []
+        self.gone: list[Served] = []
+        self.left = max_restarts
+        self.stack = ExitStack()
+
+    def _open(self, weights: Path) -> Served:
+        options = self.options.pop(0) if len(self.options) > 1 else self.options[0]
+        return self.stack.enter_context(served(weights, *options))
+
+    def start(self, weights: Path) -> list[Endpoint]:
+        self.servers = [self._open(weights) for _ in range(self.count)]
+        return [Endpoint(server.url) for server in self.servers]
+
+    def replace(self, index: int, weights: Path, why: str) -> Endpoint:
+        self.left -= 1
+        if self.left < 0:
+            raise KilledError(why)
+        self.gone.append(self.servers[index])
+        self.servers[index] = self._open(weights)
+        return Endpoint(self.servers[index].url)
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+@contextmanager
+def fleet_of(servers: InThreads, folder: Path) -> Iterator[WeightSync]:
+    try:
+        yield WeightSync(
+            servers, folder, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=30
+        )
+    finally:
+        servers.close()
+
+
+@contextmanager
+def whole(model: Any) -> Iterator[Any]:
+    yield model

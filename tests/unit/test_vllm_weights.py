@@ -1,0 +1,229 @@
+"""New weights on running servers: never half, never wrong, never taken on trust."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed, UnsupportedError
+from refiner_core.contract.types import Completion
+from refiner_core.generation.vllm import extension
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.transfer import open_transfer
+from refiner_core.generation.vllm.weights import check_folder, named_weights, write_folder
+from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.vllm_fleet import (
+    PLAIN,
+    USUAL,
+    WINDOW,
+    Fixed,
+    InThreads,
+    fleet_of,
+    furthest,
+    generator,
+    requests,
+    whole,
+)
+from tests.support.vllm_server import served
+
+
+@pytest.fixture(autouse=True)
+def importable_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PYTHONPATH does it for a server of its own."""
+    assert extension.__file__ is not None
+    monkeypatch.syspath_prepend(str(Path(extension.__file__).parent))
+
+
+def changed(seed: int = 1) -> Any:
+    """Other weights of the same architecture, the embedding (and so the tied head) included."""
+    return tiny_model(seed)
+
+
+def test_after_a_sync_samples_are_of_the_new_weights(tmp_path: Path) -> None:
+    """With tied embeddings and a prefix cache from before: both stay old unless seen to."""
+    servers = InThreads(2)
+    with fleet_of(servers, tmp_path) as fleet:
+        ours = generator(fleet)
+        for step, model in enumerate((tiny_model(), changed(), tiny_model())):
+            fleet.sync(whole(model), str(step))
+            made = ours.generate(requests(), PLAIN)
+            assert furthest(model, requests(), made) < 1e-4
+            assert len(list(tmp_path.iterdir())) == 1  # only the current weights are kept
+        assert all(server.state.version == "2" for server in servers.servers)
+        assert all(server.bodies() for server in servers.servers)
+    assert servers.gone == []
+    assert all(server.routes.count("/resume") == 2 for server in servers.servers)
+
+
+def test_a_new_version_never_reads_the_prefixes_of_an_old_one(tmp_path: Path) -> None:
+    """Even where the server has not dropped them."""
+    folder = save_tiny_model(tmp_path)
+    model = changed()
+    with served(folder) as server:
+        generator(Fixed(server, version="1")).generate(requests(), PLAIN)
+        server.state.engine.model.load_state_dict(model.state_dict())
+        server.state.engine.head.pack()
+        stale = generator(Fixed(server, version="1")).generate(requests(), PLAIN)
+        fresh = generator(Fixed(server, version="2")).generate(requests(), PLAIN)
+    assert furthest(model, requests(), stale) > 1e-2  # the trap is there
+    assert furthest(model, requests(), fresh) < 1e-4
+
+
+def test_a_head_that_stayed_old_is_found_and_the_server_replaced(tmp_path: Path) -> None:
+    class Plain(WeightSync):
+        """Reloads as vLLM does by itself, which answers 200."""
+
+        def _admin(self, index: int) -> Any:
+            admin = super()._admin(index)
+
+            def load(weights: str) -> None:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": weights}}
+                admin._post("/collective_rpc", body)
+
+            admin.load = load  # type: ignore[method-assign]
+            return admin
+
+    servers, model = InThreads(1), changed()
+    fleet = Plain(servers, tmp_path, tiny_tokenizer(), tolerance=1e-3, window=WINDOW, timeout_s=30)
+    try:
+        fleet.sync(whole(tiny_model()), "0")
+        fleet.sync(whole(model), "1")
+        assert len(servers.gone) == 1
+        made = generator(fleet).generate(requests(), PLAIN)
+        assert furthest(model, requests(), made) < 1e-4
+    finally:
+        servers.close()
+
+
+def test_a_failed_reload_is_never_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers, model = InThreads(2), changed()
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        poisoned = servers.servers[1]
+        monkeypatch.setattr(poisoned.state.engine, "reload", _fails)
+        fleet.sync(whole(model), "1")
+        assert servers.gone == [poisoned]
+        assert poisoned.routes[-2:] == ["/pause", "/collective_rpc"]
+        assert "/resume" not in poisoned.routes
+        made = generator(fleet).generate(requests(), PLAIN)
+        assert furthest(model, requests(), made) < 1e-4
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no such file")
+
+
+def test_servers_that_must_be_replaced_too_often_end_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = InThreads(1, max_restarts=1)
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        for _ in range(2):
+            monkeypatch.setattr(servers.servers[0].state.engine, "reload", _fails)
+            if servers.left:
+                fleet.sync(whole(changed()), "1")
+        with pytest.raises(KilledError, match="collective_rpc"):
+            fleet.sync(whole(tiny_model()), "2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--generation-config", "vllm"),  # log-probabilities from before the temperature
+        (*USUAL, "--dtype", "float32"),  # a control: with these it works
+    ],
+)
+def test_a_server_that_scores_otherwise_than_the_trainer_ends_the_stage(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with fleet_of(InThreads(1, options), tmp_path) as fleet:
+        if "--logprobs-mode" in options:
+            fleet.sync(whole(tiny_model()), "0")
+            return
+        with pytest.raises(StageFailed, match=r"differ from the trainer's.*canary_tolerance"):
+            fleet.sync(whole(tiny_model()), "0")
+
+
+def test_a_sync_and_a_call_wait_for_each_other(tmp_path: Path) -> None:
+    """So that no sample is of two versions."""
+    servers, models = InThreads(1), [tiny_model(), changed()]
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(models[0]), "0")
+        servers.servers[0].state.control["slow_s"] = 0.01
+        made: list[Completion] = []
+        call = threading.Thread(
+            target=lambda: made.extend(generator(fleet).generate(requests(), PLAIN))
+        )
+        call.start()
+        while not servers.servers[0].state.unfinished:
+            time.sleep(0.001)
+        fleet.sync(whole(models[1]), "1")
+        call.join()
+    assert furthest(models[0], requests(), made) < 1e-4
+
+
+def test_a_lost_server_comes_back_with_the_current_weights(tmp_path: Path) -> None:
+    servers, model = InThreads(1), changed()
+    with fleet_of(servers, tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        fleet.sync(whole(model), "1")
+        servers.servers[0].state.control["hang"] = True
+        made = generator(fleet, silence_s=4.0, in_flight=2).generate(requests(), PLAIN)
+        assert len(servers.gone) == 1
+        assert furthest(model, requests(), made) < 1e-4
+
+
+def test_nobody_samples_when_sending_weights_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers have old weights, and samples would be called those of the new ones."""
+    with fleet_of(InThreads(1), tmp_path) as fleet:
+        fleet.sync(whole(tiny_model()), "0")
+        with monkeypatch.context() as patched:
+            full = os.statvfs_result((4096, 4096, 9, 1, 1, 9, 9, 9, 0, 255))
+            patched.setattr(os, "statvfs", lambda _: full)
+            with pytest.raises(NoSpaceError, match=r"0\.00 GiB.*weights_dir"):
+                fleet.sync(whole(changed()), "1")
+        with pytest.raises(RuntimeError, match="sync"):
+            generator(fleet).generate(requests(), PLAIN)
+        fleet.sync(whole(changed()), "1")  # there is room again
+        assert furthest(changed(), requests(), generator(fleet).generate(requests(), PLAIN)) < 1e-4
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_nobody_samples_before_there_are_weights(tmp_path: Path) -> None:
+    with fleet_of(InThreads(1), tmp_path) as fleet, pytest.raises(RuntimeError, match="sync"):
+        generator(fleet).generate(requests(), PLAIN)
+
+
+def test_a_folder_that_lacks_weights_is_refused_before_a_server_reads_it(tmp_path: Path) -> None:
+    """A server would take it without a word."""
+    model = tiny_model()
+    write_folder(model, tiny_tokenizer(), tmp_path / "weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    file = tmp_path / "weights" / "model.safetensors"
+    kept = load_file(file)
+    dropped = kept.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(StageFailed, match=f"not {sum(w.numel() for w in model.parameters())}"):
+        check_folder(tmp_path / "weights", named_weights(model))
+    kept["model.layers.1.mlp.up_proj.weight"] = dropped.T.contiguous()
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(StageFailed, match="has shape"):
+        check_folder(tmp_path / "weights", named_weights(model))
+
+
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
+def test_weights_go_from_gpu_to_gpu_only_where_there_is_one(way: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this process has a GPU")
+    with pytest.raises(UnsupportedError, match="weight_transfer=reload"):
+        open_transfer(way, 1.0)
