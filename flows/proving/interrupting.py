@@ -83,7 +83,7 @@ class Interrupter(threading.Thread):
             self.error = error
 
     def finished(self) -> list[Interruption]:
-        """What came about, with the checkpoints that attempts went on from; after the stage.
+        """What came about; after the run.
 
         Raises
         ------
@@ -94,17 +94,7 @@ class Interrupter(threading.Thread):
         self.join()
         if self.error is not None:
             raise self.error
-        record = self._workspace.read_record(self._stage_id)
-        if record is None:
-            return []
-        steps = {a.number: a.resumed_from_step for a in record.attempts}
-        # A request to stop that came with the last step has stopped nothing.
-        ended = 0 if record.result is None else record.result.attempt
-        return [
-            replace(i, resumed_from_step=steps.get(i.attempt + 1))
-            for i in self.made
-            if i.attempt != ended
-        ]
+        return self.made
 
     # ------------------------------------------------------------ one point
 
@@ -188,6 +178,22 @@ class Interrupter(threading.Thread):
             if self._seen is not None and self._seen[0] == seen[0]:
                 self._lasted[self._seen[2]] = now - self._since
             self._seen, self._since = seen, now
+
+
+def as_they_were(
+    workspace: Workspace, stage_id: str, made: Sequence[Interruption]
+) -> list[Interruption]:
+    """The interruptions of a finished stage, with the checkpoints that attempts went on from. A
+    request to stop that came with the last step has stopped nothing, and is none."""
+    record = workspace.read_record(stage_id)
+    if record is None or record.result is None:
+        return []
+    steps = {a.number: a.resumed_from_step for a in record.attempts}
+    return [
+        replace(i, resumed_from_step=steps.get(i.attempt + 1))
+        for i in made
+        if i.attempt != record.result.attempt
+    ]
 
 
 def last_logged(metrics: Path) -> int | None:

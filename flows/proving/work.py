@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from flows.proving.comparing import Trained, compare
-from flows.proving.interrupting import Interrupter
+from flows.proving.interrupting import Interrupter, as_they_were
 from flows.proving.planning import OneStage, Plans
 from flows.proving.runs import Room, Tell, run_recipe_in, share_stages
 from flows.proving.text import interruption_line
@@ -146,6 +146,7 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
         made = run(slice(1), "dispatch.retries.killed=0", expect_end=True)
         resumed = f"{one.kind}.nproc_per_node={asked.resume_processes}"
         made += run(slice(1, None), resumed)
+    made = as_they_were(room.workspace, one.short.id, made)
     if not made:
         raise StageFailed(
             f"{one.kind} was over before it could be interrupted",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flows.proving.interrupting import as_they_were
 from flows.proving.planning import PHASES, Asked, Trained, draw_points
 from flows.proving.text import exit_code, proof_lines, proofs_json
 from infra.workspace import Workspace
@@ -34,6 +35,7 @@ from refiner_core.training.equality import (
     compare_weights,
 )
 from tests.support.card_facts import full_facts
+from tests.support.recorded_run import RecordedRun
 
 # ------------------------------------------------------------ traces and rollouts
 
@@ -183,6 +185,17 @@ def test_the_folders_of_version_1_are_compared_too(tmp_path: Path) -> None:
     ]
 
 
+# ------------------------------------------------------------ what came about
+
+
+def test_a_stop_that_came_with_the_last_step_was_none(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.data()
+    run.train("sft")
+    made = [Interruption(3, "update", "kill", 0), Interruption(4, "update", "stop", 1)]
+    assert as_they_were(run.workspace, run.stage("sft").id, made) == made[:1]
+
+
 # ------------------------------------------------------------ points
 
 
@@ -244,6 +257,14 @@ def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> Non
     read = workspace.read_proof(first.stage_id)
     assert read is not None
     assert (read, read.verdict) == (second, "diverged")
+
+
+def test_resumed_on_other_processes_it_is_at_best_within_tolerance() -> None:
+    assert proof(processes=2, resume_processes=2).verdict == "bitwise"
+    other = proof(processes=2, resume_processes=1, tolerance=0.01)
+    assert other.verdict == "within tolerance"
+    card = build_card(full_facts(proof=public_proof(other)))
+    assert "and resumed on another number of processes, was the same up to 0 where 0.01" in card
 
 
 def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
