@@ -248,8 +248,8 @@ class AttemptRun:
     @property
     def step(self) -> int | None:
         """The last step that is known to be finished; None before the stage has said anything."""
-        progress = self.heartbeat.progress
-        return self.io.resumed_step if progress is None else progress.done
+        progress, resumed = self.heartbeat.progress, self.io.resumed_step
+        return resumed if progress is None else max(progress.done, resumed or 0)
 
     def check_inputs(self) -> None:
         """Raise if what an input stage has made is not there any more; of an input of which a

@@ -58,6 +58,8 @@ def _train_as(rank: int) -> None:
     order = json.loads(os.environ[ORDER])
     io = RemoteIO.from_environment() if rank == 0 else None
     work = _work(order, io)
+    if io is not None:
+        io.progress(Progress(0, 0, "loading"))
     stage: TrainingStage = "sft" if work.spec.kind == "sft" else "grpo"
     section = work.config.sft if stage == "sft" else work.config.grpo
     set_up_logging(work.config.log_level)

@@ -55,13 +55,13 @@ def run_training(work: StageWork) -> dict[str, Any]:
 def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
     """Whether a training stage needs no process beside the worker."""
     section = config.sft if stage == "sft" else config.grpo
-    return placement_of(config, stage).world == 1 and section.deepspeed_stage is None
+    return placement_of(config, stage).world == 1 and not section.deepspeed_stage
 
 
 def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
     """What moves the weights, in the words of cards and reports."""
     zero = (config.sft if stage == "sft" else config.grpo).deepspeed_stage
-    return "torch" if zero is None else f"DeepSpeed ZeRO-{zero}"
+    return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
 
 def _job(work: StageWork, placement: Placement) -> RanksJob:

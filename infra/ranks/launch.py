@@ -32,7 +32,7 @@ from infra.ranks.events import MARK, read_event
 from infra.ranks.gpus import trainer_settings
 from infra.ranks.nodes import Meeting, OtherNodes
 from refiner_core.contract.placement import Placement
-from refiner_core.contract.types import StageIO
+from refiner_core.contract.types import Progress, StageIO
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
         bridge = stack.enter_context(Bridge(io))
         nodes = stack.enter_context(job.meet()) if job.meet is not None else None
         at_work = _AtWork(job, secrets.token_hex(16))
+        io.progress(Progress(0, 0, "starting ranks"))
         at_work.run(bridge, nodes)
         if bridge.report is None or at_work.ended.errors:
             raise error_of(at_work.ended)

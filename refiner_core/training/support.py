@@ -32,7 +32,7 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
     if stage is not None:
         checked = (stage,)
     for name, section in (("sft", config.sft), ("grpo", config.grpo)):
-        if name not in checked or section.deepspeed_stage is None:
+        if name not in checked or not section.deepspeed_stage:
             continue
         if importlib.util.find_spec("deepspeed") is None:
             raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -94,15 +95,13 @@ def test_the_first_rank_that_fails_is_what_the_user_reads(
     workspace: Workspace, start: Start
 ) -> None:
     """Rank 0 meets the consequence; rank 1 had the cause."""
-    worker = start(steps=1000, fail={"1": "configuration"})
+    worker = start(steps=1000, fails=1)
     assert worker.wait(120) == 2
     attempt, log = last(workspace)
     outcome = attempt.outcome
     assert outcome is not None
     assert (outcome.failure, outcome.decision) == ("bad_configuration", "stop")
-    assert outcome.message == (
-        "told to fail. Expected nothing else. To mend it: tell it otherwise."
-    )
+    assert outcome.message == ("told to fail. Expected no less. To mend it: tell it otherwise.")
     assert "\nrank 0 of 2 is here\n" in log
     assert "\n[rank 1] rank 1 of 2 is here\n" in log
     assert "fake_rank.py" in log, "the traceback of the rank"
@@ -158,17 +157,6 @@ def test_a_killed_worker_leaves_no_process_behind(workspace: Workspace, start: S
         assert process.wait_gone(20), process
 
 
-def test_a_full_disk_in_a_save_is_one_for_the_attempt_too(
-    workspace: Workspace, start: Start
-) -> None:
-    worker = start(full=2)
-    assert worker.wait(120) == 5
-    attempt, _ = last(workspace)
-    assert attempt.outcome is not None
-    assert (attempt.outcome.failure, attempt.outcome.errno) == ("disk_full", 122)
-    assert saved(workspace) == [1]
-
-
 # ---------------------------------------------------------------- the real training
 
 TRAINING = (
@@ -178,18 +166,79 @@ TRAINING = (
 )
 
 
+def rank_1_of(stage: Stage) -> psutil.Process:
+    """The process of rank 1 of a stage's newest attempt."""
+    assert stage.worker is not None
+    found = []
+    for process in launched_for(stage.worker.pid):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == "1":
+                found.append(process)
+    return found[-1]
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``refiner run`` in this test's workspace; nothing of it is left at the end."""
+    called: list[subprocess.Popen[str]] = []
+
+    def call_refiner(*overrides: str) -> subprocess.Popen[str]:
+        where = f"workspace={tmp_path}/runs"
+        called.append(start_command("run", "tiny", where, *TRAINING, *overrides))
+        return called[-1]
+
+    yield call_refiner
+    for process in called:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    for kind in ("data", "sft", "grpo"):
+        stage = Stage(tmp_path / "runs", kind)
+        if stage.attempts and stage.worker is not None and stage.worker.alive:
+            stage.kill()
+
+
+def test_training_in_two_processes_outlives_a_killed_rank(
+    tmp_path: Path, call: Callable[..., subprocess.Popen[str]]
+) -> None:
+    sft, grpo = Stage(tmp_path / "runs", "sft"), Stage(tmp_path / "runs", "grpo")
+    process = call(
+        *("stages=[data,sft,grpo]", "sft.nproc_per_node=2", "grpo.nproc_per_node=2"),
+        *("grpo.deepspeed_stage=3", "grpo.num_training_steps=2"),
+        *("grpo.num_unique_prompts_rollout=2", "grpo.num_samples_per_prompt_rollout=4"),
+    )
+    wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
+    rank_1_of(sft).kill()
+    _, told = process.communicate(timeout=400)
+    assert process.returncode == 0, told
+    outcomes = [json.loads((a / "outcome.json").read_text())["outcome"] for a in sft.attempts]
+    assert [o["failure"] for o in outcomes] == ["killed", "none"]
+    assert "Rank 1 " in outcomes[0]["message"]
+    assert sft.steps() == list(range(1, 9)), "no step twice, none missing"
+    report = sft.result()["report"]
+    assert (report["ranks"], report["nodes"], report["engine"]) == (2, 1, "torch")
+    assert report["resumed_on"] == []
+    report = grpo.result()["report"]
+    assert (report["ranks"], report["engine"]) == (2, "DeepSpeed ZeRO-3")
+    assert report["steps"] == 2
+    assert (grpo.attempts[-1] / "output" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to_stop(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[..., subprocess.Popen[str]],
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # the nodes are one machine
     profile = tmp_path / "profile.yaml"
     profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
     sft = Stage(tmp_path / "runs", "sft")
-    process = start_command(
-        *("run", "tiny", f"workspace={tmp_path}/runs", *TRAINING, "stages=[data,sft]"),
-        *("dispatch.executor=slurm", f"dispatch.profile={profile}", "sft.resources.nodes=2"),
+    process = call(
+        *("stages=[data,sft]", "sft.resources.nodes=2"),
+        *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
         *("dispatch.scheduler_poll_s=0.5", "dispatch.backoff_s=0.5"),
     )
     wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)

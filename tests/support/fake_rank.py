@@ -1,12 +1,11 @@
 """A rank that does as it is told, without torch: what launching, talking and ending is about.
 
-``behaviour.json`` in the workspace: ``steps`` (each saved by rank 0), ``step_s``, and by rank what
-goes wrong: ``{"fail": {"1": "configuration"}}``. Ranks other than 0 go on until rank 0 has ended.
+``behaviour.json`` in the workspace: ``steps`` (each saved by rank 0), ``step_s``, and which rank
+``fails``. Ranks other than 0 go on until rank 0 has ended.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from infra.ranks.agent import die_with_parent, ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
 from infra.ranks.launch import ORDER
-from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
+from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Progress
 
 
@@ -52,14 +51,8 @@ def first(root: Path, told: dict[str, Any]) -> None:
         time.sleep(float(told.get("step_s", 0.05)))
         io.log_metrics(step, {"square": float(step**2)})
         io.progress(Progress(step, int(told["steps"]), "train"))
-        if step == 2:
-            fail(told.get("fail", {}).get("0"))
         with io.new_checkpoint(step) as folder:
             (folder / "state").write_text(str(step))
-            if told.get("full") == step:
-                raise RuntimeError("PytorchStreamWriter failed writing file") from OSError(
-                    errno.EDQUOT, "Disk quota exceeded"
-                )
         if step < int(told["steps"]) and io.should_stop():
             (root / "rank-0.stopped").write_text(str(step))
             raise Interrupted(f"stopped after step {step}")
@@ -70,21 +63,9 @@ def first(root: Path, told: dict[str, Any]) -> None:
 def other(rank: int, root: Path, told: dict[str, Any]) -> None:
     """Wait for rank 0, or fail once it has begun."""
     while not any((root / f"rank-0.{end}").exists() for end in ("done", "stopped")):
-        if told.get("fail", {}).get(str(rank)) and (root / "rank-0.pid").exists():
-            fail(told["fail"][str(rank)])
+        if told.get("fails") == rank and (root / "rank-0.pid").exists():
+            raise ConfigurationError("told to fail", expected="no less", fix="tell it otherwise")
         time.sleep(0.05)
-
-
-def fail(how: str | None) -> None:
-    """Go wrong."""
-    if how == "configuration":
-        raise ConfigurationError("told to fail", expected="nothing else", fix="tell it otherwise")
-    if how == "judge":
-        raise JudgeOutage("told to lose the judge")
-    if how == "bug":
-        raise RuntimeError("told to fail")
-    if how == "gone":
-        raise RuntimeError("[../gloo/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""What is launched for a training stage: how many, with which settings, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.ranks.training import engine_name, in_worker
+from infra.jobs import JobRequest
+from infra.ranks.launch import RanksJob, agent_command, node_settings, rank_settings
+from infra.ranks.nodes import Meeting, node_number
+from infra.slurm.profiles import Profile
+from infra.slurm.submission import Submission, Submitter
+from refiner_core.contract.config import RecipeConfig, Resources
+from refiner_core.contract.placement import Placement, placement_of
+
+
+def recipe(**sft: object) -> RecipeConfig:
+    config = RecipeConfig()
+    return replace(config, sft=replace(config.sft, **sft))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sft", "here", "engine"),
+    [
+        ({}, True, "torch"),
+        ({"deepspeed_stage": 0}, True, "torch"),
+        ({"nproc_per_node": 2}, False, "torch"),
+        ({"deepspeed_stage": 2}, False, "DeepSpeed ZeRO-2"),
+        ({"resources": Resources(gpus=1)}, True, "torch"),
+        ({"resources": Resources(gpus=2)}, False, "torch"),
+        ({"resources": Resources(nodes=2)}, False, "torch"),
+    ],
+)
+def test_one_process_without_deepspeed_is_the_worker(
+    sft: dict[str, object], here: bool, engine: str
+) -> None:
+    config = recipe(**sft)
+    assert in_worker(config, "sft") is here
+    assert engine_name(config, "sft") == engine
+
+
+def test_ranks_on_the_cpu_meet_on_loopback_and_a_users_network_is_kept() -> None:
+    one = rank_settings(Placement(1, 2), {})
+    assert (one["GLOO_SOCKET_IFNAME"], one["DS_ACCELERATOR"]) == ("lo", "cpu")
+    assert "GLOO_SOCKET_IFNAME" not in rank_settings(Placement(1, 2), {"GLOO_SOCKET_IFNAME": "ib0"})
+    several = rank_settings(Placement(2, 2, (0, 1)), {"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert "GLOO_SOCKET_IFNAME" not in several
+    assert "DS_ACCELERATOR" not in several
+    assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_another_node_makes_its_own_settings_of_the_same_placement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = recipe(resources=Resources(gpus=2, nodes=2))
+    placement = placement_of(config, "sft")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    told = {"placement": {**vars(placement)}}
+    settings = node_settings({"REFINER_RANKS_ORDER": json.dumps(told)})
+    assert settings["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+
+def test_every_node_is_told_its_number_and_nothing_secret(tmp_path: Path) -> None:
+    job = RanksJob(Placement(2, 4), "some.module", {"workspace": "/w"}, tmp_path)
+    meeting = Meeting("10.0.0.1", 4000, "name")
+    one, two = (agent_command(job, meeting, node) for node in (0, 1))
+    assert "--node-rank=0" in one
+    assert "--node-rank=1" in two
+    assert "--master-addr=10.0.0.1 --master-port=4000" in one
+    assert "--nproc-per-node=4 --nnodes=2 --max-restarts=0" in one
+    assert "standalone" in agent_command(replace(job, placement=Placement(1, 4)), Meeting(), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "tasks"),
+    [
+        ("sft", 1, ["--overlap", "--nodes=1", "--ntasks=1"]),
+        ("grpo", 2, ["--overlap", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]),
+        ("command", 2, ["--overlap", "--nodes=1", "--ntasks=1"]),
+    ],
+)
+def test_only_training_stages_have_somebody_on_every_node(
+    kind: str, nodes: int, tasks: list[str], tmp_path: Path
+) -> None:
+    request = JobRequest("x-1", 1, "mark", Resources(nodes=nodes, cpus=3), kind=kind)
+    work = Submission("mark", tmp_path, (request,), (["true"],))
+    arguments = Submitter(Profile(name="p"), "python").parameters(work)["srun_args"]
+    assert arguments[: len(tasks)] == tasks
+    assert arguments[-1] == "--cpus-per-task=3"
+    assert ("--kill-on-bad-exit=1" in arguments) is (len(tasks) > 3)
+
+
+def test_a_node_knows_its_number_from_slurm_alone() -> None:
+    assert node_number({}) == 0
+    assert node_number({"SLURM_NODEID": "3"}) == 0
+    assert node_number({"SLURM_JOB_ID": "7", "SLURM_NODEID": "3"}) == 3
