@@ -181,7 +181,7 @@ class GrpoUpdate:
         loss, tokens = found["loss/total_avg"], found["tokens"]
         entropy = found["policy/entropy_avg"] / tokens if tokens else None
         kl = found["objective/kl3_avg"] / tokens if "objective/kl3_avg" in found else None
-        finite = math.isfinite(loss)
+        finite = all(math.isfinite(value) for value in (loss, entropy or 0.0, kl or 0.0))
         if self._ask_first or not finite:
             norm = self.engine.gradient_norm()
             if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):

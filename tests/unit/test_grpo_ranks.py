@@ -23,6 +23,12 @@ CASES: list[Case] = [
     {"name": "older", "grpo": {"async_steps": 1}, "stop_at": 2, "again": True},
     {"name": "active", "grpo": {"active_sampling": True, "async_steps": 1}},
     {"name": "outage", "grpo": {"save_freq": 100}, "fault": "judge", "again": True},
+    {
+        "name": "zero3",
+        "grpo": SEVERAL | {"deepspeed_stage": 3, "async_steps": 1},
+        "stop_at": 1,
+        "again": True,
+    },
     {"name": "data", "grpo": {}, "fault": "rewards"},
     {"name": "older-data", "grpo": {"async_steps": 1}, "fault": "rewards"},
     {"name": "sampler", "grpo": {"async_steps": 1}, "fault": "sampler"},
@@ -44,12 +50,13 @@ def met(root: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads((root / name / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["plain", "several", "older", "active", "outage"])
+@pytest.mark.parametrize("name", ["plain", "several", "older", "active", "outage", "zero3"])
 def test_two_ranks_train_as_one_does(root, tmp_path, name):
     case = next(case for case in CASES if case["name"] == name)
     for folder in ("data", "model"):
         (tmp_path / folder).symlink_to(root / folder)
-    alone = train(tmp_path, {"name": name, "grpo": case["grpo"]}, OneRank())
+    plain = {key: value for key, value in case["grpo"].items() if key != "deepspeed_stage"}
+    alone = train(tmp_path, {"name": name, "grpo": plain}, OneRank())
     first, second = (one["report"] for one in met(root, name))
     assert first["counts"] == second["counts"] == alone["counts"]
     assert first["tokens"] == second["tokens"] == alone["tokens"]
