@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from refiner_core.contract.config import DispatchConfig, ModelConfig, RecipeConfig, Resources
 from refiner_core.contract.errors import (
     ConfigurationError,
+    DamagedCheckpoint,
     UnsupportedError,
     WorkspaceError,
 )
@@ -151,6 +152,58 @@ def test_a_checkpoint_of_another_model_or_format_is_refused(tmp_path):
     (tmp_path / checkpoint.PROGRESS).write_text(json.dumps({"format": 99}))
     with pytest.raises(WorkspaceError, match="another format"):
         load_state(tmp_path, model, updater(model))
+
+
+@pytest.mark.parametrize("muon", [None, 0.02])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_the_first_format_goes_on_bitwise(tmp_path, dtype, muon):
+    """One file with what torch's optimisers said, parameters counted in the order of groups."""
+
+    def of(seed: int):
+        model = tiny_model(seed).to(dtype)
+        settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
+        return model, Updater(model, **settings, muon_learning_rate=muon)
+
+    def train(model, up) -> list[float]:
+        ids = torch.arange(3, 13)[None]
+        losses = []
+        for _ in range(2):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            up.step(1.0)
+            losses.append(float(loss.detach()))
+        return losses
+
+    model, up = of(0)
+    train(model, up)
+    save_state(tmp_path, model, up, {"step": 2})
+    for path in tmp_path.glob("*rank*"):
+        path.unlink()
+    masters = [up.state_of(name).get("master") for name in up.groups.order]
+    optimizers = [optimizer.state_dict() for optimizer in up._optimizers]
+    torch.save(
+        {"updater": {"optimizers": optimizers, "masters": masters}, "rng": checkpoint.rng_state()},
+        tmp_path / checkpoint.STATE,
+    )
+    (tmp_path / checkpoint.PROGRESS).write_text(json.dumps({"format": 1, "step": 2}))
+    other, other_up = of(1)
+    assert load_state(tmp_path, other, other_up) == {"step": 2}
+    assert train(other, other_up) == train(model, up)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["model", "state-rank00000-of-00001", "rng-rank00000-of-00001"])
+def test_a_file_that_is_cut_short_is_found_before_anything_changes(tmp_path, name):
+    model = tiny_model()
+    save_state(tmp_path, model, updater(model), {})
+    [path] = tmp_path.glob(f"{name}.*")
+    path.write_bytes(path.read_bytes()[:-40])
+    other = tiny_model(seed=1)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        load_state(tmp_path, other, updater(other))
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
 
 def test_nan_never_enters_the_progress_file(tmp_path):

@@ -20,6 +20,7 @@ import torch
 from refiner_core.contract.config import ModelConfig
 from refiner_core.training import checkpoint, engine
 from refiner_core.training.engines.together import (
+    evaluating,
     most_of_all,
     on_first_rank,
     require_equal_weights,
@@ -95,8 +96,9 @@ class PlainEngine:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """The model, which is always whole here."""
-        yield self.model
+        """The model, which is always whole here, in evaluation mode."""
+        with evaluating(self.model):
+            yield self.model
 
     def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
         """The state as of now."""

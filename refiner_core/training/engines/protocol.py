@@ -104,7 +104,8 @@ class Engine(Protocol):
         ...
 
     def whole(self) -> AbstractContextManager[Any]:
-        """The model with all its weights, to read (generate, export, send to servers)."""
+        """The model with all its weights and in evaluation mode, to read (generate, export, send to
+        servers)."""
         ...
 
     def snapshot(self, progress: Mapping[str, Any]) -> Snapshot:

@@ -6,6 +6,7 @@ In: this rank's tensors and numbers. Out: sums, checks and files that all ranks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,6 +91,18 @@ def _fingerprint(model: Any) -> int:
         for tensor in model_tensors(model).values()
     ]
     return hash(tuple(torch.stack(sums).tolist()))
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """A model in evaluation mode: while it trains with activation checkpointing, transformers keeps
+    no cache, and what it generates is wrong."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def on_first_rank(ranks: Ranks, act: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from refiner_core.training import checkpoint, engine
 from refiner_core.training.engines import zero_steps
 from refiner_core.training.engines.plain import FrozenModel
 from refiner_core.training.engines.together import (
+    evaluating,
     most_of_all,
     on_first_rank,
     require_equal_weights,
@@ -178,12 +179,8 @@ class ZeroEngine:
         if torch.is_grad_enabled():
             self._last = (batch, temperature, entropy)
             return TokenScores(*self._wrapped(batch, temperature, entropy))
-        training = self._wrapped.module.training
-        self._wrapped.module.eval()  # nothing to recompute
-        try:
+        with evaluating(self._wrapped.module):  # nothing to recompute
             return TokenScores(*self._wrapped(batch, temperature, entropy))
-        finally:
-            self._wrapped.module.train(training)
 
     def backward(self, loss: Any) -> None:
         """Add the gradients of a loss, before anything else happens to them."""
@@ -227,13 +224,11 @@ class ZeroEngine:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """The model with all its weights, without DeepSpeed's hooks: under ZeRO-3 it takes the
-        memory of all weights on every rank."""
+        """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
+        ZeRO-3 it takes the memory of all weights on every rank."""
         self._run_pending(last=False)
-        if not self._state.partitioned:
-            yield self.model
-            return
-        with gathered(list(self.model.parameters())), _without_hooks(self._wrapped.module):
+        parameters = list(self.model.parameters())
+        with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
             yield self.model
 
     def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
@@ -272,7 +267,8 @@ class ZeroEngine:
         if loss is None:
             return
         self._wrapped.set_gradient_accumulation_boundary(last)
-        self._wrapped.backward(loss, scale_wrt_gas=False)
+        with torch.enable_grad():  # whoever asks next may not want any
+            self._wrapped.backward(loss, scale_wrt_gas=False)
         self._reduced = last
 
     def _reduce(self) -> None:

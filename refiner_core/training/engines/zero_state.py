@@ -60,6 +60,8 @@ class ZeroState:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         steps = self._steps()
+        if steps is not None:
+            self._link_moments()
         for name, parameter in trainable(self.model).items():
             state: dict[str, torch.Tensor] = {}
             if parameter.dtype != torch.float32:
@@ -169,8 +171,10 @@ class ZeroState:
         self._link_moments()
 
     def _link_moments(self) -> None:
+        """Let parameters know where their moments are. DeepSpeed does it once, after the first of
+        its parameter groups was stepped: the other groups' moments are not there yet."""
         optimizer = self._wrapped.optimizer
-        if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # ZeRO-1 and 2
+        if not self.partitioned:
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 

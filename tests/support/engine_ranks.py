@@ -1,0 +1,321 @@
+"""Two ranks under torchrun that train the tiny model with every engine, and say what came out.
+
+``torchrun --nproc_per_node 2 engine_ranks.py FOLDER``: rank 0 trains each case alone first, then
+both do together; rank 0 writes ``FOLDER/found.json``. One start for all cases: importing torch and
+DeepSpeed takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import StageFailed
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.grpo_update import GrpoUpdate
+from refiner_core.training.packing import Sample, collate, pack_samples
+from refiner_core.training.ranks import OneRank, Ranks, TorchRanks
+from refiner_core.training.rollout import TrainSample
+from refiner_core.training.sft import train_sft
+from refiner_core.training.shares import share_packs
+from tests.support.stage_io import FolderStageIO
+from tests.support.tiny_training import (
+    VOCABULARY,
+    demonstrations,
+    recipe,
+    save_data,
+    save_tiny_model,
+)
+
+STEPS, SAVED = 4, 2
+#: An odd hidden size: vectors do not divide by two ranks.
+TIED = {"hidden_size": 33}
+UNTIED = {"hidden_size": 33, "tie_word_embeddings": False, "seed": 3}
+
+
+def config_of(stage: int | None, dtype: str, *, recompute: bool = False) -> RecipeConfig:
+    """SFT of four steps, GRPO of any number."""
+    return recipe(
+        model={"dtype": dtype, "gradient_checkpointing": recompute},
+        sft={
+            "deepspeed_stage": stage,
+            "optimizer": "adamw",
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.5,
+            "max_train_steps": STEPS,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 5,
+            "save_freq": SAVED,
+            "async_save": False,
+        },
+        grpo={"deepspeed_stage": stage, "num_mini_batches": 2, "entropy_coefficient": 0.01},
+    )
+
+
+class Cases:
+    """All cases of one world."""
+
+    def __init__(self, root: Path, ranks: Ranks) -> None:
+        self.root, self.ranks = root, ranks
+        self.found: dict[str, Any] = {}
+
+    def first(self) -> bool:
+        return self.ranks.rank == 0
+
+    # ------------------------------------------------------------ SFT as a stage
+
+    def sft(self, name: str, ranks: Ranks, config: RecipeConfig, **source: str) -> dict[str, Any]:
+        """Train as the stage does; with ``resume`` from the saved step of another case."""
+        folder = self.root / "sft" / name
+        io = None
+        if ranks.rank == 0:
+            io = FolderStageIO(folder)
+            if "resume" in source:
+                saved = self.root / "sft" / source["resume"] / "checkpoints" / str(SAVED)
+                shutil.copytree(saved, folder / "checkpoints" / str(SAVED))
+        report = train_sft(
+            config,
+            data_dir=self.root / "data",
+            model_ref=str(self.root / source.get("model", "tied")),
+            output_dir=folder,
+            io=io,
+            ranks=ranks,
+        )
+        if io is None:
+            return {}
+        rows = io.metrics()
+        last = max(io.checkpoint_steps())
+        progress = json.loads((folder / "checkpoints" / str(last) / "progress.json").read_text())
+        return {
+            "losses": [row["loss/train_avg"] for row in rows],
+            "norms": [row["grad_norm"] for row in rows],
+            "validation": report["validation_loss"],
+            "times": sorted(key for key in rows[0] if key.startswith(("time/", "memory/"))),
+            "restored_from": progress.get("restored_from"),
+            "written_by": progress["written_by"],
+            "files": sorted(p.name for p in (folder / "checkpoints" / str(last)).iterdir()),
+        }
+
+    def all_sft(self, stage: int | None, dtype: str) -> None:
+        """Alone (plain), together, and together again from the middle; then across."""
+        name, config = f"{stage}-{dtype}", config_of(stage, dtype)
+        alone = f"alone-{dtype}"
+        if alone not in self.found:
+            self.found[alone] = self.alone(
+                lambda: self.sft(alone, OneRank(), config_of(None, dtype))
+            )
+        self.found[name] = self.sft(name, self.ranks, config)
+        self.found[f"{name}-resumed"] = self.sft(f"{name}-resumed", self.ranks, config, resume=name)
+        self.found[f"{name}-from-alone"] = self.sft(
+            f"{name}-from-alone", self.ranks, config, resume=alone
+        )
+        self.found[f"{name}-to-alone"] = self.alone(
+            lambda: self.sft(f"{name}-to-alone", OneRank(), config_of(None, dtype), resume=name)
+        )
+
+    def alone(self, act: Callable[[], Any]) -> Any:
+        """Rank 0 does something by itself."""
+        return act() if self.first() else None
+
+    # ------------------------------------------------------------ single steps
+
+    def open(self, config: RecipeConfig, ranks: Ranks | None = None, model: str = "tied") -> Engine:
+        return open_engine(config, "sft", str(self.root / model), ranks or self.ranks)
+
+    def step(self, engine: Engine, number: int, spoil: str = "") -> tuple[float, float]:
+        """One update over packs that hang on ``number``; ``spoil`` says what goes wrong."""
+        rows = demonstrations(14, seed=number)
+        samples = [Sample((), row.input_ids, row.loss_mask) for row in rows]
+        packs = pack_samples(samples, 48)
+        tokens = sum(len(pack.target_T) for pack in packs)
+        world, rank = engine.ranks.world, engine.ranks.rank
+        loss = 0.0
+        for place, pack in enumerate(share_packs(packs, world)[rank]):
+            batch = collate([pack], balance=engine.balance)
+            part = -engine.score(batch, entropy="metric").logprob_T.sum() / tokens
+            broken = spoil == "nan" and place == 0 and rank == world - 1
+            engine.backward(part * (math.nan if broken else 1.0))
+            loss += float(part.detach())
+        if spoil == "scored between":
+            with torch.no_grad():
+                engine.score(collate(packs[:1], balance=engine.balance))
+        if spoil == "dropped":
+            engine.gradient_norm()
+            engine.drop()
+            return loss, math.nan
+        asked = engine.gradient_norm() if spoil == "asked" else None
+        norm = engine.step(0.5)
+        assert asked is None or asked == norm
+        return engine.ranks.add([loss])[0], norm
+
+    def state(self, engine: Engine) -> dict[str, torch.Tensor]:
+        snapshot: Any = engine.snapshot({})
+        return {**(snapshot.tensors or {}), **snapshot.states}
+
+    def faults(self, stage: int | None, dtype: str) -> None:
+        """A NaN and a dropped step change nothing, and leave nothing behind."""
+        straight, disturbed = (self.open(config_of(stage, dtype)) for _ in range(2))
+        expected = [self.step(straight, n) for n in range(3)]
+        got = [self.step(disturbed, 0)]
+        before = {name: t.clone() for name, t in self.state(disturbed).items()}
+        nan_norm = self.step(disturbed, 7, "nan")[1]
+        self.step(disturbed, 8, "dropped")
+        after = self.state(disturbed)
+        got += [self.step(disturbed, 1, "scored between"), self.step(disturbed, 2, "asked")]
+        same = before.keys() == after.keys() and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
+        self.found[f"{stage}-{dtype}-faults"] = {
+            "expected": expected,
+            "got": got,
+            "nan_norm": str(nan_norm),
+            "unchanged": self.ranks.add([not same])[0] == 0,
+            "masters": sorted(
+                {t.dtype for n, t in after.items() if n.startswith("master")}, key=str
+            )
+            == ([torch.float32] if dtype == "bfloat16" else []),
+        }
+
+    def recomputing(self, stage: int | None) -> None:
+        """Activation checkpointing, and reading the whole model in between."""
+        plain = self.open(config_of(stage, "float32"))
+        recompute = self.open(config_of(stage, "float32", recompute=True))
+        expected = [self.step(plain, n) for n in range(3)]
+        got, logits = [], []
+        ids = torch.arange(3, 12)[None]
+        for number in range(3):
+            got.append(self.step(recompute, number))
+            with recompute.whole() as model, torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False).logits.flatten().tolist()
+                made = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        with plain.whole() as model, torch.no_grad():
+            reference = model(input_ids=ids, use_cache=False).logits.flatten().tolist()
+            greedy = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        self.found[f"{stage}-recomputing"] = {
+            "expected": expected,
+            "got": got,
+            "logits": float(np.abs(np.subtract(logits, reference)).max()),
+            "generated": made == greedy,
+        }
+
+    def grpo(self, stage: int | None, ranks: Ranks | None = None) -> None:
+        """Two steps of two updates each on fixed rollouts, with a KL reference."""
+        ranks = ranks or self.ranks
+        config = config_of(stage, "float32")
+        engine = open_engine(config, "grpo", str(self.root / "tied"), ranks)
+        update = GrpoUpdate(
+            engine, engine.reference(str(self.root / "tied")), config.grpo, config.seed
+        )
+        metrics = [update.run(rollouts(step), step=step, factor=1.0) for step in range(1, 3)]
+        name = f"{stage}-grpo" if ranks.world > 1 else "alone-grpo"
+        self.found[name] = [
+            {key: value for key, value in row.items() if not key.startswith("time/")}
+            for row in metrics
+        ]
+
+    def exports(self, stage: int | None) -> None:
+        """An untied model, and the tied one of the SFT stage."""
+        engine = self.open(config_of(stage, "float32"), model="untied")
+        self.step(engine, 0)
+        folder = self.root / "exports" / str(stage)
+        engine.export(folder)
+        if not self.first():
+            return
+        reference = self.open(config_of(None, "float32"), OneRank(), model="untied")
+        self.step(reference, 0)
+        ids = torch.arange(3, 12)[None]
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        with reference.whole() as model, torch.no_grad():
+            difference = (loaded(ids).logits - model(ids).logits).abs().max()
+        self.found[f"{stage}-export"] = {
+            "difference": float(difference),
+            "missing": sorted(info["missing_keys"]),
+            "tied": loaded.lm_head.weight is loaded.model.embed_tokens.weight,
+        }
+
+    def unequal_weights(self) -> None:
+        """A rank whose weights went astray is found before its checkpoint is written."""
+        engine = self.open(config_of(None, "float32"))
+        if self.ranks.rank == 1:
+            with engine.whole() as model, torch.no_grad():
+                next(model.parameters()).view(-1)[5] += 1e-6
+        said = ""
+        try:
+            engine.snapshot({})
+        except StageFailed as error:
+            said = str(error)
+        everywhere = self.ranks.add([bool(said)])[0] == self.ranks.world
+        self.found["unequal"] = {"said": said, "everywhere": everywhere}
+
+
+def rollouts(step: int) -> list[TrainSample]:
+    """Four groups of three samples with made-up advantages and sampler log-probabilities."""
+    rng = np.random.default_rng(step)
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(rng.integers(3, VOCABULARY, n).tolist())
+
+    samples = []
+    for group in range(4):
+        prompt = tokens(5 + group)
+        for _ in range(3):
+            response = tokens(int(rng.integers(1, 7)))
+            logprobs = tuple((-3.5 + rng.normal(size=len(response))).tolist())
+            samples.append(TrainSample(prompt, response, logprobs, float(rng.normal())))
+    return samples
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Any:
+    """What a case takes, to keep the test within its budget."""
+    started = time.perf_counter()
+    yield
+    seconds[name] = round(time.perf_counter() - started, 1)
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with TorchRanks(cuda=False) as ranks:
+        cases, seconds = Cases(root, ranks), {}
+        if cases.first():
+            save_tiny_model(root / "tied", **TIED)
+            save_tiny_model(root / "untied", **UNTIED)
+            save_data(root / "data")
+            cases.grpo(None, OneRank())
+        ranks.all_or_none(None)
+        for stage in (None, 1, 2, 3):
+            for dtype in ("float32", "bfloat16"):
+                with timed(seconds, f"sft {stage} {dtype}"):
+                    cases.all_sft(stage, dtype)
+                with timed(seconds, f"faults {stage} {dtype}"):
+                    cases.faults(stage, dtype)
+            with timed(seconds, f"grpo {stage}"):
+                cases.grpo(stage)
+            with timed(seconds, f"recomputing {stage}"):
+                cases.recomputing(stage)
+            with timed(seconds, f"exports {stage}"):
+                cases.exports(stage)
+        cases.unequal_weights()
+        if cases.first():
+            cases.found["seconds"] = seconds
+            (root / "found.json").write_text(json.dumps(cases.found))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    main()
