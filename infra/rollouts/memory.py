@@ -11,12 +11,13 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from infra.processes import ProcessId, host_name
 from infra.rollouts import sweeper
@@ -24,6 +25,8 @@ from refiner_core.contract.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
+#: Where a system keeps shared memory (``shm_open``).
+_SHARED = Path("/dev/shm")
 _PREFIX = "refiner-rollouts"
 _NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+\.\d+)")
 
@@ -56,7 +59,7 @@ def memory_folder(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        sweeper.remove(str(folder))
         assert watcher.stdin is not None
         watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -72,7 +75,25 @@ def remove_leftovers(parent: Path) -> None:
         owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]))
         if not owner.alive:
             log.warning("removing %s, which a process that is gone has left", folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            sweeper.remove(str(folder))
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Shared memory that these processes have mapped: what a kill -9 would leave for ever."""
+    found: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # gone, or another system than Linux
+            for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
+                path = Path(line.partition("/")[1] + line.partition("/")[2])
+                if path.parent == _SHARED and not path.name.endswith(" (deleted)"):
+                    found.add(path)
+    return found
+
+
+def note_shared(folder: Path, paths: Iterable[Path]) -> None:
+    """See that these files go with the folder, whoever removes it."""
+    with (folder / sweeper.SHARED).open("a") as file:
+        file.writelines(f"{path}\n" for path in paths)
 
 
 def _where() -> str:

@@ -101,7 +101,7 @@ def open_vllm(
             )
             for numbers in gpus
         ]
-        servers = LocalRolloutServers(config, places, should_stop=should_stop, tell=tell)
+        servers = LocalRolloutServers(config, places, folder, should_stop=should_stop, tell=tell)
         weights = WeightSync(
             servers,
             folder,

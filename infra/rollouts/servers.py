@@ -8,6 +8,7 @@ that change weights; see :mod:`infra.rollouts` for what that leaves open.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import threading
@@ -17,8 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from infra.foreign.process import kill_leftovers
 from infra.rollouts.command import SHUTDOWN_S, Place, rollout_environment, rollout_server_text
+from infra.rollouts.memory import note_shared, shared_memory
 from infra.services.command import Listening
 from infra.services.process import PortTaken, ServerProcess, Words, free_port
 from refiner_core.contract.config import RecipeConfig
@@ -44,6 +48,9 @@ class LocalRolloutServers:
         ``grpo``, ``model`` and ``seed`` of it.
     places
         One per server.
+    memory
+        A folder that is removed however this process ends
+        (:func:`~infra.rollouts.memory.memory_folder`), and with it the servers' shared memory.
     should_stop
         Whether somebody wants this process to end, while it waits for a server.
     tell
@@ -54,13 +61,15 @@ class LocalRolloutServers:
         self,
         config: RecipeConfig,
         places: Sequence[Place],
+        memory: Path,
         *,
         should_stop: Callable[[], bool] = lambda: False,
         tell: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self._config, self._places = config, tuple(places)
+        self._config, self._places, self._memory = config, tuple(places), memory
         self._should_stop, self._tell = should_stop, tell
         self._running: list[ServerProcess] = []
+        self._shared: dict[int, set[Path]] = {}
         self._replaced = 0
         self._closing = threading.Event()
         self._telling = threading.Lock()
@@ -93,7 +102,7 @@ class LocalRolloutServers:
         code = self._running[index].code
         if code is not None:
             why = f"{why} ({self._running[index].ended('while it served')})"
-        self._running[index].stop(0.0)
+        self._end(index, 0.0)
         if self._replaced > most:
             raise KilledError(
                 f"Rollout servers had to be replaced {self._replaced} times in this stage "
@@ -113,7 +122,7 @@ class LocalRolloutServers:
     def _stop_all(self, grace_s: float) -> None:
         if self._running:
             with ThreadPoolExecutor(len(self._running)) as pool:
-                list(pool.map(lambda server: server.stop(grace_s), self._running))
+                list(pool.map(lambda index: self._end(index, grace_s), range(len(self._running))))
 
     # ---- one server
 
@@ -128,6 +137,24 @@ class LocalRolloutServers:
         )
         prefix = f"[rollouts {index}] " if many else "[rollouts] "
         return ServerProcess(words, key=self._places[index].key, prefix=prefix)
+
+    def _end(self, index: int, grace_s: float) -> None:
+        """End one, and give back the shared memory that it does not give back itself."""
+        self._note_memory(index)
+        self._running[index].stop(grace_s)
+        for path in self._shared.pop(index, ()):
+            path.unlink(missing_ok=True)
+
+    def _note_memory(self, index: int) -> None:
+        process = self._running[index].process
+        if process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+            known = self._shared.setdefault(index, set())
+            new = shared_memory(children) - known
+            known |= new
+            note_shared(self._memory, new)
 
     def _start(self, index: int, weights: Path) -> Endpoint:
         """Start one and wait until it answers; on another port if that is taken meanwhile."""
@@ -148,6 +175,7 @@ class LocalRolloutServers:
                 server.stop(0.0)
                 raise
             else:
+                self._note_memory(index)
                 return Endpoint(at.url, place.key)
         raise AssertionError("unreachable")
 

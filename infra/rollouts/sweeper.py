@@ -1,8 +1,8 @@
-"""Removes a folder when the process that has started this one is gone, however it went.
+"""Removes what is in memory when the process that has started this one is gone, however it went.
 
 In: ``python -I -S sweeper.py FOLDER``, in a session of its own, with a pipe as standard input that
-the owner holds open. Out: the folder is gone once the pipe is closed: memory that nobody would give
-back after a kill -9.
+the owner holds open. Out: the folder is gone once the pipe is closed, with the shared memory of
+servers that it lists: memory that nobody would give back after a kill -9.
 
 Nothing of ours is imported: it runs from its file.
 """
@@ -15,6 +15,9 @@ import shutil
 import signal
 import sys
 
+#: Name of the list, a path a line.
+SHARED = "shared-memory"
+
 
 def main(folder: str) -> None:
     """Wait for the end of the owner, then remove the folder."""
@@ -23,6 +26,15 @@ def main(folder: str) -> None:
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
+    remove(folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, and before it the files that its list names."""
+    with contextlib.suppress(OSError), open(os.path.join(folder, SHARED)) as file:  # noqa: PTH118, PTH123
+        for line in file:
+            with contextlib.suppress(OSError):
+                os.unlink(line.rstrip("\n"))  # noqa: PTH108
     shutil.rmtree(folder, ignore_errors=True)
 
 

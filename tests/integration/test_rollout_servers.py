@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import shlex
 import signal
@@ -23,7 +24,12 @@ import torch
 from infra.foreign.calling import MARK
 from infra.ranks.gpus import JOB_GPUS
 from infra.rollouts.command import EXTENSION, Place, rollout_environment, rollout_server_text
-from infra.rollouts.memory import memory_folder
+from infra.rollouts.memory import (
+    memory_folder,
+    note_shared,
+    remove_leftovers,
+    shared_memory,
+)
 from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.services.command import Listening
 from refiner_core.contract.config import RecipeConfig
@@ -99,6 +105,11 @@ def serving(workdir: Path) -> list[psutil.Process]:
     return [p for p in marked(workdir) if "vllm_server.py" in " ".join(p.cmdline())]
 
 
+def segment(pid: int) -> Path:
+    """Shared memory of a server of the tests'."""
+    return Path(f"/dev/shm/psm_refiner_{pid}")
+
+
 def control(endpoint: Endpoint, **settings: Any) -> None:
     """Tell the tests' server how to behave."""
     url = endpoint.url.removesuffix("/v1") + "/control"
@@ -135,6 +146,8 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
         rollouts.sync(whole(model), "0")
         servers = serving(work)
         assert len(servers) == 2
+        pids = {server.pid for server in servers}
+        assert all(segment(pid).exists() for pid in pids)
         for server in servers:
             given = server.environ()
             assert given["VLLM_SERVER_DEV_MODE"] == "1"
@@ -156,8 +169,11 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
         assert furthest(changed, made) < 1e-4
         assert sum(server.is_running() for server in servers) == 1
         assert len(serving(work)) == 2  # the one in its place, and the other
+        pids |= {server.pid for server in serving(work)}
     assert marked(work) == []
     assert list(memory.iterdir()) == []
+    assert len(pids) == 3
+    assert not any(segment(pid).exists() for pid in pids)
 
 
 LIFE = """
@@ -171,7 +187,7 @@ from refiner_core.contract.config import RecipeConfig
 with memory_folder(Path(sys.argv[1])) as folder:
     (folder / "weights-1").mkdir()
     place = Place("", folder, Path(sys.argv[2]) / "rollout-servers")
-    LocalRolloutServers(RecipeConfig(), [place, place]).start(folder / "weights-1")
+    LocalRolloutServers(RecipeConfig(), [place, place], folder).start(folder / "weights-1")
 """
 
 
@@ -191,6 +207,25 @@ def test_a_trainer_that_is_killed_leaves_neither_servers_nor_memory(
         trainer.wait(10)
     wait_until(lambda: not marked(work), "its servers end", 30)
     wait_until(lambda: not list(memory.iterdir()), "its memory is given back", 30)
+
+
+def test_shared_memory_of_servers_goes_with_the_folder_whoever_removes_it(memory: Path) -> None:
+    segments = [Path(f"/dev/shm/psm_refiner_test_{os.getpid()}_{n}") for n in range(2)]
+    with segments[0].open("wb+") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096), memory_folder(memory) as folder:
+            mapped = shared_memory([psutil.Process()])
+            assert segments[0] in mapped
+            note_shared(folder, [segments[0]])
+    assert not segments[0].exists()
+    segments[1].touch()
+    with memory_folder(memory) as mine:
+        where = mine.name.rsplit("-", 2)[0]
+    gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
+    gone.mkdir()
+    note_shared(gone, [segments[1]])
+    remove_leftovers(memory)
+    assert not segments[1].exists()
 
 
 def test_what_was_left_when_all_was_killed_at_once_is_removed_by_the_next(memory: Path) -> None:
@@ -368,7 +403,7 @@ def test_vllm_itself_samples_syncs_and_comes_back(
     require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     settings = config(python=python, args=("--enforce-eager",), weights_dir=str(memory))
-    work = tmp_path / "work"
+    work, before = tmp_path / "work", set(Path("/dev/shm").iterdir())
     figures: dict[str, float] = {}
 
     def timed(name: str, began: float) -> None:
@@ -406,6 +441,7 @@ def test_vllm_itself_samples_syncs_and_comes_back(
     print(figures)
     assert marked(work) == []
     assert list(memory.iterdir()) == []
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def _check_samples(

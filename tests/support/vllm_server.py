@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -321,14 +322,23 @@ def shim(folder: Path) -> Path:
     return folder
 
 
+def shared_memory() -> mmap.mmap:
+    """What the engine and its workers talk over; a kill -9 leaves it, as vLLM's."""
+    with Path(f"/dev/shm/psm_refiner_{os.getpid()}").open("wb+") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
+
+
 def main() -> None:
     """Serve until somebody ends it."""
     args = parse(sys.argv[1:])
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     state = State(args, dev=dev, key=os.environ.get("VLLM_API_KEY", ""))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    held = shared_memory()
     print("Application startup complete.", flush=True)
     make_server(state, args.host, args.port).serve_forever()
+    held.close()
 
 
 if __name__ == "__main__":
