@@ -49,7 +49,7 @@ def run_training(work: StageWork) -> dict[str, Any]:
         report = train(work, stage)
     else:
         report = run_ranks(_job(work, placement), work.io)
-    return {**report, **used, "resumed_on": _resumed_on(work, used)}
+    return {**report, **used, "resumed_on": resumed_on(work, used)}
 
 
 def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
@@ -104,7 +104,7 @@ def _job(work: StageWork, placement: Placement) -> RanksJob:
     )
 
 
-def _resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:
+def resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:
     """Earlier parts of this training that ran on something else, oldest first: what it was, and up
     to which step. Empty where all of it ran on the same."""
     stage = work.workspace.layout.stage(work.stage_id)

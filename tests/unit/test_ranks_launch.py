@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.ranks.training import engine_name, in_worker
+from flows.ranks.training import engine_name, in_worker, resumed_on
+from flows.stages import StageWork
+from infra import atomic
 from infra.jobs import JobRequest
 from infra.ranks.launch import RanksJob, agent_command, node_settings, rank_settings
 from infra.ranks.nodes import Meeting, node_number
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
+from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.placement import Placement, placement_of
+from tests.support.plans import small_plan
 
 
 def recipe(**sft: object) -> RecipeConfig:
@@ -98,3 +102,29 @@ def test_a_node_knows_its_number_from_slurm_alone() -> None:
     assert node_number({}) == 0
     assert node_number({"SLURM_NODEID": "3"}) == 0
     assert node_number({"SLURM_JOB_ID": "7", "SLURM_NODEID": "3"}) == 3
+
+
+def test_a_report_says_what_earlier_parts_were_trained_on(tmp_path: Path) -> None:
+    """Attempt 1 trained in two processes to step 4, attempt 2 died at once, attempt 3 goes on."""
+    workspace = Workspace.open(tmp_path / "ws")
+    plan = small_plan("data")
+    stage = workspace.layout.stage(plan.by_name["data"].id)
+    two, one = ({"ranks": n, "nodes": 1, "engine": "torch"} for n in (2, 1))
+    for number, used in ((1, two), (2, one), (3, one)):
+        paths = stage.attempt(number)
+        paths.control.mkdir(parents=True)
+        atomic.write_json(paths.control / "ranks.json", used)
+    atomic.write_json(stage.attempt(3).resumed, {"step": 4, "from_attempt": 1})
+    work = StageWork(
+        spec=None,  # type: ignore[arg-type]
+        config=plan.config,
+        inputs={},
+        input_stages={},
+        output_dir=tmp_path,
+        io=None,  # type: ignore[arg-type]
+        stage_id=plan.by_name["data"].id,
+        workspace=workspace,
+        attempt=3,
+    )
+    assert resumed_on(work, one) == [{**two, "attempt": 1, "up_to_step": 4}]
+    assert resumed_on(work, two) == [], "all of it ran on the same"
