@@ -81,6 +81,7 @@ class Pipeline:
         self.flights: dict[int, Flight] = {}
         self.dropped_stale = 0
         self._position = (0, 0)  # epoch and cursor after the last prompt that was drawn
+        self._sent = False  # whether this process has sent weights yet
         self._thread: ThreadPoolExecutor | None = None
         if self.behind and not policy.beside:
             raise ValueError("this policy cannot sample while the engine trains")
@@ -191,8 +192,11 @@ class Pipeline:
             for s in sorted(self.flights):
                 for part in self.flights[s].rounds:
                     self._wait(part)
+        if self._sent and self.policy.version == version:  # it has these very weights
+            return
         with clock.time("sync"):
             self.policy.sync(self.engine, version)
+        self._sent = True
 
     def _start(self, step: int, clock: Clock) -> Flight:
         flight = Flight(step, self.policy.version, *self._position)

@@ -167,6 +167,8 @@ class ServedPolicy:
     def __init__(self, servers: Servers | None) -> None:
         self._servers, self.version = servers, 0
         self._stop = threading.Event()
+        if servers is not None and hasattr(servers.generator, "on_step"):
+            servers.generator.on_step = lambda *_: self._stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
         """Send them the weights. An error of rank 0 is an error of all, wherever it happens."""
@@ -195,8 +197,7 @@ class ServedPolicy:
         """Sample on the servers."""
 
         def finished(index: int, completion: Completion) -> None:
-            if self._stop.is_set():
-                raise Cancelled
+            self._stop_if_cancelled()
             on_completion(index, completion)
 
         if self._servers is None:
@@ -204,8 +205,12 @@ class ServedPolicy:
         return self._servers.generator.generate(requests, params, finished)
 
     def cancel(self) -> None:
-        """End it at the next sample that is finished."""
+        """End it at the next sample that is finished, or sign of life of the generator."""
         self._stop.set()
+
+    def _stop_if_cancelled(self) -> None:
+        if self._stop.is_set():
+            raise Cancelled
 
 
 class _Entered:

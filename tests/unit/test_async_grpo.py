@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from refiner_core.contract.errors import (
     HealthStop,
     Interrupted,
     JudgeOutage,
+    KilledError,
     StageFailed,
     WorkspaceError,
 )
@@ -29,7 +31,7 @@ from refiner_core.training import engine
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.in_flight import IN_FLIGHT
-from refiner_core.training.policies import CopyPolicy
+from refiner_core.training.policies import CopyPolicy, Servers
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
@@ -38,6 +40,8 @@ from tests.support.tiny_training import (
     recipe,
     save_data,
     save_tiny_model,
+    tiny_model,
+    tiny_tokenizer,
 )
 
 STEPS = 5
@@ -51,6 +55,7 @@ class Run:
         self.io = FolderStageIO(root / "io")
         self.judge: Any = NoJudge()
         self.rewards: Any = count_low_words
+        self.open_servers: Any = None
 
     def __call__(self, **grpo: Any) -> dict[str, Any]:
         torch.rand(3)  # a process that comes back has another random state
@@ -62,7 +67,13 @@ class Run:
             io=self.io,
             judge=self.judge,
             rewards=self.rewards,
+            open_servers=self.open_servers,
         )
+
+    def served(self, servers: Servers) -> dict[str, Any]:
+        """The run with what the servers sample."""
+        self.open_servers = lambda engine: nullcontext(servers)
+        return self(generation_backend="vllm")
 
     def outcome(self) -> dict[str, Any]:
         weights = load_file(self.root / "out/model/model.safetensors")
@@ -193,6 +204,40 @@ def test_there_are_no_more_models_in_memory_than_are_needed(new, monkeypatch, be
     monkeypatch.setattr(engine, "load_model", lambda *a: loads.append(a) or load_model(*a))
     new(beta=beta, async_steps=behind, num_training_steps=1)()
     assert len(loads) == models
+
+
+class ModelServers:
+    """Servers as training sees them, over a model in this process; weights go there by a sync."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.generator = model, TransformersGenerator(model, tiny_tokenizer())
+        self.versions: list[str] = []
+
+    def sync(self, whole: Any, version: str) -> None:
+        self.versions.append(version)
+        with whole as live:
+            self.model.load_state_dict(live.state_dict())
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_servers_give_the_run_of_the_model_beside_the_trainer(straight, new, behind):
+    servers, run = ModelServers(tiny_model(5)), new(async_steps=behind)
+    assert run.served(servers) == straight(behind)[1]
+    assert run.outcome() == straight(behind)[2]
+    # Each time before something is sampled: every version once, and for nothing that is not needed.
+    expected = {0: [0, 1, 2, 3, 4], 1: [0, 1, 2, 3]}[behind]
+    assert [int(version) for version in servers.versions] == expected
+
+
+def test_weights_that_do_not_reach_the_servers_end_the_stage(new):
+    servers, run = ModelServers(tiny_model(5)), new(async_steps=1)
+
+    def lost(whole: Any, version: str) -> None:
+        raise KilledError("the server is gone")
+
+    servers.sync = lost  # type: ignore[method-assign]
+    with pytest.raises(KilledError, match="the server is gone"):
+        run.served(servers)
 
 
 # ---------------------------------------------------------------- interrupted anywhere
@@ -406,7 +451,7 @@ def test_a_batch_of_a_policy_that_missed_its_weights_is_dropped_and_sampled_agai
 
     def missing(self: Any, engine: Any, version: int) -> None:
         calls.append(version)
-        if len(calls) != 3:
+        if len(calls) != 2:
             sync(self, engine, version)
 
     monkeypatch.setattr(CopyPolicy, "sync", missing)
