@@ -43,7 +43,7 @@ GOAL_SHARE = 0.15
 MIB = 2**20
 #: Bytes of a float32 parameter with AdamW's two moments.
 BYTES_PER_PARAMETER = 12
-WIDTH, TOKENS = 512, 128
+TOKENS, HEADS, HEAD_DIM = 128, 8, 64
 
 
 def main(arguments: list[str]) -> int:
@@ -102,10 +102,13 @@ class Work:
     """A model in training, with what a stage has around it."""
 
     def __init__(self, size_mib: int, folder: Path) -> None:
-        layers = max(1, round(size_mib * MIB / BYTES_PER_PARAMETER / _layer_parameters()))
+        width = 512 if size_mib <= 256 else 1024
+        layer = 4 * width * HEADS * HEAD_DIM + 3 * width * 4 * width
+        layers = max(1, round(size_mib * MIB / BYTES_PER_PARAMETER / layer))
         model = tiny_model(
-            **{"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": layers},
-            **{"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64},
+            **{"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers},
+            **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS),
+            head_dim=HEAD_DIM,
             initializer_range=0.02,
         )
         loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
@@ -118,6 +121,8 @@ class Work:
         store = CheckpointStore(paths.checkpoints, 1, before_commit=lambda: self.io.flush())
         self.io = AttemptIO(paths, 1, store)
         self.train()  # the optimiser has its state from the first step on
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert self.bytes > 2.9 * weights, "AdamW keeps two numbers per weight"
         # every step from 1 on is one to save at
         self.edges = {
             kind: Boundary(self.io, self.engine, "sft", 10**6, 1, async_save=kind)
@@ -190,11 +195,6 @@ class Work:
         source = self.engine._state
         states = {name: dict(state) for name, state in source.states(lambda _: True)}
         return {"model": dict(self.engine.model.named_parameters()), "optimizer": states}
-
-
-def _layer_parameters() -> int:
-    attention, mlp = 4 * WIDTH * 512, 3 * WIDTH * 4 * WIDTH
-    return attention + mlp
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
