@@ -79,13 +79,22 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared memory that these processes have mapped: what a kill -9 would leave for ever."""
-    found: set[Path] = set()
+    """Shared memory that these processes have mapped: what a kill -9 would leave for ever.
+
+    Files are known by their number: a semaphore is mapped under a name that it no longer has.
+    """
+    numbers: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):  # gone, or another system than Linux
             for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
-                path = Path(line.partition("/")[1] + line.partition("/")[2])
-                if path.parent == _SHARED and not path.name.endswith(" (deleted)"):
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(f"{_SHARED}/"):
+                    numbers.add(int(fields[4]))
+    found: set[Path] = set()
+    if numbers:
+        for path in _SHARED.iterdir():
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino in numbers and path.is_file():
                     found.add(path)
     return found
 
