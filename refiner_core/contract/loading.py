@@ -167,14 +167,22 @@ def parse_override(text: str, folder: Path | None = None) -> Any:
         ) from error
 
 
-def _without_empty_sections(node: Any) -> Any:
+def _without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
     """``node`` without sections that say nothing, so that they do not wipe what is included.
 
     ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
     """
-    for name, kind in _hints(RecipeConfig).items():
-        if is_section(kind) and name in node and node[name] is None:
+    from omegaconf import OmegaConf
+
+    for name, kind in _hints(section).items():
+        if not is_section(kind) or name not in node:
+            continue
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            continue
+        if node[name] is None:
             del node[name]
+        elif OmegaConf.is_dict(node[name]):
+            _without_empty_sections(node[name], kind)
     return node
 
 
@@ -361,7 +369,7 @@ def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
         if key not in hints:
             raise _unknown_key(_deepest(path, value), _paths(), origin)
         if is_section(hints[key]):
-            built[key] = _section(hints[key], value or {}, f"{path}.", origin)
+            built[key] = _section(hints[key], {} if value is None else value, f"{path}.", origin)
         else:
             built[key] = _typed(hints[key], value, path)
     return kind(**built)
@@ -392,6 +400,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             return None
         return _typed(next(a for a in args if a is not type(None)), value, path)
     if origin is Literal:
+        if value is False and "off" in args:  # what YAML makes of the bare word
+            return "off"
         if value in args and type(value) in {type(a) for a in args}:
             return value
         near = suggest(str(value), [str(a) for a in args])

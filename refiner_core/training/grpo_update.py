@@ -67,7 +67,8 @@ class GrpoUpdate:
     ) -> None:
         self.engine, self.reference = engine, reference
         self.grpo, self.seed = grpo, seed
-        self.health = health or HealthMonitor(grpo.health, "grpo")
+        first = engine.ranks.rank == 0
+        self.health = health or HealthMonitor(grpo.health, "grpo", says=first)
         self.moved = 0
         # Otherwise a warning is all that can follow, and the norm need not be computed twice.
         self._ask_first = {"skip", "stop"} & {

@@ -33,7 +33,8 @@ How a training loop calls it, in this order::
   the policy is `stop`. On ``HealthStop`` save the state before the step if the weights have not
   moved in this step, then let it go on: ``boundary.save(step - 1, progress)``, as for a judge's
   outage. After a first optimiser step of the same step the newest checkpoint has to do.
-* Ranks must agree: give every rank the same numbers (reduced over ranks), and all decide alike.
+* Ranks must agree: give every rank the same numbers (reduced over ranks), and all decide alike;
+  rank 0's monitor alone ``says`` what was found.
 * A skipped step counts, and is logged; its schedule and its position in the data move on. Numbers
   that are not finite have no place in a progress (JSON): keep None.
 * ``before_update`` may be called without what a loop does not have (SFT: no entropy, no kl).
@@ -94,10 +95,12 @@ class HealthMonitor:
         Checks, limits and policies.
     stage
         ``sft`` or ``grpo``: the section of the recipe, and what messages begin with.
+    says
+        Whether findings are logged here: all ranks find the same, and one of them says it.
     """
 
-    def __init__(self, config: HealthConfig, stage: str) -> None:
-        self.config, self.stage = config, stage
+    def __init__(self, config: HealthConfig, stage: str, *, says: bool = True) -> None:
+        self.config, self.stage, self._says = config, stage, says
         self.step = 0
         #: What this step's checks have found, in order.
         self.findings: list[Finding] = []
@@ -250,7 +253,7 @@ class HealthMonitor:
     def _act(self, *found: Finding | None) -> bool:
         findings = [finding for finding in found if finding is not None]
         self.findings += findings
-        for finding in findings:
+        for finding in findings if self._says else ():
             self._say(finding)
         for finding in findings:
             if finding.policy == "stop":

@@ -136,7 +136,7 @@ class _SftRun:
             "losses": [],
             "validation": [],
         }
-        self.health = HealthMonitor(sft.health, "sft")
+        self.health = HealthMonitor(sft.health, "sft", says=self.ranks.rank == 0)
         self.health.restore(self.progress.get("health"))
 
     def train(self) -> None:

@@ -174,6 +174,14 @@ def test_a_warning_is_not_repeated_at_every_step(caplog: pytest.LogCaptureFixtur
     assert health.metrics() == {"health/kl_blow_up": 1}
 
 
+def test_what_all_ranks_find_one_says(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = [HealthMonitor(HealthConfig(), "grpo", says=rank == 0) for rank in range(2)]
+    for health in ranks:
+        steps(health, bad_kl, [True] * 3)
+    assert len(caplog.records) == 1
+    assert ranks[0].metrics() == ranks[1].metrics() == {"health/kl_blow_up": 1}
+
+
 def test_several_updates_of_one_step_are_one_step_of_a_row() -> None:
     health = monitor(kl_blow_up="skip", patience=2)
     health.begin(1)

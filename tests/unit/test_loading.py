@@ -106,6 +106,9 @@ def test_overrides_are_typed() -> None:
         ("publish.target=huub", r"Did you mean 'hub'\?"),
         ("stages=data", r"a list"),
         ("grpo=3", r"a mapping of fields"),
+        ("grpo.health=off", r"Section `grpo.health` is False.*a mapping of fields"),
+        ("judge=0", r"Section `judge` is 0.*a mapping of fields"),
+        ("sft.nproc_per_node=off", r"`sft.nproc_per_node` is False"),
         ("nonsense", r"not of the form key=value"),
         ("=3", r"not of the form key=value"),
         ("seed=${nowhere}", r"cannot be resolved"),
@@ -184,13 +187,24 @@ def test_a_recipe_of_ones_own_may_include_a_shipped_one(tmp_path: Path) -> None:
     assert c.grpo.num_unique_prompts_rollout == 8
 
 
-@pytest.mark.parametrize("override", [(), ("grpo=",)])
+@pytest.mark.parametrize("override", [(), ("grpo=",), ("grpo.resources=",)])
+@pytest.mark.parametrize(
+    "empty", ["grpo:\n  # beta: 0.25\n", "grpo:\n  resources:\n    # cpus: 9\n"]
+)
 def test_a_section_that_says_nothing_keeps_what_is_included(
-    tmp_path: Path, override: tuple[str, ...]
+    tmp_path: Path, empty: str, override: tuple[str, ...]
 ) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("include: tiny\ngrpo:\n  # beta: 0.25\n")
-    assert load_recipe(str(mine), override).grpo == load_recipe("tiny").grpo
+    mine.write_text(f"include: tiny-zero3\n{empty}")
+    assert load_recipe(str(mine), override).grpo == load_recipe("tiny-zero3").grpo
+
+
+def test_the_word_off_which_is_false_to_yaml_is_a_policy(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: tiny\nsft:\n  health: {loss_spike: off}\n")
+    config = load_recipe(str(mine), ["grpo.health.kl_blow_up=off"])
+    assert (config.sft.health.loss_spike, config.grpo.health.kl_blow_up) == ("off", "off")
+    assert parse_config(to_json(config)) == config
 
 
 @pytest.mark.parametrize(
