@@ -170,6 +170,15 @@ def test_a_step_that_is_not_made_leaves_nothing_behind(found, engine, dtype):
     assert case["got"] == case["expected"]
 
 
+@pytest.mark.parametrize("engine", ["1", "2", "3"])
+def test_state_in_host_memory_gives_the_same_updates(found, engine):
+    case, kept = (found[f"{engine}-bfloat16-faults{end}"] for end in ("-offload", ""))
+    for got, expected in zip(case["expected"], kept["expected"], strict=True):
+        assert got == close(expected)
+    assert case["unchanged"]
+    assert case["got"] == case["expected"]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_grpo_step_is_the_one_of_a_single_process(found, engine):
     alone, together = found["alone-grpo"], found[f"{engine}-grpo"]

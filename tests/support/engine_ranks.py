@@ -47,7 +47,9 @@ TIED = {"hidden_size": 33}
 UNTIED = {"hidden_size": 33, "tie_word_embeddings": False, "seed": 3}
 
 
-def config_of(stage: int | None, dtype: str, *, recompute: bool = False) -> RecipeConfig:
+def config_of(
+    stage: int | None, dtype: str, *, recompute: bool = False, offload: bool = False
+) -> RecipeConfig:
     """SFT of four steps, GRPO of any number."""
     return recipe(
         model={"dtype": dtype, "gradient_checkpointing": recompute},
@@ -61,6 +63,8 @@ def config_of(stage: int | None, dtype: str, *, recompute: bool = False) -> Reci
             "gradient_accumulation_steps": 5,
             "save_freq": SAVED,
             "async_save": False,
+            "offload_optimizer": offload,
+            "offload_param": offload and stage == 3,
         },
         grpo={"deepspeed_stage": stage, "num_mini_batches": 2, "entropy_coefficient": 0.01},
     )
@@ -166,9 +170,10 @@ class Cases:
         snapshot: Any = engine.snapshot({})
         return {**(snapshot.tensors or {}), **snapshot.states}
 
-    def faults(self, stage: int | None, dtype: str) -> None:
+    def faults(self, stage: int | None, dtype: str, *, offload: bool = False) -> None:
         """A NaN and a dropped step change nothing, and leave nothing behind."""
-        straight, disturbed = (self.open(config_of(stage, dtype)) for _ in range(2))
+        config = config_of(stage, dtype, offload=offload)
+        straight, disturbed = self.open(config), self.open(config)
         expected = [self.step(straight, n) for n in range(3)]
         got = [self.step(disturbed, 0)]
         before = {name: t.clone() for name, t in self.state(disturbed).items()}
@@ -179,7 +184,7 @@ class Cases:
         same = before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before
         )
-        self.found[f"{stage}-{dtype}-faults"] = {
+        self.found[f"{stage}-{dtype}-faults{'-offload' * offload}"] = {
             "expected": expected,
             "got": got,
             "nan_norm": str(nan_norm),
@@ -304,6 +309,9 @@ def main() -> None:
                     cases.all_sft(stage, dtype)
                 with timed(seconds, f"faults {stage} {dtype}"):
                     cases.faults(stage, dtype)
+            if stage:
+                with timed(seconds, f"offload {stage}"):
+                    cases.faults(stage, "bfloat16", offload=True)
             with timed(seconds, f"grpo {stage}"):
                 cases.grpo(stage)
             with timed(seconds, f"recomputing {stage}"):

@@ -89,7 +89,8 @@ def open_zero_engine(
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()
-    with redirect_stdout(said):  # it prints how much memory the machine has, and more
+    # It prints how much memory the machine has, and more.
+    with redirect_stdout(said), _numbered_as(device):
         wrapped, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -303,7 +304,6 @@ def _without_hooks(module: Any) -> Iterator[None]:
 def _import_deepspeed(device: Any) -> Any:
     """The package, quiet, and told which kind of device it is for."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")
     # It calls what this torch has renamed, at every gather.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     try:
@@ -318,6 +318,20 @@ def _import_deepspeed(device: Any) -> Any:
     # On a CPU it would compile an all-reduce of its own first, which not every CPU can run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+@contextmanager
+def _numbered_as(device: Any) -> Iterator[None]:
+    """DeepSpeed takes the GPU with the number LOCAL_RANK, also where a rank sees its own only."""
+    kept = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = kept or "0" if device.index is None else str(device.index)
+    try:
+        yield
+    finally:
+        if kept is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = kept
 
 
 def _join_process_group(device: Any) -> None:

@@ -6,6 +6,7 @@ no gradients. One place for what may change with DeepSpeed's version; tests run 
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -43,12 +44,19 @@ def drop_gradients(wrapped: Any) -> None:
     name = "_get_norm_groups" if zero3 else "scaled_global_norm"
     invalid = torch.tensor(_INVALID)
     setattr(optimizer, name, lambda *_: [invalid] if zero3 else invalid)
+    said = logging.getLogger("DeepSpeed")
+    level = said.level
+    said.setLevel(logging.ERROR)  # it would warn of an overflow
     try:
         wrapped.step()
     finally:
+        said.setLevel(level)
         delattr(optimizer, name)
     if not optimizer.overflow:
         raise RuntimeError("DeepSpeed made an update that was to be given up")
+    if not zero3:  # with offload it forgets these, and would add the next step's to them
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
 
 def _combined(norms: Any) -> float:
