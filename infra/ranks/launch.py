@@ -117,7 +117,7 @@ def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
     arguments = [
         *(f"--nproc-per-node={placement.nproc_per_node}", f"--nnodes={placement.nodes}"),
         *(
-            "--max-restarts=0",
+            *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
             "--signals-to-handle=SIGQUIT",
             f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
         ),

@@ -49,7 +49,7 @@ def start(workspace: Workspace) -> Iterator[Start]:
         number = str(after + 1)
         process = subprocess.Popen(
             [sys.executable, str(WORKER), "--workspace", str(workspace.root), STAGE.id, number],
-            env={**environment(), "OMP_NUM_THREADS": "1"},
+            env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(workspace.root)},
             start_new_session=True,
         )
         started.append(process)
@@ -108,6 +108,7 @@ def test_the_first_rank_that_fails_is_what_the_user_reads(
     assert "ChildFailedError" not in log
     assert "elastic" not in log.lower(), "torchrun's own words are noise"
     assert list(workspace.layout.stage(STAGE.id).checkpoints.glob(".tmp-*")) == []
+    assert list(workspace.root.glob("torchelastic_*")) == [], "a folder of logs that nobody writes"
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
