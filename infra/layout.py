@@ -39,9 +39,9 @@
       adopted/                                recipes that `refiner adopt` has written
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
-output, tracking, published, judgements, rescores, reports, scratch of proofs); they may be different file systems, and
-are the same folder unless the workspace was made with another ``data_root``. A data root of its own
-carries ``refiner-data.json``: whose it is.
+output, tracking, published, judgements, rescores, reports, scratch of proofs); they may be
+different file systems, and are the same folder unless the workspace was made with another
+``data_root``. A data root of its own carries ``refiner-data.json``: whose it is.
 """
 
 from __future__ import annotations

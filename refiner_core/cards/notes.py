@@ -11,7 +11,7 @@ from typing import Any
 
 from refiner_core.cards.cost import lost_hours
 from refiner_core.cards.facts import UNKNOWN, CardFacts, finite, is_hub_id
-from refiner_core.cards.printed import Line, as_line, joined, number
+from refiner_core.cards.printed import Line, as_line, counted, joined, number, quoted
 from refiner_core.cards.results import cell, own_entries, without_value
 from refiner_core.cards.resume import resume_notes
 from refiner_core.cards.settings import flag_of, shown
@@ -57,6 +57,7 @@ def known_notes(facts: CardFacts) -> list[Line]:
         *_adopted(facts),
         *_interruptions(facts),
         *_stopped(facts),
+        *_changed_processes(facts),
         *_lost_time(facts),
         *resume_notes(facts),
         *_dropped_rows(facts),
@@ -106,6 +107,30 @@ def _stopped(facts: CardFacts) -> list[Line]:
     why = _FAILURES.get(str(failure), str(failure).replace("_", " "))
     text = text + f", because {why}; it had not been taken up again. This checkpoint is step "
     return [text + number(facts.step, "step") + " of it, saved before that."]
+
+
+def _changed_processes(facts: CardFacts) -> list[Line]:
+    """A training that went on with other processes is not bitwise what it would have been."""
+    notes: list[Line] = []
+    for stage in ("sft", "grpo"):
+        report, path = facts.reports.get(stage, {}), f"reports.{stage}"
+        parts: list[Line] = []
+        for i, part in enumerate(report.get("resumed_on") or ()):
+            if part.get("ranks") is None or part.get("up_to_step") is None:
+                continue
+            at = f"{path}.resumed_on.{i}"
+            text = Line("up to step ") + number(part["up_to_step"], f"{at}.up_to_step") + " on "
+            parts.append(text + _processes(part, at))
+        if parts:
+            text = Line(f"{stage.upper()} was resumed on other processes: ") + joined(parts)
+            text = text + ", then on " + _processes(report, path)
+            notes.append(text + "; sums were taken in another order from there on.")
+    return notes
+
+
+def _processes(part: Mapping[str, Any], path: str) -> Line:
+    engine = quoted(str(part.get("engine", UNKNOWN)), f"{path}.engine")
+    return counted(part["ranks"], f"{path}.ranks", "process", "processes") + " (" + engine + ")"
 
 
 def _left(facts: CardFacts, place: int) -> Line:

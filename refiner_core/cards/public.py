@@ -30,16 +30,17 @@ SHOWN_EXECUTION = (
 )
 #: What a card reads of each stage's report. Reports say more, and some of it names machines.
 _OF_ROWS = ("read", "kept", "dropped", "digest", "modes")
+_PROCESSES = ("ranks", "engine", "resumed_on")
 SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
     "data": (*(f"{which}.{key}" for which in ("rl", "sft") for key in _OF_ROWS), "split"),
     "sft": (
         *("steps", "epochs", "demonstrations", "tokens", "loss_tokens"),
-        *("train_loss", "validation_loss"),
+        *("train_loss", "validation_loss", *_PROCESSES),
     ),
     "grpo": (
         *("steps", "episodes", "tokens", "prompts", "counts", "curves"),
         *(f"judge.{key}" for key in ("asked", "calls", "stored", "shared", "failed")),
-        *("judge.prompt_tokens", "judge.completion_tokens"),
+        *("judge.prompt_tokens", "judge.completion_tokens", *_PROCESSES),
     ),
     "command": ("steps", "final", "source", "adopted", "base_model"),
 }

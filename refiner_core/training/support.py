@@ -8,14 +8,10 @@ whether a GPU is there is known where the model is loaded
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from typing import Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
-
-_COMPILERS = ("c++", "g++", "clang++")
 
 
 def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
@@ -25,8 +21,7 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
     Raises
     ------
     UnsupportedError
-        Names the field: ``*.deepspeed_stage`` without DeepSpeed, ``*.offload_optimizer`` without a
-        compiler for its optimiser on the CPU.
+        Names the field: ``*.deepspeed_stage`` without DeepSpeed.
     """
     checked = config.stages if config.dispatch.executor == "local" else ()
     if stage is not None:
@@ -41,15 +36,3 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
                 expected="DeepSpeed beside refiner, as it is installed with it",
                 fix=f"install deepspeed, or set {name}.deepspeed_stage=null",
             )
-        if section.offload_optimizer and not _has_compiler():
-            raise UnsupportedError(
-                f"{name}.offload_optimizer is true, and there is no C++ compiler here: DeepSpeed "
-                "builds its optimiser for the CPU when it is first used",
-                expected=f"one of {', '.join(_COMPILERS)} on PATH, or CXX",
-                fix=f"install a compiler, or set {name}.offload_optimizer=false",
-            )
-
-
-def _has_compiler() -> bool:
-    named = os.environ.get("CXX", "").split()
-    return any(shutil.which(name) for name in (*named[:1], *_COMPILERS))

@@ -50,6 +50,21 @@ def test_the_hubs_own_client_reads_the_results_with_their_n_and_interval() -> No
     assert data.datasets == ["somebody/demonstrations", "somebody/prompts"]
 
 
+def test_a_training_that_went_on_with_other_processes_says_so() -> None:
+    facts = full_facts()
+    two = {"ranks": 2, "nodes": 1, "engine": "DeepSpeed ZeRO-3", "attempt": 1, "up_to_step": 20}
+    report = {**facts.reports["grpo"], "ranks": 1, "engine": "torch", "resumed_on": [two]}
+    card = build_card(replace(facts, reports={**facts.reports, "grpo": report}))
+    assert (
+        "GRPO was resumed on other processes: up to step 20 on 2 processes (DeepSpeed ZeRO-3), "
+        "then on 1 process (torch)"
+    ) in card
+    assert lint_card(card) == []
+    same = {**report, "resumed_on": []}
+    card = build_card(replace(facts, reports={**facts.reports, "grpo": same}))
+    assert "other processes" not in card
+
+
 # ---------------------------------------------------------------- steps of one run
 
 

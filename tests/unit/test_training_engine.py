@@ -56,18 +56,6 @@ def test_a_machine_without_deepspeed_refuses_it_by_the_field(monkeypatch):
         refuse_unsupported(elsewhere, "sft")
 
 
-def test_offloading_without_a_compiler_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    refuse_unsupported(sharded())
-    with pytest.raises(UnsupportedError, match=r"sft\.offload_optimizer.*compiler"):
-        refuse_unsupported(sharded(offload_optimizer=True))
-    compiler = tmp_path / "g++"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    refuse_unsupported(sharded(offload_optimizer=True))
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="no CUDA"):
