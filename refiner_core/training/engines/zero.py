@@ -89,8 +89,7 @@ def open_zero_engine(
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()
-    # It prints how much memory the machine has, and more.
-    with redirect_stdout(said), _numbered_as(device):
+    with redirect_stdout(said):  # it prints how much memory the machine has, and more
         wrapped, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )
@@ -304,6 +303,10 @@ def _without_hooks(module: Any) -> Iterator[None]:
 def _import_deepspeed(device: Any) -> Any:
     """The package, quiet, and told which kind of device it is for."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
+    # It takes the GPU of this number, also where a rank sees its own only: when it is opened, and
+    # again at the first steps under ZeRO-3.
+    number = os.environ.get("LOCAL_RANK", "0") if device.index is None else str(device.index)
+    os.environ["LOCAL_RANK"] = number
     # It calls what this torch has renamed, at every gather.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     try:
@@ -318,20 +321,6 @@ def _import_deepspeed(device: Any) -> Any:
     # On a CPU it would compile an all-reduce of its own first, which not every CPU can run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-@contextmanager
-def _numbered_as(device: Any) -> Iterator[None]:
-    """DeepSpeed takes the GPU with the number LOCAL_RANK, also where a rank sees its own only."""
-    kept = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = kept or "0" if device.index is None else str(device.index)
-    try:
-        yield
-    finally:
-        if kept is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = kept
 
 
 def _join_process_group(device: Any) -> None:

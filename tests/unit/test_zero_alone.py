@@ -1,0 +1,44 @@
+"""ZeRO-3 in a process that nobody has launched with others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.tiny_training import save_tiny_model
+
+_TWO_STEPS = """
+import sys
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.packing import Sample, build_pack, collate
+from tests.support.tiny_training import recipe
+
+config = recipe(
+    model={"dtype": "float32"}, sft={"deepspeed_stage": 3, "optimizer": "adamw"}
+)
+engine = open_engine(config, "sft", sys.argv[1])
+batch = collate([build_pack([[Sample((), tuple(range(3, 12)), (True,) * 9)]])])
+norms = []
+for _ in range(2):
+    engine.backward(-engine.score(batch).logprob_T.sum() / 8)
+    norms.append(engine.step(1.0))
+assert 0 < norms[1] < norms[0], norms
+print("trained")
+"""
+
+
+def test_zero_3_trains_where_torchrun_has_set_nothing(tmp_path: Path) -> None:
+    """DeepSpeed asks the environment for a rank at its first steps, long after it was opened."""
+    model = save_tiny_model(tmp_path / "model")
+    around = {n: v for n, v in os.environ.items() if n not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_STEPS, str(model)],
+        env=around | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained" in done.stdout
