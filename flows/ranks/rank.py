@@ -136,7 +136,7 @@ def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[
     return open_vllm(
         work.config,
         engine.tokenizer,
-        work.workspace.layout.attempt(work.stage_id, work.attempt).control,
+        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
         should_stop=work.io.should_stop,
         tell=tell,
     )

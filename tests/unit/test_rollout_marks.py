@@ -1,0 +1,32 @@
+"""What marks the rollout servers of a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows.ranks import rank
+from infra.rollouts import opening
+from infra.workspace import Workspace
+
+
+def test_the_next_attempt_knows_the_servers_that_the_one_before_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold GPUs; a mark of each attempt's own would let them stay."""
+    folders: list[Path] = []
+    monkeypatch.setattr(
+        opening, "open_vllm", lambda config, tokenizer, workdir, **_: folders.append(workdir)
+    )
+    work: Any = SimpleNamespace(
+        config=None, io=SimpleNamespace(should_stop=bool), stage_id="grpo-1",
+        workspace=Workspace.open(tmp_path),
+    )  # fmt: skip
+    for work.attempt in (1, 2):
+        rank._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    work.stage_id = "grpo-2"
+    rank._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    assert folders[0] == folders[1] != folders[2]
