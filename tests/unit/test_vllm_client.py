@@ -202,6 +202,22 @@ def test_a_server_that_says_that_it_is_full_is_waited_for(folder: Path) -> None:
     assert fleet.revived == []
 
 
+def test_a_full_server_that_others_have_relieved_of_its_work_is_not_taken_for_hung(
+    folder: Path,
+) -> None:
+    with served(folder, *USUAL, "--max-num-queued-reqs", "0") as full, served(folder) as slow:
+        answer, places = slow.state.complete, iter(range(100))
+
+        def late(body: dict[str, Any]) -> Any:
+            time.sleep(0.25 * next(places))  # one answer after the other, for longer than silence_s
+            return answer(body)
+
+        slow.state.complete = late  # type: ignore[method-assign]
+        fleet = Fixed(full, slow)
+        assert len(generator(fleet, silence_s=1.5).generate(requests(), PLAIN)) == 12
+    assert fleet.revived == []
+
+
 def test_a_connection_that_is_lost_now_and_then_is_no_reason_to_replace_a_server(
     folder: Path,
 ) -> None:

@@ -242,6 +242,7 @@ class _Call:
             while lane.up and now >= lane.held_until and len(lane.flying) < self._in_flight:
                 index = self._shares.take(lane)
                 if index is None:
+                    lane.held_until = 0.0  # nothing is left that it could be waited for with
                     break
                 if not lane.flying and not lane.held_until:
                     lane.heard_at = now
