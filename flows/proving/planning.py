@@ -15,6 +15,7 @@ from flows.calls import check_supported, make_recipe_plan
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.placement import placement_of
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.proofs import How
 
@@ -71,6 +72,8 @@ class OneStage:
     overrides: tuple[str, ...]  # of both runs, behind the caller's
     points: tuple[Point, ...]
     tolerance: float
+    processes: int  # per node
+    resumed_on: int | None  # processes per node after the first interruption, where other ones
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,12 @@ def _one(
     full, stage = (next(s for s in plan.stages if s.kind == kind) for plan in (whole, short))
     save_freq = int(getattr(short.config, kind).save_freq)
     points = draw_points(kind, asked, save_freq)
-    tolerance = _tolerance(asked, short.config, kind)
-    return OneStage(kind, full, stage, overrides, points, tolerance)
+    processes = placement_of(short.config, kind).nproc_per_node
+    other = asked.resume_processes if asked.resume_processes != processes else None
+    if other is not None:  # refused now, not when half of the work is done
+        make_recipe_plan(asked.recipe, (*overrides, f"{kind}.nproc_per_node={other}"))
+    tolerance = _tolerance(asked, short.config, kind, other is not None)
+    return OneStage(kind, full, stage, overrides, points, tolerance, processes, other)
 
 
 def draw_points(kind: Trained, asked: Asked, save_freq: int) -> tuple[Point, ...]:
@@ -213,9 +220,8 @@ def draw_points(kind: Trained, asked: Asked, save_freq: int) -> tuple[Point, ...
     return tuple(sorted(points, key=lambda p: p.step))
 
 
-def _tolerance(asked: Asked, config: RecipeConfig, kind: Trained) -> float:
+def _tolerance(asked: Asked, config: RecipeConfig, kind: Trained, other: bool) -> float:
     if asked.tolerance is not None:
         return asked.tolerance
-    other = asked.resume_processes not in (None, asked.processes)
     gpus = getattr(config, kind).resources.gpus
     return TOLERANCES.get(config.model.dtype, 0.01) if other or gpus else 0.0

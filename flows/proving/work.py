@@ -79,7 +79,7 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
     room = straight.beside(f"interrupted-{one.kind}", done)
     made = _interrupted(plans, one, room, tell)
     tell(f"comparing {one.kind}")
-    same = asked.resume_processes in (None, asked.processes)
+    same = one.resumed_on is None
     comparisons = compare(
         Trained(straight.workspace, one.short.id),
         Trained(room.workspace, one.short.id),
@@ -101,8 +101,8 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
         interruptions=tuple(made),
         comparisons=tuple(comparisons),
         tolerance=one.tolerance,
-        processes=asked.processes,
-        resume_processes=asked.resume_processes,
+        processes=asked.processes if same else one.processes,
+        resume_processes=one.resumed_on,
         provenance={
             "host": host(),
             "versions": versions(),
@@ -140,11 +140,11 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
             interrupter.leave()
         return interrupter.finished()
 
-    if asked.resume_processes in (None, asked.processes):
+    if one.resumed_on is None:
         made = run(slice(None))
     else:
         made = run(slice(1), "dispatch.retries.killed=0", expect_end=True)
-        resumed = f"{one.kind}.nproc_per_node={asked.resume_processes}"
+        resumed = f"{one.kind}.nproc_per_node={one.resumed_on}"
         made += run(slice(1, None), resumed)
     made = as_they_were(room.workspace, one.short.id, made)
     if not made:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from flows.proving import plan_proofs
 from flows.proving.interrupting import as_they_were
 from flows.proving.planning import PHASES, Asked, Trained, draw_points
 from flows.proving.text import exit_code, proof_lines, proofs_json
@@ -350,17 +351,34 @@ def test_a_verdict_that_does_not_follow_is_found(change: dict[str, Any], says: s
 
 
 def test_impossible_options_are_refused_before_anything_runs() -> None:
-    from flows.proving import plan_proofs
-
     for asked, says in (
         (Asked("tiny", steps=1), "--steps"),
         (Asked("tiny", interruptions=0), "--interruptions"),
         (Asked("tiny", resume_processes=0), "--resume-processes"),
+        (Asked("tiny-zero3", stage="sft", resume_processes=3), "2 packs .* for 3 processes"),
+        (Asked("tiny-zero3", stage="grpo", resume_processes=99), "cannot give 99 processes"),
         (Asked("tiny", tolerance=math.nan), "--tolerance"),
         (Asked("tiny", ("stages=[data,sft]",), stage="grpo"), "no stage grpo"),
     ):
         with pytest.raises(ConfigurationError, match=says):
             plan_proofs(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "processes", "other"),
+    [
+        (Asked("tiny-zero3", stage="sft", resume_processes=1), 2, 1),
+        (Asked("tiny-zero3", stage="sft", resume_processes=2), 2, None),
+        (Asked("tiny-zero3", stage="sft", processes=1, resume_processes=2), 1, 2),
+        (Asked("tiny", stage="grpo", resume_processes=1), 1, None),
+    ],
+)
+def test_the_recipes_own_number_of_processes_is_no_other_one(
+    asked: Asked, processes: int, other: int | None
+) -> None:
+    [one] = plan_proofs(asked).stages
+    assert (one.processes, one.resumed_on) == (processes, other)
+    assert one.tolerance == (0.0 if other is None else 0.01)
 
 
 def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
