@@ -180,6 +180,8 @@ def _what(stage: StageHistory, attempt: Attempt, outcome: Outcome) -> str:
         what = said if outcome.failure == "disk_full" else f"{what}: {said}"
     elif outcome.failure == "bug" and outcome.message:
         what = f"bug: {first_line(outcome.message)}"
+    elif outcome.failure == "killed" and "was ended by" in outcome.message:  # a rank's, not ours
+        what = f"killed: {first_line(outcome.message).partition('. Expected')[0].rstrip('.')}"
     where = _where(stage, attempt, outcome)
     return " ".join(filter(None, [what, where, f"on {attempt.node}" if attempt.node else ""]))
 

@@ -138,7 +138,7 @@ def cells(stage: StageStatus) -> tuple[str, ...]:
 def _progress(stage: StageStatus) -> str:
     if stage.state in ("done", "waiting", "blocked", "idle") or stage.step is None:
         return ""
-    count = f"{stage.step}/{stage.total}" if stage.total else str(stage.step)
+    count = f"{stage.step}/{stage.total}" if stage.total else str(stage.step or "")
     return ", ".join(filter(None, [f"{stage.phase} {count}".strip(), stage.metric]))
 
 

@@ -129,7 +129,8 @@ class ProofConsole:
             elif view.state == "running" and time.monotonic() - self._said_at > _STILL_S:
                 told = view.progress
                 if told is not None:
-                    self._say(f"{view.name}: step {told.done} of {told.total}, {told.phase}")
+                    step = f"step {told.done} of {told.total}, " if told.total else ""
+                    self._say(f"{view.name}: {step}{told.phase}")
 
     def note(self, message: str) -> None:
         """Say something in between: that it is being stopped."""

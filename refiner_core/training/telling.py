@@ -56,11 +56,11 @@ class Clock:
     def metrics(self, tokens: int, *, beside: float | None = None) -> dict[str, float]:
         """``time/PART_s``, ``time/step_s``, ``time/idle_s`` (the step without its parts) and the
         throughput. ``beside``: what sampling took in a thread; ``time/wait_s`` is then what the
-        step waited for it."""
+        step waited for it. A batch that was sampled during a save is no faster for it."""
         total = time.perf_counter() - self._started
         parts = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
         idle = max(0.0, total - sum(self._parts.values()))
         if beside is not None:
             parts["time/generate_s"] = parts.get("time/generate_s", 0.0) + beside
         out = {**parts, "time/idle_s": idle, "time/step_s": total}
-        return {**out, "tokens_per_second": tokens / total}
+        return {**out, "tokens_per_second": tokens / max(total, beside or 0.0)}

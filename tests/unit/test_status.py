@@ -104,6 +104,8 @@ def test_a_row_reads_like_a_sentence() -> None:
     )
     assert cells(row) == ("grpo", "running", "17 on n3", "2", "train 60/110, reward 0.41",
                           "10 min 00 s", "")  # fmt: skip
+    begins = replace(row, phase="starting ranks", step=0, total=0, metric="", eta_s=None)
+    assert cells(begins)[4] == "starting ranks"
 
 
 class Silent:

@@ -396,6 +396,12 @@ def test_every_part_of_the_reward_is_logged_under_its_name(run):
     assert {"val/claims_per_answer", "val/uncited_per_answer"} <= row.keys()
 
 
+def test_tokens_that_were_sampled_during_a_save_are_not_counted_as_free() -> None:
+    from refiner_core.training.telling import Clock
+
+    assert Clock().metrics(100, beside=50.0)["tokens_per_second"] == pytest.approx(2.0)
+
+
 def test_a_long_step_says_how_far_it_is(run, monkeypatch):
     """Minutes without a sign of life are taken for a hang."""
     from refiner_core.training import telling
