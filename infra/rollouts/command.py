@@ -22,6 +22,8 @@ from refiner_core.generation.vllm.wire import MODEL
 EXTENSION = "refiner_vllm_extension.CompleteReload"
 #: How long a server that is asked to end goes on with what it has, seconds.
 SHUTDOWN_S = 5
+#: Tokens that a server without GPUs takes in one pass.
+_CPU_BATCHED_TOKENS = 4096
 #: Settings of the launcher of our training processes, which are no business of a server's.
 _RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -71,6 +73,11 @@ def rollout_server_text(
     words += ["--logprobs-mode", "processed_logprobs"]
     words += ["--dtype", config.model.dtype, "--max-model-len", str(grpo.max_token_length)]
     words += ["--max-num-seqs", str(grpo.generation_batch_size), "--seed", str(config.seed)]
+    if not grpo.resources.gpus:
+        # A prompt that is read in pieces makes vLLM take back a seeded draw, which its generators
+        # on the CPU cannot (0.32: "CPU Generator does not use offset"), and the engine dies.
+        tokens = max(_CPU_BATCHED_TOKENS, grpo.max_token_length)
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
     if grpo.vllm_tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(grpo.vllm_tensor_parallel_size)]
     words += ["--worker-extension-cls", EXTENSION]

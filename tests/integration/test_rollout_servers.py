@@ -32,6 +32,7 @@ from infra.rollouts.memory import (
 )
 from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.services.command import Listening
+from infra.stage_io import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -39,10 +40,11 @@ from refiner_core.contract.errors import (
     KilledError,
     StageFailed,
 )
+from refiner_core.contract.resources import Resources
 from refiner_core.contract.training_config import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
-from tests.support.command import wait_until
+from tests.support.command import Stage, start, wait_until
 from tests.support.require import require
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
 from tests.support.vllm_server import shim
@@ -327,16 +329,55 @@ def test_a_folder_that_cannot_hold_weights_is_refused(tmp_path: Path) -> None:
         pass
 
 
+# ---------------------------------------------------------------- a whole run
+
+
+def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
+    tmp_path: Path, small: tuple[str, ...]
+) -> None:
+    workspace = tmp_path / "runs"
+    before = set(Path("/dev/shm").iterdir())
+    process = start(
+        *("run", "tiny", f"workspace={workspace}", "--no-server", *small, "stages=[data,grpo]"),
+        *("grpo.generation_backend=vllm", "grpo.async_steps=1", "grpo.num_training_steps=4"),
+        f"grpo.rollout_server.setup=['export PATH={shim(tmp_path / 'bin')}:$PATH']",
+    )
+    stage = Stage(workspace, "grpo")
+    try:
+        wait_until(lambda: stage.steps()[1:], "the second step")
+        [server] = serving(stage.folder)
+        server.kill()
+        _, errors = process.communicate(timeout=200)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    assert process.returncode == 0, errors
+    assert len(stage.attempts) == 1, "a server that dies ends no attempt"
+    log = (stage.attempts[0] / "log.txt").read_text()
+    assert "is replaced" in log
+    lines = read_metrics(stage.attempts[0] / "metrics.jsonl")
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    assert [line.metrics["val/policy_age"] for line in lines] == [0, 1, 1, 1]
+    moved = [line.metrics["optimizer_steps"] for line in lines]
+    assert sum(moved) > 0, "no weights had to be sent"
+    # One step older, on servers of another writing: near, and not the same.
+    assert all(line.metrics.get("val/sampler_logprob_gap", 0) < 0.5 for line in lines)
+    assert not marked(stage.folder)
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "refiner" in path.name}
+
+
 # ---------------------------------------------------------------- what is started
 
 
 def test_a_server_is_told_all_that_decides_a_sample(tmp_path: Path) -> None:
+    cpu = rollout_server_text(config(), Listening("127.0.0.1", 8123), tmp_path / "w")
+    assert "--no-enable-chunked-prefill --max-num-batched-tokens 4096 " in cpu
     settings = config(
         python="/opt/vllm/bin/python",
         setup=("module load cuda",),
         container="apptainer exec --nv vllm.sif",
         args=("--gpu-memory-utilization 0.8", "--dtype half"),
-        grpo={"vllm_tensor_parallel_size": 2},
+        grpo={"vllm_tensor_parallel_size": 2, "resources": Resources(gpus=4)},
     )
     text = rollout_server_text(settings, Listening("127.0.0.1", 8123), tmp_path / "w", "nccl")
     lines = text.splitlines()

@@ -7,7 +7,9 @@ routes that change weights exist in dev mode alone and ask for no key; a pause g
 under way unless told otherwise, and a paused server answers nobody; a full queue is a 503;
 ``generation_config.json`` fills in what a request does not say unless ``--generation-config vllm``;
 log-probabilities are raw unless ``--logprobs-mode processed_logprobs``; a failed reload leaves
-garbage and a healthy /health. What the model does by itself is in :mod:`tests.support.vllm_engine`.
+garbage and a healthy /health; without a GPU, prompts with seeds that do not fit into one pass end
+the engine unless prompts are read whole. What the model does by itself is in
+:mod:`tests.support.vllm_engine`.
 
 ``POST /control`` is for tests: ``{"hang": true}`` answers nobody any more, ``{"die_after": n}``
 kills the process at the n-th completion from now, ``{"lose": n}`` drops as many connections,
@@ -53,6 +55,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("port", "max-model-len", "max-num-seqs", "seed", "tensor-parallel-size"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--max-num-queued-reqs", type=int)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--no-enable-chunked-prefill", action="store_true")
     parser.add_argument("--shutdown-timeout", type=int, default=0)
     for name in ("enforce-eager", "disable-uvicorn-access-log"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -74,7 +78,8 @@ class State:
             self.stop_ids |= set(eos if isinstance(eos, list) else [eos])
         self.version = "default"
         self.changed = threading.Condition()
-        self.paused, self.pauses, self.unfinished = False, 0, 0
+        self.paused, self.pauses, self.unfinished, self.prompt_tokens = False, 0, 0, 0
+        self.reads_whole_prompts = args.no_enable_chunked_prefill
         self.over = False
         self.control: dict[str, Any] = {}
         self.log: list[tuple[str, Any]] = []
@@ -99,6 +104,10 @@ class State:
             if limit is not None and self.unfinished + count * len(prompts) > limit:
                 return 503, {"error": {"message": "The engine is currently busy"}}
             self.unfinished += count * len(prompts)
+            self.prompt_tokens += sum(map(len, prompts))
+            in_pieces = self.prompt_tokens > self.args.max_num_batched_tokens
+            if in_pieces and body.get("seed") is not None and not self.reads_whole_prompts:
+                os.kill(os.getpid(), signal.SIGKILL)  # CPU Generator does not use offset
         try:
             choices = []
             for prompt in prompts:
@@ -111,6 +120,7 @@ class State:
         finally:
             with self.changed:
                 self.unfinished -= count * len(prompts)
+                self.prompt_tokens -= sum(map(len, prompts))
                 self.changed.notify_all()
         return 200, {"model": body["model"], "choices": choices}
 
