@@ -45,6 +45,8 @@ prove: setup  ## the long proofs: does it learn, come back, in any weather; do i
 	$(BIN)/python -m tests.prove.step100
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
+	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6
+	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6 --stage grpo grpo.async_steps=1
 
 bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench
