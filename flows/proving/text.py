@@ -22,8 +22,8 @@ def plan_lines(plans: Plans) -> list[str]:
     names = " and ".join(s.kind for s in plans.stages)
     changed = ", ".join(f"{path}={_plain(value)}" for path, value in plans.changed.items())
     lines = [
-        f"Proving that {names} of {asked.recipe} resume exactly: {asked.steps} steps straight, and "
-        f"once more interrupted {asked.interruptions} times (seed {asked.seed}).",
+        f"Proving exact resume of {names} of {asked.recipe}: {asked.steps} steps straight, and "
+        f"once more with interruptions: {asked.interruptions} (seed {asked.seed}).",
         f"Changed for it: {changed}",
     ]
     if plans.given:

@@ -43,6 +43,8 @@ def training_notes(config: RecipeConfig) -> list[str]:
         if stage not in config.stages:
             continue
         section, found = getattr(config, stage), placement_of(config, stage)
+        if stage == "sft":
+            notes += _idle_checks(config)
         threads = found.nproc_per_node * config.model.cpu_threads
         if section.deepspeed_stage and found.world == 1:
             notes.append(
@@ -64,6 +66,21 @@ def training_notes(config: RecipeConfig) -> list[str]:
                 f"{found.servers} rollout servers on the first."
             )
     return notes
+
+
+#: Checks of samples and rewards, which SFT has not.
+_GRPO_ALONE = ("entropy_collapse", "zero_reward_variance", "length_explosion", "kl_blow_up")
+
+
+def _idle_checks(config: RecipeConfig) -> list[str]:
+    """Health checks that somebody counts on, and that never look at anything."""
+    policies = ((name, getattr(config.sft.health, name)) for name in _GRPO_ALONE)
+    return [
+        f"sft.health.{name} is {policy}, and SFT has nothing that it looks at: it stops and skips "
+        f"nothing; grpo.health.{name} does."
+        for name, policy in policies
+        if policy in ("skip", "stop")
+    ]
 
 
 # ---------------------------------------------------------------- both stages

@@ -210,6 +210,10 @@ def test_what_is_hardly_meant_is_said() -> None:
         tiny({"grpo.resources.gpus": 8, "grpo.resources.nodes": 2, "grpo.nproc_per_node": 3})
     )
     assert "10 of the 16 GPUs of grpo stay idle" in idle
+    [blind] = training_notes(tiny({"sft.health.kl_blow_up": "stop"}))
+    assert "sft.health.kl_blow_up is stop" in blind
+    assert "grpo.health.kl_blow_up does" in blind
+    assert not training_notes(tiny({"sft.health.loss_spike": "stop"}))
 
 
 def placed(fields: dict[str, Any], stage: Any = "grpo") -> Placement:
