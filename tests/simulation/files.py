@@ -28,7 +28,7 @@ import infra.attempt
 import infra.disk.room
 import infra.room_keeping
 import infra.workspace
-from infra import atomic, heartbeat, processes, signals
+from infra import atomic, checkpoints, heartbeat, processes, signals
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
@@ -145,6 +145,11 @@ def _file_operations(put: Put, world: World, disk: Disk, watcher: Watcher) -> No
         return real_read(path)
 
     real_read = atomic.read_json
+    def hash_of(path: Path) -> str:
+        """Checkpoints of this world are holes of many GB: their size is all there is to them."""
+        return f"{path.stat().st_size:064x}"
+
+    put(checkpoints, "hash_of", hash_of)
     put(atomic, "_write_new", write_new)
     put(atomic, "read_json", read_json)
     put(os, "link", seen("link", os.link, second))
