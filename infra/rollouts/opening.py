@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.foreign.process import kill_leftovers
 from infra.ranks.gpus import visible
 from infra.rollouts.command import Place
 from infra.rollouts.memory import memory_folder
@@ -28,6 +29,9 @@ from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.transfer import open_transfer
 
 log = logging.getLogger(__name__)
+
+#: Below a stage's folder: what its servers are marked with, a number for each.
+MARK_NAME = "rollout-servers"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def open_vllm(
     gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
     way = weight_transfer(config, len(gpus))
     transfer = None if way == "reload" else open_transfer(way, server.start_timeout_s)
+    kill_leftovers(workdir / MARK_NAME)
     with memory_folder(Path(server.weights_dir)) as folder:
         shutil.copytree(Path(extension.__file__).parent, folder / "extension")
         key = secrets.token_urlsafe(32)
@@ -95,11 +100,11 @@ def open_vllm(
             Place(
                 gpus=visible(numbers) if numbers else "",
                 extension=folder / "extension",
-                mark=workdir / "rollout-servers",
+                mark=workdir / MARK_NAME / str(index),
                 transfer=None if way == "reload" else way,
                 key=key,
             )
-            for numbers in gpus
+            for index, numbers in enumerate(gpus)
         ]
         servers = LocalRolloutServers(config, places, folder, should_stop=should_stop, tell=tell)
         weights = WeightSync(

@@ -75,9 +75,7 @@ class LocalRolloutServers:
         self._telling = threading.Lock()
 
     def start(self, weights: Path) -> list[Endpoint]:
-        """Start all of them side by side; what an earlier attempt has left is ended before."""
-        for mark in {place.mark for place in self._places}:
-            kill_leftovers(mark)
+        """Start all of them side by side."""
         self._running = [self._process(index) for index in range(len(self._places))]
         with ThreadPoolExecutor(len(self._places)) as pool:
             starts = [
@@ -142,6 +140,7 @@ class LocalRolloutServers:
         """End one, and give back the shared memory that it does not give back itself."""
         self._note_memory(index)
         self._running[index].stop(grace_s)
+        kill_leftovers(self._places[index].mark)  # whoever minded it may have been killed with it
         for path in self._shared.pop(index, ()):
             path.unlink(missing_ok=True)
 

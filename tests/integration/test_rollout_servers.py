@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from infra.foreign.calling import MARK
+from infra.foreign.process import mark_of
 from infra.ranks.gpus import JOB_GPUS
 from infra.rollouts.command import EXTENSION, Place, rollout_environment, rollout_server_text
 from infra.rollouts.memory import (
@@ -96,7 +96,7 @@ def marked(workdir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            of = process.environ().get(MARK, "")
+            of = mark_of(process) or ""
             if of.startswith(str(workdir)) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.failures import classify
-from infra.foreign.calling import Call, command_text, environment
+from infra.foreign.calling import MARK, Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
     find_checkpoints,
@@ -27,7 +28,7 @@ from infra.foreign.checkpoints import (
 )
 from infra.foreign.endings import Ending, error_of
 from infra.foreign.exports import find_export, make_model, require_whole
-from infra.foreign.process import TrainerProcess
+from infra.foreign.process import TrainerProcess, kill_leftovers
 from infra.foreign.reading import LineReader
 from infra.foreign.sightings import choose, sight
 from infra.foreign.weights import damage
@@ -362,3 +363,37 @@ def test_a_folder_that_is_a_checkpoint_itself_has_the_step_that_its_trainer_note
     empty.mkdir()
     with pytest.raises(ConfigurationError, match="looks like a checkpoint"):
         sight(empty)
+
+
+#: What `setproctitle` leaves of a process's environment: zeros at its beginning, then the rest.
+_RENAMES_ITSELF = """
+import sys, time
+fields = open("/proc/self/stat").read().rsplit(")", 1)[1].split()
+start, end = int(fields[47]), int(fields[48])
+with open("/proc/self/mem", "r+b", buffering=0) as memory:
+    memory.seek(start)
+    memory.write(bytes(64))
+print("renamed", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
+def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: Path) -> None:
+    """vLLM's engines do; one that was left would hold its GPU for ever."""
+    first = {"AAAA_FIRST": "x" * 100}  # what is written over
+    process = subprocess.Popen(
+        [sys.executable, "-c", _RENAMES_ITSELF],
+        env={**first, "PATH": os.environ["PATH"], MARK: str(tmp_path / "servers" / "0")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "renamed\n"
+        assert kill_leftovers(tmp_path / "serve") == 0, "another folder whose name begins alike"
+        assert kill_leftovers(tmp_path / "servers") == 1
+        assert process.wait(10) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.communicate()
