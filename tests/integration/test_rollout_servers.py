@@ -363,7 +363,8 @@ def test_a_run_samples_from_its_own_server_which_is_killed_in_between(
     # One step older, on servers of another writing: near, and not the same.
     assert all(line.metrics.get("val/sampler_logprob_gap", 0) < 0.5 for line in lines)
     assert not marked(stage.folder)
-    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "refiner" in path.name}
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not {name for name in left if name.startswith("refiner-rollouts")}
 
 
 # ---------------------------------------------------------------- what is started
@@ -482,7 +483,12 @@ def test_vllm_itself_samples_syncs_and_comes_back(
     print(figures)
     assert marked(work) == []
     assert list(memory.iterdir()) == []
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if _of_vllm(path)}
+
+
+def _of_vllm(path: Path) -> bool:
+    """Shared memory that it may have left; other tests have some of their own meanwhile."""
+    return not path.name.startswith("refiner-simulation")
 
 
 def _check_samples(
