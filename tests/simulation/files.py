@@ -145,6 +145,7 @@ def _file_operations(put: Put, world: World, disk: Disk, watcher: Watcher) -> No
         return real_read(path)
 
     real_read = atomic.read_json
+
     def hash_of(path: Path) -> str:
         """Checkpoints of this world are holes of many GB: their size is all there is to them."""
         return f"{path.stat().st_size:064x}"
