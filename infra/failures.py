@@ -22,6 +22,7 @@ from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
+    EnvironmentOutage,
     HealthStop,
     HubOutage,
     HubRefused,
@@ -112,6 +113,12 @@ CLASSES: dict[FailureClass, ClassRule] = {
     "judge_outage": ClassRule(
         "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
     ),
+    "environment_outage": ClassRule(
+        "pause, then resume",
+        7,
+        "interrupted",
+        "EnvironmentOutage: tools or the user failed in too many episodes",
+    ),
     "hub_outage": ClassRule(
         "pause, then resume",
         7,
@@ -139,6 +146,7 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (NoSpaceError, "disk_full"),
     (Interrupted, "interrupted"),
     (JudgeOutage, "judge_outage"),
+    (EnvironmentOutage, "environment_outage"),
     (HubOutage, "hub_outage"),
     (HubRefused, "hub_refused"),
     (LaunchError, "launch_failure"),

@@ -20,16 +20,21 @@ from urllib.parse import urlsplit
 from refiner_core.contract.command_checks import check_command
 from refiner_core.contract.config import (
     DataConfig,
+    EnvironmentConfig,
     EvaluateConfig,
     JudgeConfig,
     RecipeConfig,
     RetryConfig,
     RewardConfig,
 )
+from refiner_core.contract.environment_checks import check_environment
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
+from refiner_core.contract.sample_checks import check_sampling
+from refiner_core.contract.services import asks_judge
 from refiner_core.contract.services import serves as serves
 from refiner_core.contract.training_checks import check_training
 
@@ -48,6 +53,8 @@ _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Sections of jobs.
+_WITH_RESOURCES = (*("data", "sft", "sample", "rft", "grpo"), *("command", "publish", "evaluate"))
 _AT_LEAST_ONE = (
     "data.max_prompt_token_length",
     "data.synthetic_sft_rows",
@@ -58,6 +65,17 @@ _AT_LEAST_ONE = (
     "sft.eval_freq",
     "sft.save_freq",
     "sft.keep",
+    "sample.attempts",
+    "sample.max_kept",
+    "sample.generation_batch_size",
+    "sample.save_freq",
+    "sample.keep",
+    "rft.pack_length",
+    "rft.per_device_train_batch_size",
+    "rft.gradient_accumulation_steps",
+    "rft.eval_freq",
+    "rft.save_freq",
+    "rft.keep",
     "grpo.num_training_steps",
     "grpo.num_unique_prompts_rollout",
     "grpo.response_length",
@@ -84,16 +102,16 @@ _AT_LEAST_ONE = (
     "data.max_sft_rows",
     "data.max_rl_rows",
     "sft.max_train_steps",
-    "sft.first_save",
-    "grpo.first_save",
-    "sft.nproc_per_node",
-    "grpo.nproc_per_node",
-    "sft.health.patience",
-    "grpo.health.patience",
+    "rft.max_train_steps",
+    *(
+        f"{stage}.{name}"
+        for stage in STAGES
+        for name in ("first_save", "nproc_per_node", "health.patience")
+    ),
     "evaluate.max_prompts",
     *(
         f"{stage}.resources.{name}"
-        for stage in ("data", "sft", "grpo", "command", "publish", "evaluate", "judge")
+        for stage in (*_WITH_RESOURCES, "judge")
         for name in ("nodes", "cpus", "memory_gb", "time_limit_min")
     ),
 )
@@ -101,6 +119,12 @@ _NOT_NEGATIVE = (
     "sft.learning_rate",
     "sft.muon_learning_rate",
     "sft.weight_decay",
+    "sample.temperature",
+    "sample.top_k",
+    "sample.min_partial",
+    "rft.learning_rate",
+    "rft.muon_learning_rate",
+    "rft.weight_decay",
     "grpo.learning_rate",
     "grpo.weight_decay",
     "grpo.temperature",
@@ -110,9 +134,9 @@ _NOT_NEGATIVE = (
     "grpo.truncated_importance_sampling_ratio_cap",
     "grpo.async_steps",
     "grpo.rollout_server.max_restarts",
-    "sft.health.min_entropy",
-    "grpo.health.min_entropy",
+    *(f"{stage}.health.min_entropy" for stage in STAGES),
     "evaluate.temperature",
+    "evaluate.top_k",
     "judge.temperature",
     "judge.cache_gb",
     "judge.outage_patience_s",
@@ -125,21 +149,19 @@ _NOT_NEGATIVE = (
     "disk.wait_min",
     "disk.hold_s",
     "judge.max_retries",
-    *(
-        f"{stage}.resources.gpus"
-        for stage in ("data", "sft", "grpo", "command", "publish", "evaluate")
-    ),
-    "judge.resources.gpus",
+    *(f"{stage}.resources.gpus" for stage in (*_WITH_RESOURCES, "judge")),
 )
 _ABOVE_ZERO = (
     "reward.verification_reward",
     "sft.num_train_epochs",
+    "rft.num_train_epochs",
+    "sample.success",
+    "sample.top_p",
     "grpo.top_p",
     "grpo.rollout_server.start_timeout_s",
     "grpo.rollout_server.request_timeout_s",
     "grpo.rollout_server.canary_tolerance",
-    "sft.health.max_kl",
-    "grpo.health.max_kl",
+    *(f"{stage}.health.max_kl" for stage in STAGES),
     "evaluate.top_p",
     "judge.timeout_s",
     "judge.batch_timeout_s",
@@ -149,19 +171,19 @@ _ABOVE_ZERO = (
     "dispatch.scheduler_poll_s",
     "disk.watch_s",
 )
-_ABOVE_ONE = ("sft.health.spike_factor", "grpo.health.spike_factor")
+_ABOVE_ONE = tuple(f"{stage}.health.spike_factor" for stage in STAGES)
 _RETRIES = tuple(f"dispatch.retries.{f.name}" for f in fields(RetryConfig))
 _SHARES = (
     "data.validation_fraction",
     "reward.paper_citation_weight",
     "judge.max_failed_share",
     "disk.warn_share",
-    "sft.warmup_ratio",
-    "grpo.warmup_ratio",
+    *(f"{stage}.warmup_ratio" for stage in STAGES),
+    "sample.success",
+    "sample.top_p",
     "grpo.top_p",
     "evaluate.top_p",
-    "sft.health.max_truncated_share",
-    "grpo.health.max_truncated_share",
+    *(f"{stage}.health.max_truncated_share" for stage in STAGES),
 )
 
 CHECKS: tuple[Check, ...] = (
@@ -190,7 +212,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         lambda c: (
-            not {"grpo", "evaluate"} & set(c.stages)
+            not asks_judge(c)
             or c.judge.kind != "openai"
             or bool(c.judge.base_url or c.judge.base_urls or serves(c.judge))
         ),
@@ -243,19 +265,25 @@ CHECKS: tuple[Check, ...] = (
         "variable that judge.api_key_env names",
     ),
     Check(
-        lambda c: not (c.data.sft_path is None and "sft" in c.stages),
+        lambda c: not (c.data.sft_path is None and "sft" in c.stages and not c.environment.name),
         lambda c: "The recipe has an `sft` stage, but `data.sft_path` is empty.",
         "demonstrations to train on",
         "set data.sft_path=FILE, or drop `sft` from `stages`",
     ),
     Check(
-        lambda c: not (c.data.rl_path is None and {"grpo", "evaluate"} & set(c.stages)),
+        lambda c: (
+            not (
+                c.data.rl_path is None
+                and {"rft", "grpo", "evaluate"} & set(c.stages)
+                and not c.environment.name
+            )
+        ),
         lambda c: "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
         "prompts with rubrics",
         "set data.rl_path=FILE",
     ),
     Check(
-        lambda c: not (c.data.all_held_out and {"sft", "grpo"} & set(c.stages)),
+        lambda c: not (c.data.all_held_out and set(STAGES) & set(c.stages)),
         lambda c: "`data.all_held_out` is true, but the recipe trains.",
         "prompts to train on",
         "drop data.all_held_out; another set to evaluate on is named in a protocol file's `data`",
@@ -371,8 +399,10 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     for check in CHECKS:
         if not check.holds(config):
             raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
+    check_environment(config)
     check_command(config)
     check_training(config)
+    check_sampling(config)
     for name, measured in configs_under(config).items():
         with refused_under(name):
             _check_measuring(
@@ -381,6 +411,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
                 measured.judge,
                 measured.evaluate,
                 measured.grpo.response_length,
+                measured.environment,
             )
     return config
 
@@ -392,9 +423,11 @@ def _check_measuring(
     judge: JudgeConfig,
     evaluate: EvaluateConfig,
     response_length: int,
+    environment: EnvironmentConfig,
 ) -> None:
-    """Check what a protocol may fix; thousands of trials have it in common."""
-    plain = RecipeConfig(stages=("data", "evaluate"))
+    """Check what a protocol may fix, of a recipe of its kind; thousands of trials have it in
+    common."""
+    plain = RecipeConfig(stages=("data", "evaluate"), environment=environment)
     grpo = replace(plain.grpo, response_length=response_length)
     check_config(
         replace(plain, data=data, reward=reward, judge=judge, evaluate=evaluate, grpo=grpo)

@@ -15,6 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from refiner_core.contract.environment_config import (
+    CurriculumConfig,
+    EnvironmentConfig,
+    SampleConfig,
+    ShapingConfig,
+    UserConfig,
+)
 from refiner_core.contract.judge_config import JudgeConfig, RewardConfig, ServeConfig
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
@@ -27,9 +34,11 @@ from refiner_core.contract.training_config import (
 
 __all__ = [
     "CommandConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DiskConfig",
     "DispatchConfig",
+    "EnvironmentConfig",
     "EvaluateConfig",
     "GrpoConfig",
     "HealthConfig",
@@ -41,9 +50,12 @@ __all__ = [
     "RetryConfig",
     "RewardConfig",
     "RolloutServerConfig",
+    "SampleConfig",
     "ServeConfig",
     "SftConfig",
+    "ShapingConfig",
     "TrackingConfig",
+    "UserConfig",
 ]
 
 
@@ -52,7 +64,8 @@ class ModelConfig:
     """The model that the first training stage starts from."""
 
     name_or_path: str = identity(
-        "builtin:tiny", doc="Hub id, local folder, or `builtin:tiny` (shipped with refiner)"
+        "builtin:tiny",
+        doc="Hub id, local folder, or shipped: `builtin:tiny`, for agents `builtin:tiny-tools`",
     )
     revision: str = identity("main", doc="Hub revision (commit, tag or branch) of the model")
     tokenizer_name_or_path: str | None = identity(
@@ -182,16 +195,29 @@ class PublishConfig:
 class EvaluateConfig:
     """The protocol of an evaluation, and which models it is applied to."""
 
-    models: tuple[Literal["base", "sft", "grpo", "command"], ...] = identity(
-        ("base", "sft", "grpo", "command"), doc="models evaluated, where the recipe makes them"
+    models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
+        ("base", "sft", "rft", "grpo", "command"),
+        doc="models evaluated, where the recipe makes them",
     )
     decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
         ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
     )
-    max_prompts: int | None = identity(None, doc="use at most this many held-out prompts")
+    max_prompts: int | None = identity(
+        None,
+        doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
+        "by its share",
+    )
     num_samples: int = identity(4, doc="samples per prompt of the sampled decoding")
     temperature: float = identity(1.0, doc="temperature of the sampled decoding")
     top_p: float = identity(1.0, doc="nucleus sampling of the sampled decoding; 1 is off")
+    top_k: int = identity(
+        0,
+        doc="the sampled decoding draws from the likeliest tokens only; 0 is off",
+        legacy_value=0,
+    )
+    user: UserConfig = section(
+        UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
+    )
     bootstrap_samples: int = identity(2000, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
     batch_size: int = identity(
@@ -249,6 +275,9 @@ class RetryConfig:
     gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
     disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
     judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    environment_outage: int = execution(
+        20, doc="an environment or its user failed in too many episodes"
+    )
     hub_outage: int = execution(20, doc="the Hub did not answer, or asked to wait for too long")
     bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
 
@@ -394,10 +423,11 @@ class RecipeConfig:
     data_root: str | None = execution(
         None, doc="folder for the large files, where they lie on another disk than `workspace`"
     )
-    stages: tuple[Literal["data", "sft", "grpo", "command", "publish", "evaluate"], ...] = (
+    stages: tuple[Literal["data", "sft", "rft", "grpo", "command", "publish", "evaluate"], ...] = (
         execution(
             ("data", "sft", "grpo", "publish", "evaluate"),
-            doc="stages of the recipe (execution: what a stage *is* follows from its inputs)",
+            doc="stages of the recipe (execution: what a stage *is* follows from its inputs); "
+            "`rft` is two: `sample`, and SFT on what was kept",
         )
     )
     only: tuple[str, ...] = execution(
@@ -407,10 +437,15 @@ class RecipeConfig:
     model: ModelConfig = section(ModelConfig, doc="the model that training starts from")
     data: DataConfig = section(DataConfig, doc="rows to tokens")
     sft: SftConfig = section(SftConfig, doc="supervised fine-tuning")
+    sample: SampleConfig = section(SampleConfig, doc="attempts to fine-tune on, and what is kept")
+    rft: SftConfig = section(SftConfig, doc="supervised fine-tuning on the attempts that were kept")
     grpo: GrpoConfig = section(GrpoConfig, doc="GRPO")
     command: CommandConfig = section(CommandConfig, doc="another trainer")
     reward: RewardConfig = section(RewardConfig, doc="the reward")
     judge: JudgeConfig = section(JudgeConfig, doc="the judge")
+    environment: EnvironmentConfig = section(
+        EnvironmentConfig, doc="what an agent with tools works in"
+    )
     publish: PublishConfig = section(PublishConfig, doc="publishing")
     evaluate: EvaluateConfig = section(EvaluateConfig, doc="evaluation")
     tracking: TrackingConfig = section(TrackingConfig, doc="experiment tracking")

@@ -17,7 +17,8 @@ EXIT_CODES: dict[int, str] = {
     4: "the workspace cannot be used (permissions, format, not a folder)",
     5: "no room left on the disk or quota; free some and run the same command again",
     6: "stopped on request; run the same command again to go on from the last checkpoint",
-    7: "the judge, the Hub or W&B did not answer often enough; resumable once it is back",
+    7: "the judge, an environment's user, the Hub or W&B did not answer often enough; resumable "
+    "once it is back",
     8: "this machine or this version lacks what the recipe asks for",
     9: "the Hub refuses (token, permission, name, storage); the same command tries again",
     70: "a bug in refiner itself (`--debug` shows the traceback)",
@@ -123,6 +124,14 @@ class Interrupted(RefinerError, RuntimeError):
 class JudgeOutage(RefinerError, RuntimeError):
     """More judgements failed than the recipe allows, or no server answered for longer than
     ``judge.outage_patience_s``; nothing was trained on them."""
+
+    exit_code = 7
+    resumable = True
+
+
+class EnvironmentOutage(RefinerError, RuntimeError):
+    """An environment or its user simulator failed in more episodes than the recipe allows;
+    nothing was trained on them."""
 
     exit_code = 7
     resumable = True

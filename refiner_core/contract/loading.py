@@ -29,7 +29,13 @@ RECIPE_PACKAGE = "flows.recipes"
 #: Fields that name a file or folder, or something shipped. A relative path is taken from the
 #: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
 #: whole path.
-FILE_FIELDS = ("reward.static_rubrics", "judge.prompt", "publish.card_template")
+FILE_FIELDS = (
+    "reward.static_rubrics",
+    "judge.prompt",
+    "publish.card_template",
+    "environment.name",
+    "environment.tasks",
+)
 #: Fields of JSON text, which may be written as a mapping.
 JSON_FIELDS = ("judge.extra_body",)
 
@@ -222,7 +228,11 @@ def _embed_protocols(evaluate: Any, folder: Path) -> None:
 
 
 def whole_path(value: str, folder: Path) -> str:
-    """Where a file lies; the name of something shipped, or of nothing, stays as it is."""
+    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
+    or of nothing, stays as it is."""
+    if ".py:" in value:
+        file, _, name = value.rpartition(":")
+        return f"{whole_path(file, folder)}:{name}"
     named = Path(value).expanduser()
     if "/" not in value and not named.suffix:
         return value

@@ -15,11 +15,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError
 
-TrainingStage = Literal["sft", "grpo"]
-STAGES: tuple[TrainingStage, ...] = ("sft", "grpo")
+#: Stages that move weights, in the order in which a recipe has them.
+TrainingStage = Literal["sft", "rft", "grpo"]
+STAGES: tuple[TrainingStage, ...] = ("sft", "rft", "grpo")
+
+
+def section_of(config: RecipeConfig, stage: TrainingStage) -> SftConfig | GrpoConfig:
+    """The configuration of a training stage."""
+    section: SftConfig | GrpoConfig = getattr(config, stage)
+    return section
+
+
+def training_stage(kind: str) -> TrainingStage:
+    """The training stage that a kind of stage is.
+
+    Raises
+    ------
+    ValueError
+        It trains nothing here.
+    """
+    for stage in STAGES:
+        if stage == kind:
+            return stage
+    raise ValueError(f"a {kind} stage trains no weights")
 
 
 @dataclass(frozen=True)
@@ -67,7 +88,7 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     ConfigurationError
         They do not fit on a node; says the numbers and the fields.
     """
-    section = config.sft if stage == "sft" else config.grpo
+    section = section_of(config, stage)
     gpus, nodes, wanted = section.resources.gpus, section.resources.nodes, section.nproc_per_node
     servers, width = _servers(config, stage), config.grpo.vllm_tensor_parallel_size
     taken, shared = servers * width if gpus else 0, config.grpo.rollout_server.colocate
@@ -86,6 +107,29 @@ def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
     used = {*trainer_gpus, *(gpu for one in server_gpus for gpu in one)}
     idle = (gpus - len(used)) + (nodes - 1) * (gpus - len(trainer_gpus))
     return Placement(nodes, processes, trainer_gpus, server_gpus, idle)
+
+
+def sampling_servers(config: RecipeConfig) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each rollout server of a ``sample`` stage, as numbers within its job's. Nobody
+    trains there: servers take as many GPUs as they can share out evenly; without GPUs there are
+    ``grpo.vllm_num_engines`` of them.
+
+    Raises
+    ------
+    ConfigurationError
+        Not one server fits.
+    """
+    gpus, width = config.sample.resources.gpus, config.grpo.vllm_tensor_parallel_size
+    if gpus < width and not (gpus == 0 and width == 1):
+        raise ConfigurationError(
+            f"A rollout server is to have {width} GPUs (grpo.vllm_tensor_parallel_size), and "
+            f"attempts are sampled on {gpus} (sample.resources.gpus).",
+            expected=f"sample.resources.gpus >= {width}",
+            fix=f"set sample.resources.gpus={width}, or grpo.vllm_tensor_parallel_size=1",
+        )
+    if not gpus:
+        return ((),) * config.grpo.vllm_num_engines
+    return tuple(tuple(range(i * width, (i + 1) * width)) for i in range(gpus // width))
 
 
 def _servers(config: RecipeConfig, stage: TrainingStage) -> int:

@@ -5,9 +5,12 @@
 computed; those of a protocol file have its name behind theirs (``rubrics@held-out-v1``). The graph
 follows from the recipe's stage list:
 
-    data ─┬─> sft ──> grpo ──> command ──> publish ─┐
-          │    │        │         │                 ├─> card
-          └────┴────────┴─────────┴──> evaluate (one per model: base, sft, grpo, command)
+    data ─┬─> sft ──> rft ──> grpo ──> command ──> publish ─┐
+          │    │  │    ^ │      │         │                 ├─> card
+          │    │  └> sample     │         │                 │
+          └────┴─────────┴──────┴─────────┴──> evaluate ────┘ (one per model: base, sft, rft, …)
+
+``rft`` is fine-tuning on what ``sample`` kept of attempts at the training prompts.
 
 Each model is evaluated under the recipe's own protocol and under each of ``evaluate.protocols``
 (``evaluate-sft@held-out-v1``), on the recipe's held-out prompts or on a set of the protocol's own
@@ -30,12 +33,13 @@ that publishing never waits for an evaluation and an evaluation never blocks pub
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.placement import STAGES as TRAINED_HERE
 from refiner_core.contract.plan_builder import OF_A_PROTOCOL as OF_A_PROTOCOL
 from refiner_core.contract.plan_builder import Builder, stage_values
 from refiner_core.contract.plan_builder import judge_service as judge_service
@@ -129,12 +133,24 @@ def make_plan(
     final = next(reversed(models))
     roles: dict[str, str] = {}
     if "evaluate" in config.stages:
+        _require_models(config, models)
         for model in (m for m in config.evaluate.models if m in models):
             roles |= builder.add_evaluations(model, models[model])
     if "publish" in config.stages:
         add_publications(builder, models[final], roles)
     builder.stages = builder.with_judges()
     return _only(config, builder.with_fetch())
+
+
+def _require_models(config: RecipeConfig, models: Iterable[str]) -> None:
+    """Models that no stage makes are left out, but not all of them without a word."""
+    if config.evaluate.models and not set(config.evaluate.models).intersection(models):
+        raise ConfigurationError(
+            f"`evaluate.models` is {', '.join(config.evaluate.models)}, which no stage of recipe "
+            f"{config.recipe} makes: nothing would be evaluated.",
+            expected=f"some of: {', '.join(models)}",
+            fix="correct evaluate.models, or add the stage to `stages`",
+        )
 
 
 def _only(config: RecipeConfig, stages: tuple[PlannedStage, ...]) -> Plan:
@@ -159,12 +175,14 @@ def _add_training(builder: Builder) -> dict[str, str]:
     """The stages that train, one on the other: model name -> stage name (empty for the base)."""
     config = builder.config
     models: dict[str, str] = {"base": ""}
-    for kind in ("sft", "grpo"):
+    for kind in TRAINED_HERE:
         if kind not in config.stages:
             continue
         inputs = {"data": "data"}
         if newest := next(reversed(models.values())):
             inputs["policy"] = newest
+        if kind == "rft":
+            inputs["data"] = builder.add("sample", "sample", inputs)
         models[kind] = builder.add(kind, kind, inputs, model=kind)
     if "command" in config.stages:
         inputs = {"data": "data"} if uses(config.command, "data") else {}
@@ -183,7 +201,7 @@ def _check_stage_list(config: RecipeConfig) -> None:
             expected="each stage at most once, and at least one",
             fix="correct `stages:`",
         )
-    reads_data = bool({"sft", "grpo", "evaluate"} & set(stages))
+    reads_data = bool({*TRAINED_HERE, "evaluate"} & set(stages))
     if "command" in stages:
         reads_data = reads_data or uses(config.command, "data")
     if "data" not in stages and (reads_data or "command" not in stages):
@@ -193,13 +211,14 @@ def _check_stage_list(config: RecipeConfig) -> None:
             "where it names {data})",
             fix="add `data` to `stages:` (it is skipped where its outputs are there already)",
         )
-    if "publish" in stages and not {"sft", "grpo", "command"} & set(stages):
+    if "publish" in stages and not {*TRAINED_HERE, "command"} & set(stages):
         raise ConfigurationError(
             f"Recipe {config.recipe} publishes, but trains nothing.",
-            expected="`sft`, `grpo` or `command` beside `publish`",
+            expected="`sft`, `rft`, `grpo` or `command` beside `publish`",
             fix="add a training stage to `stages:`, or drop `publish`",
         )
-    if "command" in stages and {"sft", "grpo"} & set(stages) and not uses(config.command, "model"):
+    trains = {*TRAINED_HERE} & set(stages)
+    if "command" in stages and trains and not uses(config.command, "model"):
         raise ConfigurationError(
             f"Recipe {config.recipe} trains a model, and its `command` trains another.",
             expected="a command that starts from that model, by {model}",

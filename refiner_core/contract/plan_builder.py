@@ -27,6 +27,7 @@ from refiner_core.contract.planned import (
     NAMED_BY_SOURCE,
     NOT_IN_A_STAGE,
     ONLY_OF_A_SERVED_JUDGE,
+    ONLY_OF_EPISODES,
     ONLY_OF_THE_BEST,
     SHIPPED_OR_FILE,
     STAGE_FIELDS,
@@ -38,9 +39,9 @@ from refiner_core.contract.planned import (
 )
 from refiner_core.contract.protocols import AT, configs_under, under
 from refiner_core.contract.services import (
-    CONSUMERS,
     JUDGE_SERVICE,
     JUDGE_WEIGHTS,
+    asks_judge,
     has_service,
     serves,
     service_identity,
@@ -75,7 +76,8 @@ class Builder:
         config = self.config
         sections = (config.model, config.data, config.sft, config.grpo, config.reward)
         others = (config.judge, config.publish, config.evaluate, config.dispatch)
-        made_of = ("under", self.memo.number((*sections, *others)), *sources.items())
+        further = (config.sample, config.rft, config.environment)
+        made_of = ("under", self.memo.number((*sections, *others, *further)), *sources.items())
         return self.memo.once(
             made_of,
             lambda: {
@@ -107,6 +109,9 @@ class Builder:
             fields = ("command.adopted",)  # the weights are what they are, whatever made them
         elif kind == "command" and self._starts_at_base(inputs):
             fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
+        elif kind == "evaluate" and config.environment.name:
+            own_user = bool(config.evaluate.user.model)
+            fields = (*fields, *ONLY_OF_EPISODES, *(() if own_user else ("environment.user",)))
         section = getattr(config, "publish" if kind in ("card", "export") else kind)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
@@ -147,7 +152,7 @@ class Builder:
         if (protocol, fields) not in self._numbers:
             config, sources = self.under.get(protocol, (self.config, self.sources))
             values = (get_field(config, field) for field in fields)
-            parts = (*fields, *sources, config.judge.kind, *values)
+            parts = (*fields, *sources, config.judge.kind, config.environment, *values)
             self._numbers[protocol, fields] = self.memo.number(parts)
         return self._numbers[protocol, fields]
 
@@ -215,9 +220,9 @@ class Builder:
         servers: dict[str, PlannedStage] = {}
         for name, stage in self.stages.items():
             found[name] = stage
-            if stage.kind not in CONSUMERS:
-                continue
             config, _ = self.under.get(stage.protocol, (self.config, self.sources))
+            if not asks_judge(config, stage.kind):
+                continue
             made_of = ("serve", stage.protocol, self.memo.number((config.judge, config.dispatch)))
             make = functools.partial(judge_service, config, stage.protocol)
             service = self.memo.once(made_of, make)
@@ -259,7 +264,7 @@ class Builder:
         """What it reads of a Hub: digests by source."""
         config, sources = self.under.get(stage.protocol, (self.config, self.sources))
         names: tuple[str, ...] = HUB_READS.get(stage.kind, ())
-        if stage.kind in CONSUMERS and not has_service(config):
+        if asks_judge(config, stage.kind) and not has_service(config):
             names = (*names, JUDGE_WEIGHTS)  # of a server beside it
         if stage.kind == "command" and "model" in stage.sources:
             names = ("model",)
@@ -289,7 +294,19 @@ def stage_values(
         and (best or path not in ONLY_OF_THE_BEST)
         and (config.judge.kind == "openai" or path not in ONLY_OF_A_SERVED_JUDGE)
         and (".health." not in path or _decides_updates(config, path))
+        and _has_a_say(config, path)
     }
+
+
+def _has_a_say(config: RecipeConfig, path: str) -> bool:
+    """Whether a field means anything in a recipe of its kind: an agent with tools is judged by its
+    environment, and who has none is not."""
+    environment, part = config.environment, path.partition(".")[0]
+    if part == "environment":
+        return bool(environment.name)
+    if part in ("reward", "judge"):
+        return not environment.name or environment.nl_assertions == "judge"
+    return True
 
 
 def _decides_updates(config: RecipeConfig, path: str) -> bool:

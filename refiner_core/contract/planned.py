@@ -14,7 +14,18 @@ from refiner_core.contract.config import CommandConfig, Resources
 from refiner_core.contract.services import JUDGE_WEIGHTS
 
 StageKind = Literal[
-    "fetch", "data", "sft", "grpo", "command", "export", "publish", "evaluate", "card", "serve"
+    "fetch",
+    "data",
+    "sft",
+    "sample",
+    "rft",
+    "grpo",
+    "command",
+    "export",
+    "publish",
+    "evaluate",
+    "card",
+    "serve",
 ]
 
 #: Raise a kind's number when the same configuration would now give another result.
@@ -22,6 +33,8 @@ STAGE_VERSIONS: dict[StageKind, int] = {
     "fetch": 1,
     "data": 1,
     "sft": 1,
+    "sample": 1,
+    "rft": 1,
     "grpo": 1,
     "command": 1,
     "export": 1,
@@ -37,6 +50,43 @@ _TOKENIZER = (
     "model.tokenizer_name_or_path",
     "model.chat_template",
 )
+#: Of the environment, what decides which tasks and demonstrations there are.
+ENVIRONMENT_DATA = tuple(
+    f"environment.{name}"
+    for name in (
+        "name",
+        "domains",
+        "train_split",
+        "test_split",
+        "tasks",
+        "max_train_tasks",
+        "demonstrations",
+        "flawed_demonstrations",
+        "max_argument_bytes",  # a longer call is none, in demonstrations too
+    )
+)
+#: Of the environment, what decides how an agent's episodes go and what they are worth.
+ENVIRONMENT_EVALUATED = tuple(
+    f"environment.{name}"
+    for name in (
+        "name",
+        "max_turns",
+        "repairs",
+        "max_argument_bytes",
+        "nl_assertions",
+        "schedule",
+        "shaping.weights",
+        "shaping.weights_by_domain",
+    )
+)
+#: What attempts depend on: all but what partial credit is worth in training, so that arms with
+#: another ``shaping.alpha`` share them.
+ENVIRONMENT_SAMPLED = (
+    *dict.fromkeys((*ENVIRONMENT_DATA, *ENVIRONMENT_EVALUATED)),
+    "environment.user",
+)
+#: What an episode's evaluation depends on, and an answer's does not.
+ONLY_OF_EPISODES = ("grpo.max_token_length",)
 #: Which identity fields a kind depends on (dotted prefixes). Inputs add the rest by fingerprint.
 STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
     "fetch": (),
@@ -46,9 +96,22 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
         "sft.pack_length",
         "grpo.response_length",
         "grpo.max_token_length",
+        *ENVIRONMENT_DATA,
     ),
     "sft": ("seed", "model", "sft"),
-    "grpo": ("seed", "model", "grpo", "reward", "judge"),
+    "sample": (
+        "seed",
+        "model",
+        "sample",
+        "reward",
+        "judge",
+        *ENVIRONMENT_SAMPLED,
+        "grpo.response_length",
+        "grpo.max_token_length",
+        "grpo.stop_strings",
+    ),
+    "rft": ("seed", "model", "rft"),
+    "grpo": ("seed", "model", "grpo", "reward", "judge", "environment"),
     "command": ("seed", "command"),
     "export": (),
     "publish": ("publish",),
@@ -59,6 +122,7 @@ STAGE_FIELDS: dict[StageKind, tuple[str, ...]] = {
         "judge",
         "grpo.response_length",
         "grpo.stop_strings",
+        *ENVIRONMENT_EVALUATED,
     ),
     "card": ("publish.license", "publish.card_template"),
     "serve": (),
@@ -86,19 +150,26 @@ NAMED_BY_SOURCE = {
     "data.rl_path": "data.rl",
     "model.name_or_path": "model",
     "publish.card_template": "card_template",
+    "environment.tasks": "environment",
 }
 #: Names of what is shipped stay part of what a stage is, as in all older runs; files have digests.
-SHIPPED_OR_FILE = {"reward.static_rubrics": "rubrics", "judge.prompt": "judge_prompt"}
+SHIPPED_OR_FILE = {
+    "reward.static_rubrics": "rubrics",
+    "judge.prompt": "judge_prompt",
+    "environment.name": "environment",
+}
 
 STAGE_SOURCES: dict[StageKind, tuple[str, ...]] = {
     "fetch": (),
-    "data": ("data.sft", "data.rl", "model"),
+    "data": ("data.sft", "data.rl", "model", "environment"),
     "sft": ("model",),
-    "grpo": ("model", "rubrics", "judge_prompt"),
+    "sample": ("model", "rubrics", "judge_prompt", "environment"),
+    "rft": ("model",),
+    "grpo": ("model", "rubrics", "judge_prompt", "environment"),
     "command": (),
     "export": (),
     "publish": ("card_template",),
-    "evaluate": ("model", "rubrics", "judge_prompt"),
+    "evaluate": ("model", "rubrics", "judge_prompt", "environment"),
     "card": ("card_template",),
     "serve": (),
 }
@@ -110,6 +181,8 @@ HUB_DIGEST = "hub:"
 HUB_READS: dict[StageKind, tuple[str, ...]] = {
     "data": ("model", "tokenizer", "data.sft", "data.rl"),
     "sft": ("model", "tokenizer"),
+    "sample": ("model", "tokenizer"),
+    "rft": ("model", "tokenizer"),
     "grpo": ("model", "tokenizer"),
     "export": ("model", "tokenizer"),
     "evaluate": ("model", "tokenizer"),
@@ -123,11 +196,11 @@ class PlannedStage:
 
     ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
     the stage that fills it. ``model`` names the model that a training stage makes or that an
-    evaluation measures: ``base``, ``sft``, ``grpo``, ``command``, ``grpo-step50``. ``after`` names
-    stages that must be done first though nothing of theirs is read by path (a cache that they
-    fill): no part of what the stage is. ``at_step`` maps roles to steps: of that input its
-    checkpoint of the step is read, which is there before the stage ends. ``protocol`` names the
-    protocol file that the stage belongs to, empty for the recipe's own; see
+    evaluation measures: ``base``, ``sft``, ``rft``, ``grpo``, ``command``, ``grpo-step50``.
+    ``after`` names stages that must be done first though nothing of theirs is read by path (a
+    cache that they fill): no part of what the stage is. ``at_step`` maps roles to steps: of that
+    input its checkpoint of the step is read, which is there before the stage ends. ``protocol``
+    names the protocol file that the stage belongs to, empty for the recipe's own; see
     :meth:`refiner_core.contract.plan.Plan.config_of`.
     """
 

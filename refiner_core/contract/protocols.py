@@ -9,8 +9,9 @@ sections ``evaluate``, ``reward`` and ``judge`` that it names at all is fixed *w
 field that it leaves out has refiner's default, not the recipe's. Else an arm of a sweep that
 changes, say, the form of its judge's questions would change the yardstick with it. ``data`` is
 another set to evaluate on, all of whose prompts are held out; of ``grpo`` only what is named is
-fixed. Sections that it does not name are the recipe's, and so is where to ask a judge that is the
-recipe's own model.
+fixed. An agent's user (``evaluate.user``) is fixed whole where a field of it is named, and else the
+recipe's. Sections that it does not name are the recipe's, and so is where to ask a judge that is
+the recipe's own model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from refiner_core.contract.config import DataConfig, EvaluateConfig, JudgeConfig, RecipeConfig
+from refiner_core.contract.config import (
+    DataConfig,
+    EvaluateConfig,
+    JudgeConfig,
+    RecipeConfig,
+    UserConfig,
+)
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import canonical_json, digest, get_field
 from refiner_core.contract.loading import replace_fields, suggest
@@ -47,10 +54,11 @@ _OF_DATA = (
     *("max_prompt_token_length", "split_seed", "synthetic_rl_rows", "synthetic_seed"),
 )
 _OF_EVALUATE = (
-    *("decoding", "max_prompts", "num_samples", "temperature", "top_p", "bootstrap_samples"),
-    *("seed", "batch_size", "fresh_reference"),
+    *("decoding", "max_prompts", "num_samples", "temperature", "top_p", "top_k"),
+    *("bootstrap_samples", "seed", "batch_size", "fresh_reference"),
 )
 _WHOLE = ("reward", "judge")
+_USER = "evaluate.user."
 _KINDS = dict(walk(RecipeConfig))
 #: Fields that a protocol may fix, in the order of the recipe's.
 FIELDS: tuple[str, ...] = tuple(
@@ -58,6 +66,7 @@ FIELDS: tuple[str, ...] = tuple(
     for path in _KINDS
     if path.partition(".")[0] in _WHOLE
     or path in {f"evaluate.{name}" for name in _OF_EVALUATE}
+    or path.startswith(_USER)
     or path in {f"data.{name}" for name in _OF_DATA}
     or path in ("grpo.response_length", "grpo.stop_strings")
 )
@@ -102,7 +111,13 @@ class ProtocolFile:
                 path in self.fields
                 or (path.partition(".")[0] in self.sections and path.partition(".")[0] in whole)
             )
+            and (self.names_user or not path.startswith(_USER))
         )
+
+    @functools.cached_property
+    def names_user(self) -> bool:
+        """Whether it fixes with whom an agent talks."""
+        return any(path.startswith(_USER) for path in self.fields)
 
     @functools.cached_property
     def _template(self) -> RecipeConfig:
@@ -342,6 +357,13 @@ def _evaluate(
     measuring = {name: getattr(fixed, name) for name in _OF_EVALUATE}
     if "evaluate.fresh_reference" not in named:
         measuring["fresh_reference"] = mine.fresh_reference
+    if any(path.startswith(_USER) for path in named):
+        where = {
+            f.name: getattr(mine.user, f.name)
+            for f in fields(UserConfig)
+            if f"{_USER}{f.name}" not in named and _is_execution(f"{_USER}{f.name}")
+        }
+        measuring["user"] = replace(fixed.user, **where)
     return replace(mine, **measuring)
 
 

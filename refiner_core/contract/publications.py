@@ -24,10 +24,11 @@ from typing import Protocol
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import without_protocol
 
 #: Models whose checkpoints are ours to export, and so can be published before training ends.
-STEPWISE = ("sft", "grpo")
+STEPWISE: tuple[str, ...] = STAGES
 
 
 class Adder(Protocol):
@@ -60,7 +61,7 @@ class Adder(Protocol):
 
 def final_model(config: RecipeConfig) -> str:
     """The last model that a recipe makes: ``sft``, ``grpo``, ``command``; ``base`` for none."""
-    made = [m for m in ("sft", "grpo", "command") if m in config.stages]
+    made = [m for m in (*STAGES, "command") if m in config.stages]
     return made[-1] if made else "base"
 
 
@@ -86,9 +87,10 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
         return _listed(config, model)
     if model != "grpo":
         raise ConfigurationError(
-            f"publish.which={publish.which}, but how many steps `sft` takes depends on its data.",
+            f"publish.which={publish.which}, but how many steps `{model}` takes depends on its "
+            "data.",
             expected="publish.which=listed with publish.steps, or publish.which=final",
-            fix="set publish.which=listed publish.steps=[…] (see sft.save_freq)",
+            fix="set publish.which=listed publish.steps=[…] (see {model}.save_freq)",
         )
     return tuple(
         range(config.grpo.save_freq, config.grpo.num_training_steps, config.grpo.save_freq)

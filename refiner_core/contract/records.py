@@ -33,6 +33,7 @@ FailureClass = Literal[
     "disk_full",  # ENOSPC or EDQUOT
     "hung",
     "judge_outage",
+    "environment_outage",  # its tools or its user failed in too many episodes
     "hub_outage",  # it cannot be reached, fails, or asks to wait for long
     "hub_refused",  # token, permission, name, storage
     "not_finite",  # NaN or Inf

@@ -19,13 +19,28 @@ JUDGE_SERVICE = "judge"
 _PREFIX = "serve-"
 #: The source that names the weights of a judge that refiner serves.
 JUDGE_WEIGHTS = "judge.weights"
-#: Kinds of stages that ask a judge.
-CONSUMERS = ("grpo", "evaluate")
+#: Kinds of stages that may ask a judge; see :func:`asks_judge`.
+CONSUMERS = ("sample", "grpo", "evaluate")
 
 
 def is_service(stage_id: str) -> bool:
     """Whether a stage is a server: it is wanted for a while, and never done."""
     return stage_id.startswith(_PREFIX)
+
+
+def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
+    """Whether stages of a kind ask the recipe's judge; of no kind: whether any stage does.
+
+    An agent with tools is judged by its environment, which may ask about assertions in plain
+    language (``environment.nl_assertions``).
+    """
+    wanted = CONSUMERS if kind is None else (kind,)
+    there = {*config.stages, *(("sample",) if "rft" in config.stages else ())}
+    if kind is None and not there.intersection(wanted):
+        return False
+    if not set(CONSUMERS).intersection(wanted):
+        return False
+    return not config.environment.name or config.environment.nl_assertions == "judge"
 
 
 def serves(judge: JudgeConfig) -> bool:

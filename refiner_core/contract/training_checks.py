@@ -10,9 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.placement import STAGES, Placement, TrainingStage, placement_of
+from refiner_core.contract.placement import (
+    STAGES,
+    Placement,
+    TrainingStage,
+    placement_of,
+    section_of,
+)
 
 
 def check_training(config: RecipeConfig) -> None:
@@ -23,17 +29,19 @@ def check_training(config: RecipeConfig) -> None:
     ConfigurationError
         With the numbers that do not fit together.
     """
-    if "sft" in config.stages:
-        _check_placed(config, "sft")
-        _check_sft(config)
+    for stage in STAGES:
+        if stage != "grpo" and stage in config.stages:
+            _check_placed(config, stage)
+            _check_sft(config, stage)
     if "grpo" in config.stages:
         _check_samples(config)
+        _check_episodes(config)
         placement = _check_placed(config, "grpo")
         _check_batch(config, placement)
         _check_off_policy(config)
         _check_servers(config)
     if "evaluate" in config.stages:
-        _check_flash(config, "evaluate", config.evaluate.resources.gpus)
+        check_flash(config, "evaluate", config.evaluate.resources.gpus)
 
 
 def training_notes(config: RecipeConfig) -> list[str]:
@@ -43,8 +51,8 @@ def training_notes(config: RecipeConfig) -> list[str]:
         if stage not in config.stages:
             continue
         section, found = getattr(config, stage), placement_of(config, stage)
-        if stage == "sft":
-            notes += _idle_checks(config)
+        if stage != "grpo":
+            notes += _idle_checks(config, stage)
         threads = found.nproc_per_node * config.model.cpu_threads
         if section.deepspeed_stage and found.world == 1:
             notes.append(
@@ -72,12 +80,13 @@ def training_notes(config: RecipeConfig) -> list[str]:
 _GRPO_ALONE = ("entropy_collapse", "zero_reward_variance", "length_explosion", "kl_blow_up")
 
 
-def _idle_checks(config: RecipeConfig) -> list[str]:
+def _idle_checks(config: RecipeConfig, stage: TrainingStage) -> list[str]:
     """Health checks that somebody counts on, and that never look at anything."""
-    policies = ((name, getattr(config.sft.health, name)) for name in _GRPO_ALONE)
+    health = section_of(config, stage).health
+    policies = ((name, getattr(health, name)) for name in _GRPO_ALONE)
     return [
-        f"sft.health.{name} is {policy}, and SFT has nothing that it looks at: it stops and skips "
-        f"nothing; grpo.health.{name} does."
+        f"{stage}.health.{name} is {policy}, and {stage.upper()} has nothing that it looks at: it "
+        f"stops and skips nothing; grpo.health.{name} does."
         for name, policy in policies
         if policy in ("skip", "stop")
     ]
@@ -88,7 +97,7 @@ def _idle_checks(config: RecipeConfig) -> list[str]:
 
 def _check_placed(config: RecipeConfig, stage: TrainingStage) -> Placement:
     """Processes, GPUs, sharding and precision of a stage."""
-    section = config.sft if stage == "sft" else config.grpo
+    section = section_of(config, stage)
     nodes, gpus, zero = section.resources.nodes, section.resources.gpus, section.deepspeed_stage
     if nodes > 1 and config.dispatch.executor == "local":
         raise ConfigurationError(
@@ -110,11 +119,12 @@ def _check_placed(config: RecipeConfig, stage: TrainingStage) -> Placement:
             expected=f"{stage}.deepspeed_stage=3",
             fix=f"set {stage}.deepspeed_stage=3, or {stage}.offload_param=false",
         )
-    _check_flash(config, stage, gpus)
+    check_flash(config, stage, gpus)
     return placement_of(config, stage)
 
 
-def _check_flash(config: RecipeConfig, stage: str, gpus: int) -> None:
+def check_flash(config: RecipeConfig, stage: str, gpus: int) -> None:
+    """Refuse FlashAttention where a stage that runs the model cannot have it."""
     if config.model.attn_implementation != "flash_attention_2":
         return
     if gpus == 0:
@@ -140,36 +150,38 @@ def _shown(value: Any) -> str:
 # ---------------------------------------------------------------- SFT
 
 
-def _check_sft(config: RecipeConfig) -> None:
-    sft, longest = config.sft, config.data.max_prompt_token_length
+def _check_sft(config: RecipeConfig, stage: TrainingStage) -> None:
+    """SFT, on demonstrations or on attempts that were kept."""
+    sft, longest = section_of(config, stage), config.data.max_prompt_token_length
+    assert isinstance(sft, SftConfig)
     if sft.pack_length <= longest:
         raise ConfigurationError(
-            f"A pack of {sft.pack_length} tokens (sft.pack_length) has no room for an answer after "
-            f"a prompt of {longest} (data.max_prompt_token_length).",
-            expected="sft.pack_length > data.max_prompt_token_length; what is longer than a pack "
-            "is dropped and counted",
-            fix="raise sft.pack_length, or lower data.max_prompt_token_length",
+            f"A pack of {sft.pack_length} tokens ({stage}.pack_length) has no room for an answer "
+            f"after a prompt of {longest} (data.max_prompt_token_length).",
+            expected=f"{stage}.pack_length > data.max_prompt_token_length; what is longer than a "
+            "pack is dropped and counted",
+            fix=f"raise {stage}.pack_length, or lower data.max_prompt_token_length",
         )
     if sft.optimizer == "muon" and sft.deepspeed_stage:
         raise ConfigurationError(
-            f"sft.optimizer is muon, and sft.deepspeed_stage is {sft.deepspeed_stage}: Muon needs "
-            "whole matrices, and ZeRO-1 to 3 cut them up.",
-            expected="sft.optimizer=adamw with ZeRO-1 to 3",
-            fix="set sft.optimizer=adamw (and sft.learning_rate for it), or "
-            "sft.deepspeed_stage=null: plain torch shares gradients between processes, too",
+            f"{stage}.optimizer is muon, and {stage}.deepspeed_stage is {sft.deepspeed_stage}: "
+            "Muon needs whole matrices, and ZeRO-1 to 3 cut them up.",
+            expected=f"{stage}.optimizer=adamw with ZeRO-1 to 3",
+            fix=f"set {stage}.optimizer=adamw (and {stage}.learning_rate for it), or "
+            f"{stage}.deepspeed_stage=null: plain torch shares gradients between processes, too",
         )
     packs = sft.per_device_train_batch_size * sft.gradient_accumulation_steps
-    world = placement_of(config, "sft").world
+    world = placement_of(config, stage).world
     if packs < world:
         raise ConfigurationError(
-            f"A step has {packs} packs (sft.per_device_train_batch_size "
-            f"{sft.per_device_train_batch_size} x sft.gradient_accumulation_steps "
-            f"{sft.gradient_accumulation_steps}) for {world} processes (sft.nproc_per_node x "
-            f"sft.resources.nodes): {world - packs} would never have work. A step's packs are "
+            f"A step has {packs} packs ({stage}.per_device_train_batch_size "
+            f"{sft.per_device_train_batch_size} x {stage}.gradient_accumulation_steps "
+            f"{sft.gradient_accumulation_steps}) for {world} processes ({stage}.nproc_per_node x "
+            f"{stage}.resources.nodes): {world - packs} would never have work. A step's packs are "
             "spread over the processes, so that their number changes no result.",
             expected=f"at least {world} packs a step",
-            fix=f"set sft.gradient_accumulation_steps="
-            f"{-(-world // sft.per_device_train_batch_size)}, or fewer sft.nproc_per_node",
+            fix=f"set {stage}.gradient_accumulation_steps="
+            f"{-(-world // sft.per_device_train_batch_size)}, or fewer {stage}.nproc_per_node",
         )
 
 
@@ -217,6 +229,25 @@ def _check_samples(config: RecipeConfig) -> None:
             "(data.max_prompt_token_length + grpo.response_length).",
             expected="room for the longest prompt with the longest response",
             fix="raise grpo.max_token_length, or lower one of the other two",
+        )
+
+
+def _check_episodes(config: RecipeConfig) -> None:
+    """What an episode is trained on."""
+    grpo, name = config.grpo, config.environment.name
+    if name and grpo.pack_length < grpo.max_token_length:
+        raise ConfigurationError(
+            f"A pack of {grpo.pack_length} tokens (grpo.pack_length) cannot hold an episode of "
+            f"{grpo.max_token_length} (grpo.max_token_length).",
+            expected="grpo.pack_length >= grpo.max_token_length: an episode is never cut",
+            fix=f"set grpo.pack_length={grpo.max_token_length} or more",
+        )
+    if name == "tau2" and grpo.credit == "turn_rewards":
+        raise ConfigurationError(
+            "grpo.credit is turn_rewards, and tau2-bench says only at the end of an episode how "
+            "much of it is done.",
+            expected="an environment that tells progress between turns, as `desk` does",
+            fix="set grpo.credit=trajectory",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from refiner_core.contract.environment_config import CurriculumConfig
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
 
@@ -197,6 +198,13 @@ class GrpoConfig:
     advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
         "standard", doc="group mean and population std; mean only; mean and sample std"
     )
+    credit: Literal["trajectory", "turn_rewards"] = identity(
+        "trajectory",
+        doc="what the tokens of an episode are credited with: `trajectory`, all of them with the "
+        "advantage of the whole; `turn_rewards`, each turn with the sum of the rewards, normalised "
+        "over all turns of the group, from it on (process supervision of DeepSeekMath)",
+        legacy_value="trajectory",
+    )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"
     )
@@ -225,6 +233,9 @@ class GrpoConfig:
         3,
         doc="with active_sampling: rounds of a step, the first included; then it trains on less",
         legacy_value=3,
+    )
+    curriculum: CurriculumConfig = section(
+        CurriculumConfig, doc="weights of tasks by their success so far"
     )
     generation_backend: Literal["transformers", "vllm"] = identity(
         "transformers", doc="what samples the rollouts"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.placement import TrainingStage, placement_of
+from refiner_core.contract.config import RecipeConfig, SftConfig
+from refiner_core.contract.placement import TrainingStage, placement_of, section_of
 
 _GIB = 2**30
 #: Python, torch and transformers in one process; with a GPU, its libraries and pinned buffers too,
@@ -78,7 +78,7 @@ class MemoryNeed:
 
 def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> MemoryNeed:
     """What a training stage of a model of that shape takes."""
-    section = config.sft if stage == "sft" else config.grpo
+    section = section_of(config, stage)
     placed, zero = placement_of(config, stage), section.deepspeed_stage or 0
     has_gpus, weights = bool(placed.trainer_gpus), model.parameters * _TYPE[config.model.dtype]
     state = _optimizer_bytes(config, stage, model)
@@ -118,7 +118,8 @@ def _share(size: int, world: int, is_shared: bool) -> int:
 def _optimizer_bytes(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> int:
     """Two moments, and master weights where the model's own are too coarse."""
     each: float = _MOMENTS + (_MASTERS if config.model.dtype == "bfloat16" else 0)
-    if stage == "sft" and config.sft.optimizer == "muon":
+    section = section_of(config, stage)
+    if isinstance(section, SftConfig) and section.optimizer == "muon":
         each -= _MUON_SAVES
     return int(each * model.parameters)
 
@@ -136,7 +137,7 @@ def _buffers(config: RecipeConfig, model: ModelShape, world: int, zero: int, has
 
 def _tokens(config: RecipeConfig, stage: TrainingStage) -> int:
     """Tokens of one forward pass."""
-    section = config.sft if stage == "sft" else config.grpo
+    section = section_of(config, stage)
     return section.pack_length * section.per_device_train_batch_size
 
 

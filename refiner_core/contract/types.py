@@ -198,11 +198,19 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled tokens (the stop token included) and the sampler's own log-probabilities of them."""
+    """Sampled tokens (the stop token included) and the sampler's own log-probabilities of them.
+
+    Of an episode with tools, ``token_ids`` is all that came after the prompt, in order: the model's
+    own tokens and those of tools, user and template. ``own`` has one value per token, True where
+    the model sampled it (None: everywhere); other log-probabilities are NaN. ``episode`` is the
+    JSON form of its :class:`refiner_core.environments.record.EpisodeRecord`.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
+    own: tuple[bool, ...] | None = None
+    episode: Mapping[str, Any] | None = None
 
 
 OnCompletion = Callable[[int, Completion], None]
@@ -222,6 +230,60 @@ class Generator(Protocol):
         ``on_completion(index, completion)`` is called once per request as soon as that sample is
         finished, in whatever order, in the thread of the call; what it raises ends the call.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """The next turn of a conversation.
+
+    ``context_ids`` is all of the conversation so far. It begins with the context of the same
+    conversation's turn before; what was sampled then stands in it token by token, or (where the
+    turn is repaired) not at all. So who keeps caches may keep one per ``conversation``.
+    """
+
+    conversation: int
+    context_ids: tuple[int, ...]
+    seed: int
+    params: SamplingParams
+
+
+class Turns(NamedTuple):
+    """What a :class:`TurnDesk` hands out: turns to begin, conversations that have ended since, and
+    whether there may be further turns at all."""
+
+    begin: tuple[TurnRequest, ...]
+    ended: tuple[int, ...]
+    more: bool
+
+
+class TurnDesk(Protocol):
+    """Where turns come from and completions go. One thread calls it: that of the generator."""
+
+    def take(self, room: int, *, wait: bool) -> Turns:
+        """Turns that begin now: of conversations that are known, any number, and of at most
+        ``room`` new ones.
+
+        With ``wait`` (nothing is being decoded) it gives at least one turn, or one conversation
+        that has ended and so makes room, unless there are no more. Without it, it is quick; an
+        ordered desk may wait for tools all the same. Generators end when nothing is being decoded
+        and it gives no turn and says that there are no more, so it may be asked again after it has
+        said so.
+        """
+        ...
+
+    def finished(self, request: TurnRequest, completion: Completion) -> None:
+        """A turn is sampled. What it raises ends the call. Quick: tools belong into threads."""
+        ...
+
+
+@runtime_checkable
+class TurnGenerator(Protocol):
+    """Samples the turns of many conversations, each as soon as it may begin."""
+
+    def turns(self, desk: TurnDesk) -> None:
+        """Work until the desk has no more. The same answers of the desk to the same calls give the
+        same bits: where turns join is counted in steps of decoding, not in seconds."""
         ...
 
 
