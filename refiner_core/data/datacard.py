@@ -58,22 +58,31 @@ def make_report(
             "prompt_tokens": percentiles(tally.prompt_lengths),
         }
     report["sft"]["loss_tokens"] = percentiles(answer_lengths)
-    report["files"] = {
-        name: {"rows": rows, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for name, (path, rows) in files.items()
-    }
-    template = str(getattr(tokenizer, "chat_template", "") or "")
-    report["tokenizer"] = {
-        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
-        "vocabulary": len(tokenizer),
-    }
-    report["limits"] = {
-        "data.max_prompt_token_length": config.data.max_prompt_token_length,
-        "sft.pack_length": config.sft.pack_length,
-        "grpo.response_length": config.grpo.response_length,
-        "grpo.max_token_length": config.grpo.max_token_length,
-    }
+    report |= files_and_limits(config, tokenizer, files)
     return report
+
+
+def files_and_limits(
+    config: RecipeConfig, tokenizer: Any, files: Mapping[str, tuple[Path, int]]
+) -> dict[str, Any]:
+    """What every data report says of its files, the tokenizer, and the limits on lengths."""
+    template = str(getattr(tokenizer, "chat_template", "") or "")
+    return {
+        "files": {
+            name: {"rows": rows, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for name, (path, rows) in files.items()
+        },
+        "tokenizer": {
+            "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+            "vocabulary": len(tokenizer),
+        },
+        "limits": {
+            "data.max_prompt_token_length": config.data.max_prompt_token_length,
+            "sft.pack_length": config.sft.pack_length,
+            "grpo.response_length": config.grpo.response_length,
+            "grpo.max_token_length": config.grpo.max_token_length,
+        },
+    }
 
 
 def _source_name(config: RecipeConfig, which: Which, digest: str) -> str:

@@ -30,6 +30,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,9 +125,23 @@ def pretrain(options: PretrainOptions | None = None) -> Qwen3ForCausalLM:
         seed=options.seed,
     )
     wire_previous_token_heads(model, options.seed)
+
+    def draw(rng: random.Random, step: int) -> list[Segment]:
+        return draw_document(rng, 0.9 if step < options.table_steps else 0.1)
+
+    rng = random.Random(f"refiner-pretrain-1/{options.seed}")
+    return train_on_documents(model, tokenizer, lambda step: draw(rng, step), options)
+
+
+def train_on_documents(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    draw: Callable[[int], list[Segment]],
+    options: PretrainOptions,
+) -> Qwen3ForCausalLM:
+    """Train ``model`` in place on documents that ``draw`` makes for a step; progress to stderr."""
     model.train()
     optimizers = make_optimizers(model, options)
-    rng = random.Random(f"refiner-pretrain-1/{options.seed}")
     begin = time.monotonic()
     for step in range(options.steps):
         elapsed = time.monotonic() - begin
@@ -136,8 +151,7 @@ def pretrain(options: PretrainOptions | None = None) -> Qwen3ForCausalLM:
         if progress >= 1.0:
             break
         factor = rate_factor(progress, step, options)
-        table_share = 0.9 if step < options.table_steps else 0.1
-        documents = [draw_document(rng, table_share) for _ in range(options.documents_per_step)]
+        documents = [draw(step) for _ in range(options.documents_per_step)]
         ids, weights = encode_documents(tokenizer, documents)
         loss, accuracy = weighted_loss(model, ids, weights)
         loss.backward()

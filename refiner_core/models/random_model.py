@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from refiner_core.models.tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
@@ -74,10 +79,17 @@ def make_random_model(
 
 def save_model(model: Qwen3ForCausalLM, directory: str | Path) -> Path:
     """Write ``model`` with the tokenizer to ``directory`` (made if missing) and return it."""
+    return write_model(model, build_tokenizer(), directory)
+
+
+def write_model(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: str | Path
+) -> Path:
+    """Write ``model`` with a tokenizer of its own to ``directory`` (made if missing)."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory, save_jinja_files=False)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
     return directory
 
 

@@ -17,6 +17,8 @@ a loss mask relies on.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from itertools import chain
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -146,8 +148,46 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         With ``<|im_end|>`` as end of sequence, ``<|endoftext|>`` as padding (on the left, for
         generation) and the chat template above.
     """
-    core = Tokenizer(models.BPE(vocab=_vocabulary(), merges=[], ignore_merges=True))
-    pattern = "|".join([*(tag.replace("|", r"\|") for tag in _TAGS), *_PIECES])
+    return assemble_tokenizer(_vocabulary(), _pattern(), CHAT_TEMPLATE)
+
+
+def extend_tokenizer(pieces: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of the embedded world with further pieces of text that are one token each.
+
+    Ids of the tokens that it had stay what they are; new ones follow in the order given.
+
+    Parameters
+    ----------
+    pieces
+        Any text. Where several fit, the longest is taken; one that begins or ends with a letter
+        is not found inside a longer word.
+    chat_template
+        Takes the place of the tokenizer's own.
+    """
+    vocabulary = _vocabulary()
+    for token in map(_as_byte_letters, pieces):
+        vocabulary.setdefault(token, len(vocabulary))
+    longest_first = sorted(dict.fromkeys(pieces), key=lambda piece: (-len(piece), piece))
+    pattern = "|".join([*map(_whole, longest_first), _pattern()])
+    return assemble_tokenizer(vocabulary, pattern, chat_template)
+
+
+def _whole(piece: str) -> str:
+    """A regular expression for a piece that is no part of a longer word."""
+    before = r"(?<![A-Za-z])" if piece[0].isalpha() else ""
+    after = r"(?![A-Za-z])" if piece[-1].isalpha() else ""
+    return before + re.sub(r"([^A-Za-z0-9\s])", r"\\\1", piece) + after
+
+
+def _pattern() -> str:
+    return "|".join([*(tag.replace("|", r"\|") for tag in _TAGS), *_PIECES])
+
+
+def assemble_tokenizer(
+    vocabulary: dict[str, int], pattern: str, chat_template: str
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that cuts text by ``pattern``: known pieces whole, all others in bytes."""
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
@@ -165,5 +205,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer

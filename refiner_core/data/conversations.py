@@ -1,0 +1,194 @@
+"""Rows of conversations with tools: demonstrations that somebody else has collected.
+
+In: ``data.sft_path`` (JSON Lines, Parquet, a `datasets` folder or a Hub data set). Out: token ids
+with a loss mask, or the reason for which a row is dropped.
+
+A row has ``messages`` (or ``conversations``, or ``prompt``, where that is a list) of ``role`` and
+``content``: an optional system turn, then turns of the user, the assistant and tools, the last of
+them the assistant's or what a tool answered to it. Each turn of the assistant is one tool call:
+written out as ``<tool_call>{…}</tool_call>`` in its content, or in OpenAI's ``tool_calls``.
+``tools`` (OpenAI's form, as a list or as JSON text) may stand in the row; else the system turn is
+taken to name them. ``task_id`` (in the row or its ``metadata``), or ``tau2_task_id`` as published
+rows of tau2-bench have it, tells a held-out task; one that is unique within a domain only does with
+``domain``. Of a row without any nobody can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.types import DemonstrationRow
+from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
+from refiner_core.environments.conversation import demonstration, prompt_ids
+from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
+from refiner_core.environments.turns import parse_turn
+
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class Conversation(NamedTuple):
+    """A row that was kept. ``named``: it says of which task it is, so that held-out ones are
+    told."""
+
+    row: DemonstrationRow
+    prompt_length: int
+    domain: str
+    named: bool
+
+
+class Conversations:
+    """The rows of a source, encoded one by one: a :class:`Conversation`, or why it is dropped."""
+
+    def __init__(self, config: RecipeConfig, tokenizer: Any, held_out: set[str]) -> None:
+        self._tokenizer, self._held_out = tokenizer, held_out
+        self._limit = config.environment.max_argument_bytes
+        self._rows = resolve_source(config.data, "sft")
+        path, revision = config.data.sft_path, config.data.sft_revision
+        self.digest = source_digest(config.data, "sft")
+        hub = self.digest.startswith("hub:")
+        self.source = f"{path}@{revision}" if hub else str(path).rpartition("/")[2]
+
+    def __iter__(self) -> Iterator[Conversation | str]:
+        seen: set[str] = set()
+        for raw in read_rows(self._rows):
+            messages = _messages_of(raw)
+            content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
+            if content in seen:
+                yield "duplicate"
+                continue
+            seen.add(content)
+            yield self._encoded(raw, messages)
+
+    def _encoded(self, raw: RawRow, messages: Sequence[Mapping[str, Any]]) -> Conversation | str:
+        row, metadata = raw.row, _metadata_of(raw)
+        domain = str(row.get("domain") or metadata.get("domain") or "unnamed")
+        named = [source.get("task_id") for source in (row, metadata)]
+        named.append(metadata.get("tau2_task_id"))
+        named = [str(name) for name in named if name is not None]
+        own = [f"{domain}{between}{name}" for name in named for between in "-/"]
+        if self._held_out.intersection((*named, *own)):
+            return "held_out_task"
+        system, first, turns = _parts(raw, messages)
+        for text, _ in turns:
+            if parse_turn(text, self._limit).call is None:
+                return "no_call"
+        prompt = prompt_ids(self._tokenizer, system, _tools_of(raw))
+        ids, mask = demonstration(self._tokenizer, prompt, first, turns)
+        task = named[0] if named else f"row{raw.line}"
+        made = DemonstrationRow(f"{domain}/{task}#{raw.line}", tuple(ids), tuple(mask))
+        return Conversation(made, len(prompt), domain, bool(named))
+
+
+def read_conversations(config: RecipeConfig, tokenizer: Any, held_out: set[str]) -> Conversations:
+    """The conversations of ``data.sft_path``; ``held_out`` names tasks that are not trained on."""
+    return Conversations(config, tokenizer, held_out)
+
+
+def _metadata_of(raw: RawRow) -> Mapping[str, Any]:
+    """What a row says of itself, also where that is JSON text; words are nothing that is read."""
+    value = raw.row.get("metadata")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _messages_of(raw: RawRow) -> list[Mapping[str, Any]]:
+    names = ("messages", "conversations", "prompt")
+    values = next((raw.row[name] for name in names if raw.row.get(name)), None)
+    if not isinstance(values, list) or not values:
+        raise _wrong(raw, "has no list `messages`", "a list of {role, content}")
+    for place, value in enumerate(values):
+        if not isinstance(value, Mapping) or value.get("role") not in _ROLES:
+            raise _wrong(raw, f"messages[{place}] has no known role", f"one of {', '.join(_ROLES)}")
+        content = value.get("content")
+        if not isinstance(content, str) and not (content is None and value.get("tool_calls")):
+            raise _wrong(raw, f"messages[{place}] has no content that is text", "a string")
+    return values
+
+
+Turns = list[tuple[str, tuple[Message, ...]]]
+
+
+def _parts(
+    raw: RawRow, messages: Sequence[Mapping[str, Any]]
+) -> tuple[str, tuple[Message, ...], Turns]:
+    """The system turn, what comes before the first turn of the assistant, and the turns."""
+    system = ""
+    if messages[0]["role"] == "system":
+        system, messages = str(messages[0]["content"]), messages[1:]
+    first: list[Message] = []
+    turns: list[tuple[str, list[Message]]] = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "assistant":
+            turns.append((_turn_text(raw, message), []))
+        elif role == "system":
+            raise _wrong(raw, "has a system turn that is not the first", "one, at the beginning")
+        else:
+            (turns[-1][1] if turns else first).append(Message(role, content))
+    if not turns or not first:
+        raise _wrong(
+            raw, "has no turn of the assistant after the user's", "a conversation to learn from"
+        )
+    return system, tuple(first), [(text, tuple(after)) for text, after in turns]
+
+
+def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
+    """What the assistant said, as it is sampled: tool calls are part of the text."""
+    from refiner_core.environments.turns import call_text
+
+    calls = message.get("tool_calls")
+    if not calls:
+        return str(message["content"])
+    texts = [str(message.get("content") or "").strip()]
+    for call in calls if isinstance(calls, Sequence) else (calls,):
+        try:
+            function = call.get("function", call)
+            arguments = function.get("arguments", {})
+            values = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            texts.append(call_text(ToolCall(str(function["name"]), values)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _wrong(
+                raw, f"has a tool call that cannot be read ({error})", "{name, arguments}"
+            ) from error
+    return "\n".join(text for text in texts if text)
+
+
+def _tools_of(raw: RawRow) -> tuple[ToolSpec, ...]:
+    """The tools that a row brings."""
+    values = raw.row.get("tools")
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError as error:
+            raise _wrong(raw, f"has `tools` that are no JSON ({error})", "a list") from error
+    if not isinstance(values, Sequence | None):
+        raise _wrong(raw, "has `tools` that are no list", "OpenAI's form of tools")
+    found = []
+    for value in values or ():
+        function = value.get("function", value) if isinstance(value, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _wrong(raw, "has a tool without a name", "OpenAI's form of tools")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        if not isinstance(parameters, Mapping):
+            raise _wrong(raw, f"has a tool {function['name']} whose parameters are no JSON schema",
+                         "an object")  # fmt: skip
+        description = str(function.get("description") or "")
+        found.append(ToolSpec(function["name"], description, parameters))
+    return tuple(found)
+
+
+def _wrong(raw: RawRow, what: str, expected: str) -> DataError:
+    return DataError(
+        f"{raw.origin} {what}",
+        expected=expected,
+        fix="correct the row, or set data.sft_path to rows of conversations",
+    )

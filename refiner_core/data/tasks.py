@@ -1,0 +1,396 @@
+"""The data stage of agents: an environment's tasks, and demonstrations, to prepared files.
+
+In: the recipe's ``environment`` and ``data`` sections, the lengths of ``sft`` and ``grpo``, and a
+tokenizer. Out: the files of :mod:`refiner_core.data.prepare`, under the same names.
+
+``rl_train.parquet`` and ``rl_test.parquet`` have a row per task
+(:mod:`refiner_core.environments.rows`). The split is the environment's own: a task of the test
+split that also stands in the train split (same id, or same content) is refused.
+
+Demonstrations come from one of two sources:
+
+* the environment's expert (``environment.demonstrations``): each is an episode that is really
+  played, at a training task that is kept and a seed of its own;
+  ``environment.flawed_demonstrations`` of them with a mistake;
+* rows of conversations (``data.sft_path``; :mod:`refiner_core.data.conversations`).
+
+Either way their token ids are made by :mod:`refiner_core.environments.conversation`, as those of
+rollouts are. Rows are kept or dropped whole:
+
+================== ==========================================================================
+prompt_too_long    policy and tools > ``data.max_prompt_token_length``
+too_long_for_pack  they and one turn > ``grpo.max_token_length``
+answer_too_long    a demonstration > ``sft.pack_length``
+over_max_rows      ``environment.max_train_tasks`` / ``data.max_sft_rows`` were reached before it
+no_call            a demonstration with a turn of the assistant that is no tool call
+held_out_task      a demonstration at a task that evaluation will set
+duplicate          the same conversation stands in an earlier row
+================== ==========================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.environment_checks import BUILTIN_ROWS
+from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
+from refiner_core.contract.fingerprint import canonical_json
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.shaping import check_domains
+from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
+from refiner_core.data.conversations import read_conversations
+from refiner_core.data.prepare import FILES
+from refiner_core.data.prepared import write_demonstrations, write_prompts
+from refiner_core.data.tasks_report import task_report, tasks_card
+from refiner_core.environments.conversation import demonstration, prompt_ids
+from refiner_core.environments.protocol import Environment, HasExpert, Task
+from refiner_core.environments.rows import row_of_task
+
+_PROGRESS_EVERY = 16
+
+
+@dataclass
+class Counts:
+    """What became of tasks or demonstrations; lengths are in tokens. ``more`` counts what only one
+    kind has, such as demonstrations with a mistake."""
+
+    source: str
+    digest: str
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    domains: Counter[str] = field(default_factory=Counter)
+    prompt_lengths: list[int] = field(default_factory=list)
+    total_lengths: list[int] = field(default_factory=list)
+    loss_lengths: list[int] = field(default_factory=list)
+    more: dict[str, int] = field(default_factory=dict)
+
+
+def prepare_tasks(
+    config: RecipeConfig,
+    *,
+    environment: Environment,
+    digest: str,
+    tokenizer: Any,
+    output_dir: Path,
+    io: StageIO | None = None,
+) -> dict[str, Any]:
+    """Prepare all rows of an agent's recipe and write them to ``output_dir``.
+
+    ``digest`` identifies the environment's tasks and rules.
+
+    Returns
+    -------
+    dict
+        The report, as it also stands in ``report.json``; the form of
+        :func:`refiner_core.data.prepare.prepare_data`, with ``environment`` and ``domains`` beside.
+
+    Raises
+    ------
+    DataError
+        Splits share a task, tasks or rows are malformed, or nothing is left.
+    ConfigurationError
+        Demonstrations are wanted of an environment that has no expert, or partial credit is set
+        for a domain that it does not have.
+    Interrupted
+        If ``io`` asked to stop.
+    """
+    if not config.environment.domains:  # else only those in use are known
+        check_domains(config.environment.shaping, environment.domains())
+    work = _Work(config, environment, tokenizer, io)
+    rl = Counts(f"{environment.name} {environment.version}", digest)
+    train, test = _splits(config, environment)
+    prompts = work.prompts({t.domain for t in (*train, *test)}, rl)
+    kept_train, kept_test = work.rows(train, prompts, rl), work.rows(test, prompts, rl)
+    kept_train = _limited(config, kept_train, rl)
+    if not kept_train or not kept_test:
+        raise _nothing_left(config, rl, "train" if not kept_train else "test")
+    rl.kept = len(kept_train) + len(kept_test)
+    used = {row.sample_id for row in kept_train}
+    shown_at = [task for task in train if f"{task.domain}/{task.id}" in used]
+    sft, demonstrated = work.demonstrations(shown_at, test, prompts, digest)
+    training, validation = _validation(config, demonstrated)
+    for name, shown in zip(FILES[:2], (training, validation), strict=True):
+        write_demonstrations(output_dir / name, shown)
+    for name, asked in zip(FILES[2:], (kept_train, kept_test), strict=True):
+        write_prompts(output_dir / name, asked)
+    counts = (len(training), len(validation), len(kept_train), len(kept_test))
+    report = task_report(
+        config,
+        environment=environment.describe(),
+        tokenizer=tokenizer,
+        counts={"rl": rl, "sft": sft},
+        splits={"train": kept_train, "test": kept_test},
+        files={name: (output_dir / name, n) for name, n in zip(FILES, counts, strict=True)},
+    )
+    (output_dir / "README.md").write_text(tasks_card(report), encoding="utf-8")
+    text = json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False)
+    (output_dir / "report.json").write_text(text + "\n", encoding="utf-8")
+    return report
+
+
+def _splits(
+    config: RecipeConfig, environment: Environment
+) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Training and held-out tasks, of which none is the same."""
+    names = (config.environment.train_split, config.environment.test_split)
+    train, test = environment.tasks(names[0]), environment.tasks(names[1])
+    for what, of in (("id", lambda t: t.id), ("content", _content)):
+        known = {of(task): task for task in train}
+        for task in test:
+            if of(task) in known:
+                raise DataError(
+                    f"Task {task.domain}/{task.id} of the split {names[1]!r} has the {what} of "
+                    f"{known[of(task)].domain}/{known[of(task)].id} of {names[0]!r}",
+                    expected="held-out tasks that no training task is the same as",
+                    fix="correct environment.tasks, environment.train_split or "
+                    "environment.test_split",
+                )
+    return train, test
+
+
+def _content(task: Task) -> str:
+    return canonical_json({"domain": task.domain, "data": dict(task.data)})
+
+
+def _limited(config: RecipeConfig, rows: list[PromptRow], counts: Counts) -> list[PromptRow]:
+    """A seeded choice under ``environment.max_train_tasks``, in the order of the tasks."""
+    most = config.environment.max_train_tasks
+    if most is None or len(rows) <= most:
+        return rows
+    seed = config.data.split_seed
+    order = sorted(rows, key=lambda row: derive_seed(seed, "limit", "tasks", row.sample_id))
+    chosen = {row.sample_id for row in order[:most]}
+    counts.dropped["over_max_rows"] += len(rows) - most
+    return [row for row in rows if row.sample_id in chosen]
+
+
+def _validation(
+    config: RecipeConfig, rows: Sequence[DemonstrationRow]
+) -> tuple[list[DemonstrationRow], list[DemonstrationRow]]:
+    """Training and validation rows; all demonstrations at one task are on one side."""
+    tasks = sorted({_task_of(row) for row in rows})
+    count = round(config.data.validation_fraction * len(tasks))
+    seed = config.data.split_seed
+    order = sorted(tasks, key=lambda task: derive_seed(seed, "validation", task))
+    chosen = set(order[: min(count, max(0, len(tasks) - 1))])
+    sides: tuple[list[DemonstrationRow], list[DemonstrationRow]] = ([], [])
+    for row in rows:
+        sides[_task_of(row) in chosen].append(row)
+    return sides
+
+
+def _task_of(row: DemonstrationRow) -> str:
+    return row.sample_id.partition("#")[0]
+
+
+class _Work:
+    """Tokenises what an environment has."""
+
+    def __init__(
+        self, config: RecipeConfig, environment: Environment, tokenizer: Any, io: StageIO | None
+    ) -> None:
+        self.config, self.environment = config, environment
+        self.tokenizer, self.io = tokenizer, io
+
+    def tell(self, done: int, total: int, phase: str) -> None:
+        """Progress, and requests to stop."""
+        if self.io is None or done % _PROGRESS_EVERY:
+            return
+        self.io.progress(Progress(done, total, phase))
+        if self.io.should_stop():
+            raise Interrupted(
+                f"Stopped while preparing data ({phase}, row {done})",
+                fix="run the same command again; the data stage starts over",
+            )
+
+    def prompts(self, domains: set[str], counts: Counts) -> dict[str, tuple[int, ...]]:
+        """What all episodes of a domain begin with."""
+        found = {}
+        for domain in sorted(domains):
+            policy, tools = self.environment.policy(domain), self.environment.tools(domain)
+            found[domain] = prompt_ids(self.tokenizer, policy, tools)
+            counts.prompt_lengths.append(len(found[domain]))
+        return found
+
+    def rows(
+        self, tasks: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Counts
+    ) -> list[PromptRow]:
+        """Tasks as rows, where they fit."""
+        grpo, longest = self.config.grpo, self.config.data.max_prompt_token_length
+        kept = []
+        for task in tasks:
+            counts.read += 1
+            ids = prompts[task.domain]
+            if len(ids) > longest:
+                counts.dropped["prompt_too_long"] += 1
+            elif len(ids) + grpo.response_length > grpo.max_token_length:
+                counts.dropped["too_long_for_pack"] += 1
+            else:
+                counts.domains[task.domain] += 1
+                kept.append(row_of_task(task, ids))
+        return kept
+
+    def demonstrations(
+        self,
+        train: Sequence[Task],
+        test: Sequence[Task],
+        prompts: dict[str, tuple[int, ...]],
+        digest: str,
+    ) -> tuple[Counts, list[DemonstrationRow]]:
+        """Demonstrations from whichever source the recipe names."""
+        if self.config.data.sft_path not in (None, BUILTIN_ROWS):
+            return self._from_rows(test)
+        counts = Counts("none", "")
+        if not self.config.environment.demonstrations:
+            return counts, []
+        counts.source, counts.digest = f"the expert of {self.environment.name}", digest
+        return counts, self._from_expert(train, prompts, counts)
+
+    def _from_rows(self, test: Sequence[Task]) -> tuple[Counts, list[DemonstrationRow]]:
+        held_out = {name for task in test for name in (task.id, f"{task.domain}/{task.id}")}
+        conversations = read_conversations(self.config, self.tokenizer, held_out)
+        counts = Counts(conversations.source, conversations.digest)
+        rows, nameless = [], set[str]()
+        for made in conversations:
+            counts.read += 1
+            self.tell(counts.read, 0, "tokenise sft")
+            if isinstance(made, str):
+                counts.dropped[made] += 1
+            elif (row := self._fitting(made.row, made.prompt_length, counts)) is not None:
+                counts.domains[made.domain] += 1
+                rows.append(row)
+                nameless.update({row.sample_id} if not made.named else ())
+        most = self.config.data.max_sft_rows
+        if most is not None and len(rows) > most:
+            seed = self.config.data.split_seed
+            rows.sort(key=lambda row: derive_seed(seed, "limit", "sft", row.sample_id))
+            counts.dropped["over_max_rows"] += len(rows) - most
+            rows = sorted(rows[:most], key=lambda row: row.sample_id)
+        counts.kept = len(rows)
+        if unnamed := sum(row.sample_id in nameless for row in rows):
+            counts.more = {"unnamed_task": unnamed}
+        if not rows:
+            raise _no_demonstration(self.config, counts)
+        return counts, rows
+
+    def _fitting(
+        self, row: DemonstrationRow, prompt_length: int, counts: Counts
+    ) -> DemonstrationRow | None:
+        counts.prompt_lengths.append(prompt_length)
+        counts.total_lengths.append(len(row.input_ids))
+        if len(row.input_ids) > self.config.sft.pack_length:
+            counts.dropped["answer_too_long"] += 1
+            return None
+        counts.loss_lengths.append(sum(row.loss_mask))
+        return row
+
+    def _from_expert(
+        self, train: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Counts
+    ) -> list[DemonstrationRow]:
+        """Task after task, in a shuffled order, until there are enough."""
+        expert, wanted = self.environment, self.config.environment.demonstrations
+        if not isinstance(expert, HasExpert):
+            raise ConfigurationError(
+                f"environment.demonstrations is {wanted}, but {self.environment.name} has no "
+                "expert to make them.",
+                expected="rows of conversations",
+                fix="set environment.demonstrations=0 and data.sft_path=FILE",
+            )
+        flawed, seen = self.config.environment.flawed_demonstrations, set[str]()
+        counts.more = {"flawed": 0, "solved": 0}
+        rows = []
+        for number in range(wanted):
+            counts.read += 1
+            self.tell(number, wanted, "demonstrations")
+            task = self._task(train, number)
+            seed = derive_seed(self.config.data.split_seed, "demonstration", task.id, number)
+            wrong = (seed >> 8) % 10_000 < flawed * 10_000
+            row = self._played(expert, task, seed, wrong, prompts[task.domain], counts)
+            content = hashlib.sha256(repr(row.input_ids).encode()).hexdigest()
+            if content in seen:
+                counts.dropped["duplicate"] += 1
+                continue
+            seen.add(content)
+            fitting = self._fitting(row, len(prompts[task.domain]), counts)
+            if fitting is not None:
+                counts.domains[task.domain] += 1
+                rows.append(fitting)
+        counts.kept = len(rows)
+        if not rows:
+            raise _no_demonstration(self.config, counts)
+        return rows
+
+    def _task(self, train: Sequence[Task], number: int) -> Task:
+        """The task of the ``number``-th demonstration: every one once before any comes again."""
+        turn, place = divmod(number, len(train))
+        seed = self.config.data.split_seed
+        order = sorted(train, key=lambda t: derive_seed(seed, "demonstrated", turn, t.id))
+        return order[place]
+
+    def _played(
+        self,
+        expert: HasExpert,
+        task: Task,
+        seed: int,
+        flawed: bool,
+        prompt: tuple[int, ...],
+        counts: Counts,
+    ) -> DemonstrationRow:
+        """An episode of the expert, as tokens."""
+        episode = self.environment.episode(task)
+        first = episode.reset(seed)
+        turns = []
+        for call in expert.expert(task, seed, flawed=flawed):
+            step = episode.step(call)
+            turns.append((call, step.messages))
+            if step.done:
+                break
+        outcome = episode.outcome()
+        episode.close()
+        if not flawed and not outcome.success:
+            raise DataError(
+                f"The expert of {self.environment.name} does not solve its own task "
+                f"{task.domain}/{task.id} (reward {outcome.reward:g}, {outcome.failure})",
+                expected="demonstrations that show how it is done",
+                fix="see `refiner environments check`",
+            )
+        counts.more["flawed"] += flawed
+        counts.more["solved"] += outcome.success
+        ids, mask = demonstration(self.tokenizer, prompt, first, turns)
+        name = f"{task.domain}/{task.id}#{counts.read}"
+        return DemonstrationRow(name, tuple(ids), tuple(mask))
+
+
+def _nothing_left(config: RecipeConfig, counts: Counts, split: str) -> DataError:
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.dropped.items()))
+    longest = max(counts.prompt_lengths, default=0)
+    needed = longest + config.grpo.response_length
+    return DataError(
+        f"No {split} task is left ({dropped or 'there are none'}); policy and tools of a domain "
+        f"have up to {longest} tokens",
+        expected="tasks whose policy and tools fit (data.max_prompt_token_length="
+        f"{config.data.max_prompt_token_length}), with a turn (grpo.max_token_length="
+        f"{config.grpo.max_token_length})",
+        fix=f"set data.max_prompt_token_length={longest} and grpo.max_token_length={needed} or "
+        "more, where the model's window allows it",
+    )
+
+
+def _no_demonstration(config: RecipeConfig, counts: Counts) -> DataError:
+    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.dropped.items()))
+    shortest = min(counts.total_lengths, default=0)
+    return DataError(
+        f"None of the {counts.read} demonstrations ({counts.source}) is usable ({dropped}); the "
+        f"shortest has {shortest} tokens",
+        expected=f"conversations of at most {config.sft.pack_length} tokens (sft.pack_length), "
+        "each turn of the assistant one tool call",
+        fix=f"set sft.pack_length={shortest} or more, or correct the rows",
+    )

@@ -1,0 +1,246 @@
+"""Whether an environment does what its protocol says: for who writes one, before a run needs it.
+
+In: an :class:`~refiner_core.environments.protocol.Environment` and how much of it to look at. Out:
+findings, errors first. Episodes are really begun and stepped; a user simulator behind an endpoint
+is really asked.
+
+What is checked: splits do not share tasks; ids are unique; tools have names and schemas, and one
+speaks to the user; every episode begins with words of the user; a tool that does not exist, wrong
+types and missing arguments are answered with a message and a ``tool_error`` instead of an
+exception; an episode can be pickled in between and goes on the same; with ``deterministic`` the
+same calls give the same messages; checks and rewards are what they should be; the expert, where
+there is one, solves every task.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from refiner_core.contract.errors import DataError
+from refiner_core.environments.protocol import (
+    Environment,
+    Episode,
+    HasExpert,
+    InfrastructureError,
+    Message,
+    Step,
+    Task,
+    TellsProgress,
+    ToolCall,
+)
+
+_SEED = 7
+_NO_SPLIT = "no_such_split"
+_NO_TOOL = ToolCall("no_such_tool", {})
+#: Values of a type that no string, number, boolean or list schema takes.
+_WRONG_VALUE = {"type": ["object"]}
+
+
+class Finding(NamedTuple):
+    """``where`` is a split, domain, tool or task; ``what`` says what is wrong with it."""
+
+    level: Literal["error", "warning"]
+    where: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was found. ``tasks`` counts those that were tried, by split."""
+
+    findings: tuple[Finding, ...]
+    tasks: dict[str, int]
+    expert_solved: int | None
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """What a run would stumble over."""
+        return tuple(f for f in self.findings if f.level == "error")
+
+
+def check_environment(
+    environment: Environment, splits: Sequence[str], *, most: int | None = None
+) -> Checked:
+    """Try the environment; ``most`` tasks of each split, all by default."""
+    found: list[Finding] = []
+    by_split = {split: environment.tasks(split) for split in splits}
+    found += _of_tasks(by_split)
+    found += _of_no_split(environment)
+    for domain in environment.domains():
+        found += _of_domain(environment, domain)
+    solved: int | None = 0 if isinstance(environment, HasExpert) else None
+    tried: dict[str, int] = {}
+    for split, tasks in by_split.items():
+        chosen = _spread(tasks, most)
+        tried[split] = len(chosen)
+        for task in chosen:
+            found += _of_task(environment, task)
+            if isinstance(environment, HasExpert):
+                wrong = list(_of_expert(environment, environment, task))
+                solved = (solved or 0) + (not wrong)
+                found += wrong
+    found.sort(key=lambda finding: finding.level)  # errors before warnings
+    return Checked(tuple(found), tried, solved)
+
+
+def _spread(tasks: Sequence[Task], most: int | None) -> list[Task]:
+    """At most so many, from all over the list."""
+    if most is None or len(tasks) <= most:
+        return list(tasks)
+    return [tasks[i * len(tasks) // most] for i in range(most)]
+
+
+def _of_tasks(by_split: dict[str, tuple[Task, ...]]) -> Iterator[Finding]:
+    names = Counter(task.id for tasks in by_split.values() for task in tasks)
+    for name, count in names.items():
+        if count > 1:
+            yield Finding("error", name, f"{count} tasks have this id, in one split or several")
+    for split, tasks in by_split.items():
+        if not tasks:
+            yield Finding("error", split, "the split has no tasks")
+
+
+def _of_no_split(environment: Environment) -> Iterator[Finding]:
+    """A split that there is not: tasks of another in its place would be trained on or measured."""
+    try:
+        tasks = environment.tasks(_NO_SPLIT)
+    except DataError:
+        return
+    except Exception as error:
+        what = f"raises {type(error).__name__} where there is no such split: say so, or give none"
+        yield Finding("warning", _NO_SPLIT, what)
+        return
+    if tasks:
+        yield Finding(
+            "error", _NO_SPLIT, "there is no such split, and it has tasks: a typing error passes"
+        )
+
+
+def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
+    tools = environment.tools(domain)
+    names = [tool.name for tool in tools]
+    if not environment.policy(domain).strip():
+        yield Finding("warning", domain, "the policy is empty")
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        yield Finding("error", f"{domain}.{name}", "two tools have this name")
+    for wanted, what in ((environment.speak, "speaks to the user"), (environment.finish, "ends")):
+        if wanted and wanted not in names:
+            yield Finding("error", domain, f"no tool {wanted!r}, which {what}")
+    for tool in tools:
+        if tool.parameters.get("type") != "object":
+            yield Finding(
+                "error", f"{domain}.{tool.name}", "its parameters are no schema of type object"
+            )
+        if not tool.description.strip():
+            yield Finding("warning", f"{domain}.{tool.name}", "it has no description")
+
+
+def _of_task(environment: Environment, task: Task) -> list[Finding]:
+    """What one task's episode does with what models do."""
+    where = f"{task.domain}/{task.id}"
+    try:
+        return [Finding(level, where, what) for level, what in _tried(environment, task)]
+    except InfrastructureError as error:
+        return [Finding("error", where, f"the infrastructure failed ({error.kind}): {error.what}")]
+    except Exception as error:
+        return [Finding("error", where, f"it raises {type(error).__name__}: {error}")]
+
+
+def _tried(
+    environment: Environment, task: Task
+) -> Iterator[tuple[Literal["error", "warning"], str]]:
+    if task.domain not in environment.domains():
+        yield "error", f"its domain {task.domain!r} is none of the environment's"
+        return
+    episode = environment.episode(task)
+    first = episode.reset(_SEED)
+    if not first or first[-1].role != "user":
+        yield "error", "its first messages do not end with the user's words"
+    for call, wanted in _bad_calls(environment, task.domain):
+        step = episode.step(call)
+        yield from _answered(call, wanted, step)
+        if step.done:
+            break
+    else:
+        yield from _pickled(environment, task, episode)
+    outcome = episode.outcome()
+    if outcome.success:
+        yield "error", "an episode of nothing but wrong calls is a success"
+    if not outcome.success and outcome.failure is None:
+        yield "error", "an episode that failed does not say why (outcome().failure)"
+    if not outcome.checks:
+        yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
+    if not isinstance(episode, TellsProgress):
+        yield "warning", "it tells no progress: grpo.credit=turn_rewards is refused"
+    episode.close()
+    if environment.deterministic:
+        again = environment.episode(task)
+        if again.reset(_SEED) != first:
+            yield "error", "it calls itself deterministic, and begins differently the second time"
+        again.close()
+
+
+def _bad_calls(environment: Environment, domain: str) -> Iterator[tuple[ToolCall, str]]:
+    yield _NO_TOOL, "wrong_tool"
+    for tool in environment.tools(domain):
+        needed = tool.parameters.get("required", ())
+        if needed:
+            yield ToolCall(tool.name, {}), "wrong_argument"
+            yield ToolCall(tool.name, dict.fromkeys(needed, _WRONG_VALUE)), "wrong_argument"
+            return
+
+
+def _answered(
+    call: ToolCall, wanted: str, step: Step
+) -> Iterator[tuple[Literal["error", "warning"], str]]:
+    said = f"{call.name} with {dict(call.arguments)!r:.60}"
+    if step.tool_error != wanted:
+        yield "error", f"{said} gives tool_error {step.tool_error!r} instead of {wanted!r}"
+    if not step.messages and not step.done:
+        yield "error", f"{said} is answered with nothing"
+
+
+def _pickled(
+    environment: Environment, task: Task, episode: Episode
+) -> Iterator[tuple[Literal["error", "warning"], str]]:
+    try:
+        copy: Any = pickle.loads(pickle.dumps(episode))
+    except Exception as error:
+        yield "error", f"its episode cannot be pickled ({type(error).__name__}: {error})"
+        return
+    if not environment.deterministic:
+        return
+    call = ToolCall(environment.speak, {"content": "Hello."})
+    if _messages(episode.step(call)) != _messages(copy.step(call)):
+        yield "error", "an episode that was pickled goes on differently"
+
+
+def _messages(step: Step) -> tuple[Message, ...]:
+    return step.messages
+
+
+def _of_expert(environment: Environment, expert: HasExpert, task: Task) -> Iterable[Finding]:
+    where = f"{task.domain}/{task.id}"
+    try:
+        calls = expert.expert(task, _SEED, flawed=False)
+        episode = environment.episode(task)
+        episode.reset(_SEED)
+        for call in calls:
+            episode.step(call)
+        outcome = episode.outcome()
+        episode.close()
+    except Exception as error:
+        yield Finding("error", where, f"its expert raises {type(error).__name__}: {error}")
+        return
+    if not outcome.success:
+        missing = ", ".join(check.name for check in outcome.checks if not check.passed)
+        yield Finding(
+            "error",
+            where,
+            f"its expert does not solve it (reward {outcome.reward:g}; {outcome.failure}"
+            + (f"; missing: {missing})" if missing else ")"),
+        )

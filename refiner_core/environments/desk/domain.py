@@ -1,0 +1,178 @@
+"""What a domain of the desk is made of, and the world that its tools act on.
+
+In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`Refused`, :class:`Draft` and the
+draws that tasks are made of.
+
+A tool is a function of the :class:`Desk` and the call's arguments; it changes the tables and gives
+the result, or raises :class:`Refused`, which changes nothing. Arguments have passed the schema.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from refiner_core.data.synthetic_words import World, draw_id, draw_name, draw_value
+from refiner_core.environments.desk.words import DAYS
+from refiner_core.environments.protocol import ToolSpec
+
+#: Tables of records, by table and key.
+Tables = dict[str, dict[str, dict[str, Any]]]
+Result = dict[str, Any]
+Call = tuple[str, Mapping[str, Any]]
+
+
+class Refused(Exception):
+    """A tool does not do it. ``kind`` is what the agent did wrong; the text is what it is told."""
+
+    def __init__(self, kind: Literal["wrong_argument", "rule_broken"], text: str) -> None:
+        super().__init__(text)
+        self.kind: Literal["wrong_argument", "rule_broken"] = kind
+
+
+def broken(text: str) -> Refused:
+    """The policy forbids it."""
+    return Refused("rule_broken", text)
+
+
+@dataclass
+class Desk:
+    """The world of an episode: the tables, what the user has said so far, and its device.
+
+    ``told`` holds by slot what the user has given away, ``agreed`` what it has said yes to,
+    ``seen`` the records that the agent has looked up, ``device`` the user's own device, which no
+    tool reaches, and ``doings`` what the user did to it. ``caller`` is the user's name: new records
+    stand in it, but nothing else at the desk knows it until the user says it.
+    """
+
+    tables: Tables
+    caller: str = ""
+    told: dict[str, str] = field(default_factory=dict)
+    agreed: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+    device: dict[str, str] = field(default_factory=dict)
+    doings: list[str] = field(default_factory=list)
+
+    def record(self, table: str, key: str) -> dict[str, Any]:
+        """A record by its key."""
+        record = self.tables[table].get(key)
+        if record is None:
+            raise Refused("wrong_argument", f"there is no {table[:-1]} {_short(key)}")
+        return record
+
+    def owned(self, table: str, key: str) -> dict[str, Any]:
+        """A record that may be acted on: looked up, and the user has given its owner's name."""
+        record = self.record(table, key)
+        if key not in self.seen:
+            raise broken(f"not allowed, get the {table[:-1]} first")
+        if "name" not in self.told:
+            raise broken("not allowed, ask for the name first")
+        if self.told["name"] != record["name"]:
+            raise broken("not allowed, the name is wrong")
+        return record
+
+
+def _short(text: str, longest: int = 24) -> str:
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+Tool = Callable[[Desk, Mapping[str, Any]], Result]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A task before it has an id; see the README for what the parts mean."""
+
+    summary: str
+    state: Tables
+    user: Mapping[str, Any]
+    tell: tuple[tuple[str, ...], ...]
+    solution: tuple[Call, ...]
+    tempting: Call | None = None
+
+
+class Draw:
+    """Draws for one task; nothing is drawn twice while ``used`` is the same set."""
+
+    def __init__(self, rng: random.Random, used: set[str], world: World = "task") -> None:
+        self.rng, self._used, self._world = rng, used, world
+
+    def _new(self, draw: Callable[[random.Random, World], str]) -> str:
+        while True:
+            text = draw(self.rng, self._world)
+            if text not in self._used:
+                self._used.add(text)
+                return text
+
+    def name(self) -> str:
+        """A person."""
+        return self._new(draw_name)
+
+    def id(self) -> str:
+        """An id such as ``S_k3F7``."""
+        return self._new(draw_id)
+
+    def value(self) -> str:
+        """A room or an item, such as ``velm rota``."""
+        return self._new(draw_value)
+
+    def amount(self) -> int:
+        """An amount of two digits."""
+        return self.rng.randrange(12, 99)
+
+    def days(self, count: int) -> list[str]:
+        """Different days of the week."""
+        return self.rng.sample(DAYS, count)
+
+
+Family = Callable[[Draw], Draft]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A domain: what the agent is told, its tools, and the families that tasks come from."""
+
+    name: str
+    policy: str
+    specs: tuple[ToolSpec, ...]
+    tools: Mapping[str, Tool]
+    families: Mapping[str, Family]
+    #: The first is what ``id`` or ``number`` means to a user of this domain.
+    slots: tuple[str, ...]
+
+
+def spec(name: str, description: str, *arguments: str) -> ToolSpec:
+    """A tool whose arguments are all required strings."""
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {argument: {"type": "string"} for argument in arguments},
+    }
+    if arguments:
+        parameters["required"] = list(arguments)
+    return ToolSpec(name, description, parameters)
+
+
+SPEAK, FINISH, HAND_OVER = "respond", "finish", "hand_over"
+#: What every domain has.
+COMMON: tuple[ToolSpec, ...] = (
+    spec(SPEAK, "say it to the user", "content"),
+    spec(FINISH, "end, all is done"),
+    spec(HAND_OVER, "hand over to another agent", "reason"),
+)
+
+
+def respond(content: str) -> Call:
+    """The call that says something to the user."""
+    return SPEAK, {"content": content}
+
+
+def finish() -> Call:
+    """The call that ends an episode."""
+    return FINISH, {}
+
+
+def hand_over(reason: str) -> Call:
+    """The call that gives the user to somebody else."""
+    return HAND_OVER, {"reason": reason}

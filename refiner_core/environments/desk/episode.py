@@ -1,0 +1,230 @@
+"""An episode at the desk: tools, user, rules, checks and what it was worth.
+
+In: a task and its :class:`~.domain.Domain`. Out: :class:`DeskEpisode`.
+
+What should be in the end is nowhere written down: a task's ``solution`` is played once, with a
+user of its own, and the state, the calls and the user's doings that it leads to are what an agent's
+episode is compared with. Formulas and classes of failure stand in
+``refiner_core/environments/README.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from refiner_core.environments.desk import schema
+from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK, Desk, Domain, Refused
+from refiner_core.environments.desk.registry import DOMAINS
+from refiner_core.environments.desk.user import ScriptedUser
+from refiner_core.environments.protocol import (
+    Check,
+    Failure,
+    Message,
+    Outcome,
+    Step,
+    Task,
+    ToolCall,
+)
+
+KINDS = ("action", "communicate", "environment")
+Ended = Literal["", "finished", "handed_over", "user_left"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a solved episode leaves: what the user was asked for, calls of tools, doings of the
+    user, tables, its device."""
+
+    asked: tuple[str, ...]
+    calls: tuple[tuple[str, str], ...]
+    doings: tuple[str, ...]
+    tables: Mapping[str, Any]
+    device: Mapping[str, str]
+
+
+class DeskEpisode:
+    """One try at a task; see :class:`refiner_core.environments.protocol.Episode`."""
+
+    def __init__(self, task: Task, expected: Expected | None = None) -> None:
+        self._task = task
+        self._expected = expected or expected_of(task)
+        self._begin(0)
+
+    def _begin(self, seed: int) -> None:
+        data = self._task.data
+        device = data["user"].get("device", {})
+        caller = data["user"]["knows"].get("name", "")
+        self._desk = Desk(copy.deepcopy(data["state"]), caller=caller, device=dict(device))
+        self._user = ScriptedUser(data["user"], data["tell"], self._domain.slots, seed)
+        self._calls: list[tuple[str, str]] = []
+        self._errors: list[str] = []
+        self._rules: list[str] = []
+        self._ended: Ended = ""
+
+    @property
+    def _domain(self) -> Domain:
+        return DOMAINS[self._task.domain]
+
+    def reset(self, seed: int) -> tuple[Message, ...]:
+        """Begin (again): the user's opening."""
+        self._begin(seed)
+        return (Message("user", self._user.open(self._desk)),)
+
+    def step(self, call: ToolCall) -> Step:
+        """Do what the agent wants. What is wrong with a call is told to it, and remembered."""
+        if self._ended:
+            return Step((), done=True)
+        spec = next((spec for spec in self._domain.specs if spec.name == call.name), None)
+        if spec is None:
+            return self._refuse("wrong_tool", f"there is no tool {str(call.name)[:24]}")
+        wrong = schema.fault(spec.parameters, call.arguments)
+        if wrong:
+            return self._refuse("wrong_argument", wrong)
+        if call.name == SPEAK:
+            text = self._user.answer(call.arguments["content"], self._desk)
+            self._ended = "user_left" if self._user.left else ""
+            return Step((Message("user", text),), done=bool(self._ended))
+        if call.name in (FINISH, HAND_OVER):
+            self._ended = "finished" if call.name == FINISH else "handed_over"
+            self._calls.append(_key(call.name, call.arguments))
+            return Step((), done=True)
+        try:
+            result = self._domain.tools[call.name](self._desk, call.arguments)
+        except Refused as error:
+            return self._refuse(error.kind, str(error))
+        self._calls.append(_key(call.name, call.arguments))
+        return Step((Message("tool", json.dumps(result, ensure_ascii=False)),))
+
+    def _refuse(
+        self, kind: Literal["wrong_tool", "wrong_argument", "rule_broken"], text: str
+    ) -> Step:
+        self._errors.append(kind)
+        if kind == "rule_broken":
+            self._rules.append(text)
+        message = Message("tool", json.dumps({"error": text}, ensure_ascii=False))
+        return Step((message,), tool_error=kind)
+
+    def checks(self) -> tuple[Check, ...]:
+        """The checks as they stand now."""
+        return (*self._actions(), *self._statements(), *self._states())
+
+    def _actions(self) -> list[Check]:
+        asked = [
+            Check("action", f"ask {slot}", slot in self._desk.told) for slot in self._expected.asked
+        ]
+        calls = [
+            Check("action", name, (name, arguments) in self._calls, arguments)
+            for name, arguments in self._expected.calls
+        ]
+        doings = [
+            Check("action", f"user {doing}", doing in self._desk.doings)
+            for doing in self._expected.doings
+        ]
+        return asked + calls + doings
+
+    def _statements(self) -> list[Check]:
+        return [
+            Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
+            for i, needles in enumerate(self._task.data["tell"])
+        ]
+
+    def _states(self) -> list[Check]:
+        checks = [
+            Check("environment", name, self._desk.tables[name] == table)
+            for name, table in self._expected.tables.items()
+            if table or self._desk.tables[name]
+        ]
+        if self._expected.device:
+            same = self._desk.device == self._expected.device
+            needed = set(self._desk.doings) <= set(self._expected.doings)
+            checks.append(Check("environment", "device", same and needed))
+        return checks
+
+    def outcome(self) -> Outcome:
+        """What it was worth: 1 where it has ended, all checks passed and no rule was broken."""
+        checks = self.checks()
+        kinds = [kind for kind in KINDS if any(check.kind == kind for check in checks)]
+        components = {
+            kind: float(all(check.passed for check in checks if check.kind == kind))
+            for kind in kinds
+        }
+        components["rules"] = float(not self._rules)
+        components["ended"] = float(bool(self._ended))
+        reward = 1.0
+        for value in components.values():
+            reward *= value
+        info = {
+            "family": self._task.data["family"],
+            "ended": self._ended,
+            "rules_broken": list(self._rules),
+            "refused": len(self._errors),
+            "useless_messages": self._user.useless,
+        }
+        failure = None if reward == 1.0 else self._failure(checks)
+        return Outcome(reward, checks, components, failure=failure, info=info)
+
+    def _failure(self, checks: Sequence[Check]) -> Failure:
+        """The first class in the order of the protocol that applies."""
+        if not self._ended:
+            return "limit"
+        for kind in ("rule_broken", "wrong_tool", "wrong_argument"):
+            if kind in self._errors:
+                return kind
+        called = {name for name, _ in self._calls}
+        missed = [check for check in checks if check.kind == "action" and not check.passed]
+        if any(check.name in called for check in missed):
+            return "wrong_argument"
+        wants_hand_over = any(name == HAND_OVER for name, _ in self._expected.calls)
+        if self._ended == "handed_over" and not wants_hand_over:
+            return "gave_up"
+        done = any(
+            check.passed
+            for check in checks
+            if check.kind != "environment" and not check.name.startswith("ask ")
+        )
+        return "incomplete" if done or self._ended == "user_left" else "gave_up"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """A call as it is compared; the words of a hand-over do not matter."""
+    shown = {} if name in (HAND_OVER, FINISH) else dict(arguments)
+    return name, json.dumps(shown, ensure_ascii=False, sort_keys=True)
+
+
+def play(task: Task, calls: Sequence[ToolCall], seed: int) -> tuple[DeskEpisode, list[Step]]:
+    """An episode in which these calls are made, and what each led to."""
+    nothing = Expected((), (), (), {}, {})
+    return _play(DeskEpisode(task, nothing), calls, seed)
+
+
+def _play(
+    episode: DeskEpisode, calls: Sequence[ToolCall], seed: int
+) -> tuple[DeskEpisode, list[Step]]:
+    episode.reset(seed)
+    return episode, [episode.step(call) for call in calls]
+
+
+def solution_of(task: Task) -> list[ToolCall]:
+    """The calls of a task's solution."""
+    return [ToolCall(name, dict(arguments)) for name, arguments in task.data["solution"]]
+
+
+def expected_of(task: Task) -> Expected:
+    """What a task's solution leads to."""
+    episode, _ = play(task, solution_of(task), 0)
+    calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
+    volunteered = task.data["user"]["volunteers"]
+    return Expected(
+        asked=tuple(slot for slot in episode._desk.told if slot not in volunteered),
+        calls=tuple(calls),
+        doings=tuple(dict.fromkeys(episode._desk.doings)),
+        tables=episode._desk.tables,
+        device=episode._desk.device,
+    )

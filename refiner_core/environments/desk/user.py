@@ -1,0 +1,175 @@
+"""The simulated user of the desk: scripted, deterministic, and silent about what nobody asks.
+
+In: the ``user`` part of a task, a seed, and what the agent says.
+Out: :class:`ScriptedUser`, whose :meth:`~ScriptedUser.answer` is what it says back.
+
+A message is understood by its words, in this order; the first that fits decides:
+
+1. The user is satisfied already, or its patience is over: it says so.
+2. *Reactions* of the task, each once: the message has all the phrases that one waits for (a fee and
+   its amount, another day). The user agrees, refuses or asks for something else.
+3. Everything that the task wants the user to be told has been told: it thanks.
+4. *Instructions* (with a device): the message names one thing to do; the user does it and says what
+   lamp it sees. Of two at a time it does neither.
+5. *Questions* (a question mark, or a word such as ``what`` or ``please``): it says what it knows of
+   the slots that are named, and nothing else.
+6. Anything else: it asks what is meant.
+
+Messages that brought nothing new are counted; after :data:`PATIENCE` of them the user leaves.
+The seed chooses among phrases that mean the same, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from refiner_core.environments.desk import appliance, words
+from refiner_core.environments.desk.domain import Desk
+
+#: Useless messages after which a user leaves.
+PATIENCE = 4
+_QUESTION_WORDS = frozenset(
+    ("what", "which", "who", "when", "where", "please", "tell", "give", "need", "provide", "may",
+     "can", "could", "confirm", "know")
+)  # fmt: skip
+_SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "day": ("day", "date"),
+    "lamp": ("lamp", "light"),
+    "code": ("code", "pin"),
+    "name": ("name",),
+}
+_MAIN_SYNONYMS = ("id", "number", "reference")
+
+
+class ScriptedUser:
+    """One user in one episode.
+
+    Parameters
+    ----------
+    script
+        ``opening``, ``knows`` (slot to value), ``volunteers`` (slots that the opening gives away),
+        ``reactions`` (``hear``: phrases; ``say``: what it answers, one of several; ``agree``: what
+        it has then said yes to; ``again``: what, by number of ``tell``, it has to be told again;
+        ``end``: whether it wants nothing more).
+    tell
+        What it has to be told, as phrases that one message contains; a task's ``tell``.
+    slots
+        The domain's; the first is what ``id`` or ``number`` means.
+    seed
+        Chooses among phrases.
+    """
+
+    def __init__(
+        self,
+        script: Mapping[str, Any],
+        tell: Sequence[Sequence[str]],
+        slots: Sequence[str],
+        seed: int,
+    ) -> None:
+        self._script, self._tell, self._slots, self._seed = script, tell, slots, seed
+        self._said = 0
+        self._reacted: set[int] = set()
+        self._wants_nothing = False
+        self.told: set[int] = set()
+        self.useless = 0
+        self.left = False
+
+    def open(self, desk: Desk) -> str:
+        """The first message."""
+        for slot in self._script["volunteers"]:
+            desk.told[slot] = self._script["knows"][slot]
+        return str(self._script["opening"])
+
+    def satisfied(self) -> bool:
+        """Whether it has heard all that it wants to hear, or wants nothing more."""
+        return self._wants_nothing or (bool(self._tell) and len(self.told) == len(self._tell))
+
+    def answer(self, content: str, desk: Desk) -> str:
+        """What it says to a message; may change its device and what it has given away."""
+        if self.satisfied():
+            return self._bored(self._one_of(words.THANKS))
+        heard = words.words_of(content)
+        fresh = {
+            i
+            for i, needles in enumerate(self._tell)
+            if i not in self.told and all(words.contains(heard, needle) for needle in needles)
+        }
+        self.told |= fresh
+        reaction = self._reaction(heard, desk)
+        if reaction is not None:
+            return reaction
+        if self.satisfied():
+            return self._one_of(words.THANKS)
+        done = self._instructed(heard, desk)
+        if done is not None:
+            return done
+        if "?" in content or _QUESTION_WORDS.intersection(heard):
+            answered = self._asked(heard, desk)
+            if answered is not None:
+                return answered
+        if fresh:
+            return words.OKAY[0]
+        return self._bored(self._one_of(words.CLARIFY))
+
+    def _reaction(self, heard: Sequence[str], desk: Desk) -> str | None:
+        for index, reaction in enumerate(self._script["reactions"]):
+            if index in self._reacted:
+                continue
+            if all(words.contains(heard, needle) for needle in reaction["hear"]):
+                self._reacted.add(index)
+                self.told -= set(reaction.get("again", ()))
+                if reaction.get("agree"):
+                    desk.agreed.add(reaction["agree"])
+                self._wants_nothing = bool(reaction.get("end"))
+                return self._one_of(reaction["say"])
+        return None
+
+    def _instructed(self, heard: Sequence[str], desk: Desk) -> str | None:
+        if not desk.device:
+            return None
+        doings = appliance.instructions(heard)
+        if not doings:
+            return None
+        if len(doings) > 1:
+            return self._bored(words.ONE_STEP)
+        changed = appliance.do(desk, doings[0])
+        text = f"done, the lamp is {appliance.lamp(desk)}."
+        if appliance.lamp(desk) == appliance.WORKING:
+            self._wants_nothing = True
+            text += " " + self._one_of(words.THANKS)
+        return text if changed else self._bored(text)
+
+    def _asked(self, heard: Sequence[str], desk: Desk) -> str | None:
+        named = [slot for slot in self._slots if self._names(slot, heard)]
+        if not named:
+            return None
+        knows = dict(self._script["knows"])
+        if desk.device:
+            knows["lamp"] = appliance.lamp(desk)
+        parts = [(slot, str(knows[slot])) for slot in named if slot in knows]
+        if not parts:
+            return self._bored(words.UNKNOWN)
+        new = any(desk.told.get(slot) != value for slot, value in parts)
+        desk.told.update(parts)
+        whose = self._one_of(("my", "the"))
+        text = " and ".join(f"{whose} {slot} is {value}" for slot, value in parts) + "."
+        return text if new else self._bored(text)
+
+    def _names(self, slot: str, heard: Sequence[str]) -> bool:
+        known = _SYNONYMS.get(slot, (slot,))
+        if slot == self._slots[0]:
+            known = (*known, *_MAIN_SYNONYMS)
+        return any(word in heard for word in known)
+
+    def _bored(self, text: str) -> str:
+        self.useless += 1
+        if self.useless >= PATIENCE:
+            self.left = True
+            return words.LEAVE
+        return text
+
+    def _one_of(self, phrases: Sequence[str]) -> str:
+        self._said += 1
+        return random.Random(f"{self._seed}/{self._said}").choice(list(phrases))

@@ -1,0 +1,409 @@
+"""One episode at work: its state between turns, and what a thread does for it.
+
+In: a request, and what generator and environment give. Out: turn requests, and in the end a
+:class:`~refiner_core.contract.types.Completion` with the episode's record.
+
+The state belongs to the thread of the generator; :meth:`Play.begin`, :meth:`Play.step` and
+:meth:`Play.end` are what a worker runs, and touch the environment's episode alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from refiner_core.contract.errors import RefinerError, StageFailed
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import Completion, SamplingParams, TurnRequest
+from refiner_core.environments.conversation import Conversation
+from refiner_core.environments.protocol import (
+    Environment,
+    Episode,
+    InfrastructureError,
+    Message,
+    Outcome,
+    Step,
+    Task,
+    TellsProgress,
+    ToolCall,
+)
+from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.environments.scoring import partial_score
+from refiner_core.environments.turn_template import whole_text
+from refiner_core.environments.turns import CLOSE, ParsedTurn, parse_turn
+
+log = logging.getLogger(__name__)
+#: Characters of a message that are kept where it did not fit into the context.
+_UNREAD = 65536
+
+Ending = Literal["done", "no_call", "turn_limit", "context_limit", "error"]
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """One episode of a task. ``prompt_ids`` are those of its domain
+    (:func:`refiner_core.environments.conversation.prompt_ids`); ``seed`` decides all randomness."""
+
+    task: Task
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """How episodes run. ``turn_tokens`` and ``context_tokens`` are the largest numbers of tokens of
+    a turn and of a whole episode, the prompt included; ``weights`` gives the weights of the kinds
+    of checks in a domain, for partial scores; the rest is named as in the recipe."""
+
+    max_turns: int
+    repairs: int
+    turn_tokens: int
+    context_tokens: int
+    max_argument_bytes: int
+    temperature: float
+    top_p: float
+    top_k: int
+    ordered: bool
+    workers: int
+    turn_timeout_s: float
+    episode_timeout_s: float
+    weights: Callable[[str], Mapping[str, float]]
+
+
+class Begun(NamedTuple):
+    """What a reset gave: first messages, and the partial score before any turn."""
+
+    messages: tuple[Message, ...]
+    progress: float | None
+
+
+class Stepped(NamedTuple):
+    """What a call has led to, the partial score now, and the outcome where it was the last."""
+
+    step: Step
+    progress: float | None
+    outcome: Outcome | None
+
+
+class _Attempt(NamedTuple):
+    text: str
+    completion: Completion
+    parsed: ParsedTurn
+
+
+class Play:
+    """One episode.
+
+    Parameters
+    ----------
+    number
+        Its place among the requests; its conversation's name for the generator.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: EpisodeRequest,
+        environment: Environment,
+        tokenizer: Any,
+        settings: EpisodeSettings,
+    ) -> None:
+        self.number, self.request = number, request
+        self.conversation = Conversation(tokenizer, request.prompt_ids)
+        #: Seconds that tools and user have worked.
+        self.seconds = 0.0
+        self.ended: Ending | None = None
+        self._environment, self._settings = environment, settings
+        self._episode: Episode | None = None
+        self._first: tuple[Message, ...] = ()
+        self._first_progress: float | None = None
+        self._turns: list[TurnRecord] = []
+        self._failed: _Attempt | None = None
+
+    # ------------------------------------------------ in a worker's thread
+
+    def begin(self) -> Begun:
+        """Make the environment's episode and reset it."""
+        with _Blamed(self):
+            self._episode = self._environment.episode(self.request.task)
+            messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
+            messages = _messages(messages)
+            if not messages or messages[-1].role != "user":
+                raise ValueError("reset() gives messages, the last of them the user's")
+            return Begun(messages, self._progress())
+
+    def step(self, call: ToolCall, *, last: bool) -> Stepped:
+        """Take a step; with the outcome where the episode is done, or this was its last turn."""
+        with _Blamed(self):
+            assert self._episode is not None
+            step = self._episode.step(call)
+            step = replace(step, messages=_messages(step.messages))
+            if not step.done and not step.messages:
+                raise ValueError("step() gives no message, and the episode is not done")
+            progress = self._progress()
+            if not (step.done or last):
+                return Stepped(step, progress, None)
+        return Stepped(step, progress, self.end())
+
+    def end(self) -> Outcome:
+        """What it was worth, as it stands; nothing of it is used any more."""
+        with _Blamed(self):
+            assert self._episode is not None
+            outcome = self._episode.outcome()
+            self._episode.close()
+            self._episode = None
+            return outcome
+
+    def close(self) -> None:
+        """Give back what it holds, whatever has happened to it."""
+        episode, self._episode = self._episode, None
+        if episode is None:
+            return
+        try:
+            episode.close()
+        except Exception:  # it has failed already, and that is what is told
+            log.warning("Closing an episode of %s failed", self.where(), exc_info=True)
+
+    def _progress(self) -> float | None:
+        """The partial score now, None where the environment does not tell."""
+        episode: object = self._episode
+        return self._partial(episode.checks()) if isinstance(episode, TellsProgress) else None
+
+    def _partial(self, checks: Any) -> float | None:
+        return partial_score(checks, self._settings.weights(self.request.task.domain))
+
+    # ------------------------------------------------ in the generator's thread
+
+    def where(self) -> str:
+        """For messages: environment, task and turn."""
+        task = self.request.task
+        where = f"environment {self._environment.name}, task {task.id} of {task.domain}"
+        return f"{where}, turn {len(self._turns)}" if self._turns else f"{where}, reset"
+
+    def limit_s(self) -> float:
+        """How long the next piece of environment work may take."""
+        left = self._settings.episode_timeout_s - self.seconds
+        return max(0.0, min(self._settings.turn_timeout_s, left))
+
+    def late(self, seconds: float) -> InfrastructureError:
+        """What to say of work that took longer than that."""
+        settings = self._settings
+        kind, limit = "turn_timeout", settings.turn_timeout_s
+        if self.seconds + seconds >= settings.episode_timeout_s:
+            kind, limit = "episode_timeout", settings.episode_timeout_s
+        return InfrastructureError(
+            f"Tools and user took longer than {limit:g} s ({self.where()})",
+            kind=kind,
+            fix=f"raise environment.{kind}_s, or see why they are slow",
+        )
+
+    def begun(self, begun: Begun) -> bool:
+        """Take the first messages in; False where they do not fit into the context."""
+        self._first, self._first_progress = begun
+        fits = self._observe(self._first)
+        if not fits:
+            self._first = _shortened(self._first)
+        return fits
+
+    def stepped(self, stepped: Stepped, seconds: float) -> bool:
+        """Take a step in; False where what was said does not fit into the context."""
+        step, over = stepped.step, stepped.outcome is not None
+        fits = over or self._observe(step.messages)
+        self._turns[-1] = replace(
+            self._turns[-1],
+            tool_error=step.tool_error,
+            messages=_pairs(step.messages if fits and not over else _shortened(step.messages)),
+            progress=stepped.progress,
+            seconds=seconds,
+        )
+        return fits
+
+    def _observe(self, messages: tuple[Message, ...]) -> bool:
+        """Append messages, whole or not at all. There must be room for a token of the turn."""
+        if self.conversation.overflows(messages, self._room()):
+            return False
+        ids = self.conversation.observation(messages)
+        if len(self.conversation) + len(ids) >= self._settings.context_tokens:
+            return False
+        self.conversation.append(ids)
+        return True
+
+    def turn(self) -> TurnRequest:
+        """The turn that is to be sampled now."""
+        settings = self._settings
+        repair = self._failed is not None
+        params = SamplingParams(
+            temperature=0.0 if repair else settings.temperature,
+            top_p=1.0 if repair else settings.top_p,
+            top_k=0 if repair else settings.top_k,
+            max_new_tokens=min(settings.turn_tokens, self._room()),
+            stop_strings=(CLOSE,),
+        )
+        seed = derive_seed(self.request.seed, "turn", len(self._turns))
+        return TurnRequest(self.number, self.conversation.ids, seed, params)
+
+    def _room(self) -> int:
+        return self._settings.context_tokens - len(self.conversation)
+
+    def sampled(self, text: str, completion: Completion) -> ToolCall | Literal["again"] | None:
+        """Take in what was sampled: the call to make, ``again`` for a turn that is to be repaired,
+        None where the episode is over (:attr:`ended` says why)."""
+        settings = self._settings
+        ran_out = completion.finish_reason == "length"
+        parsed = parse_turn(text, settings.max_argument_bytes, ran_out=ran_out)
+        attempt = _Attempt(text, completion, parsed)
+        first, self._failed = self._failed, None
+        if parsed.call is not None:
+            self._own(attempt, repaired=first.text if first else None)
+            return parsed.call
+        if first is not None:
+            self._own(first, retried=text)
+            self.ended = "no_call"
+        elif ran_out and self._room() < settings.turn_tokens:
+            self._own(attempt)
+            self.ended = "context_limit"
+        elif settings.repairs > 0:
+            self._failed = attempt
+            return "again"
+        else:
+            self._own(attempt)
+            self.ended = "no_call"
+        return None
+
+    def _own(
+        self, attempt: _Attempt, *, repaired: str | None = None, retried: str | None = None
+    ) -> None:
+        """An attempt becomes the turn: its tokens stand in the conversation from now on."""
+        start = len(self.conversation) - len(self.request.prompt_ids)
+        self.conversation.own(attempt.completion.token_ids, attempt.completion.logprobs)
+        call = attempt.parsed.call
+        turn = TurnRecord(
+            text=attempt.text,
+            status=attempt.parsed.status,
+            start=start,
+            end=start + len(attempt.completion.token_ids),
+            call=call.as_json() if call else None,
+            repaired=repaired,
+            retried=retried,
+            progress=self._turns[-1].progress if self._turns else self._first_progress,
+        )
+        self._turns.append(turn)
+
+    @property
+    def last(self) -> bool:
+        """Whether there may be no turn after this one."""
+        return len(self._turns) >= self._settings.max_turns
+
+    def finished(self, outcome: Outcome) -> Completion:
+        """The episode with its outcome.
+
+        Raises
+        ------
+        StageFailed
+            The outcome cannot be written down: a reward that is no finite number, info that is not
+            JSON.
+        """
+        partial = self._partial(outcome.checks)
+        if self._turns and self._turns[-1].progress is not None:
+            self._turns[-1] = replace(self._turns[-1], progress=partial)
+        no_call = self.ended == "no_call"
+        # The reward alone decides what a success is, whatever reason is given beside it.
+        failure = None if outcome.success else outcome.failure or "incomplete"
+        if no_call:
+            failure = "no_call"
+        elif self.ended in ("turn_limit", "context_limit"):
+            failure = None if outcome.success else "limit"
+        record = replace(
+            self._record("finished"),
+            reward=0.0 if no_call else outcome.reward,
+            partial=partial,
+            checks=tuple(dict(check.__dict__) for check in outcome.checks),
+            components=dict(outcome.components),
+            excluded=tuple(outcome.excluded),
+            failure=failure,
+            info=dict(outcome.info),
+        )
+        return self._completion(record)
+
+    def failed(self, error: InfrastructureError) -> Completion:
+        """The episode that the infrastructure ended."""
+        self.ended = "error"
+        record = replace(self._record("error"), error_kind=error.kind, error=error.paragraph())
+        return self._completion(record)
+
+    def _record(self, status: Literal["finished", "error"]) -> EpisodeRecord:
+        assert self.ended is not None
+        return EpisodeRecord(
+            task_id=self.request.task.id,
+            domain=self.request.task.domain,
+            seed=self.request.seed,
+            status=status,
+            ended=self.ended,
+            first_messages=_pairs(self._first),
+            turns=tuple(self._turns),
+            first_progress=self._first_progress,
+        )
+
+    def _completion(self, record: EpisodeRecord) -> Completion:
+        values = record.as_json()
+        with _Blamed(self):
+            json.dumps(values, allow_nan=False)
+        limited = record.ended in ("turn_limit", "context_limit")
+        begin = len(self.request.prompt_ids)
+        return Completion(
+            token_ids=self.conversation.ids[begin:],
+            logprobs=self.conversation.logprobs[begin:],
+            finish_reason="length" if limited else "stop",
+            own=self.conversation.own_mask[begin:],
+            episode=values,
+        )
+
+
+class _Blamed:
+    """Makes of an environment's exceptions an error that says which environment, task and turn.
+    Errors that say what to do pass, those of the infrastructure among them."""
+
+    def __init__(self, play: Play) -> None:
+        self._play = play
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, RefinerError):
+            return
+        raise StageFailed(
+            f"An environment failed ({self._play.where()}): {type(error).__name__}: {error}",
+            expected="errors of a model to be answered by a message, and those of a user simulator "
+            "or another outside thing to be an InfrastructureError",
+            fix="correct the environment; the traceback is in the log",
+        ) from error
+
+
+def _messages(messages: Any) -> tuple[Message, ...]:
+    """Checked, and as text that can be encoded."""
+    checked = []
+    for message in messages:
+        if not isinstance(message, Message) or message.role not in ("user", "tool"):
+            raise TypeError(f"a message is a Message of user or tool, not {message!r:.80}")
+        if not isinstance(message.content, str):
+            raise TypeError(f"a message's content is text, not {message.content!r:.80}")
+        checked.append(Message(message.role, whole_text(message.content)))
+    return tuple(checked)
+
+
+def _shortened(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """For the record, of what no model has read: 5 MB in each of many episodes fill a disk."""
+    return tuple(replace(m, content=_beginning(m.content)) for m in messages)
+
+
+def _beginning(text: str) -> str:
+    more = len(text) - _UNREAD
+    return text if more <= 0 else f"{text[:_UNREAD]} … ({more} more characters)"
+
+
+def _pairs(messages: tuple[Message, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((message.role, message.content) for message in messages)

@@ -1,0 +1,209 @@
+"""What an episode is worth in training: reward, partial credit, and how much its task counts.
+
+In: records of episodes, and the recipe's shaping. Out: one
+:class:`~refiner_core.contract.types.RewardResult` each; weights of tasks by their success so far.
+
+::
+
+    total   = reward + alpha(domain) x partial
+    partial = sum over kinds of weight(kind) x share of its checks that passed / sum of weights,
+              over the kinds that the task has and that have a weight
+
+An episode that ends with a turn that is no tool call is worth 0, whatever it did before
+(``malformed``), or with ``unparsable=exclude`` nothing at all (``unscored``). One that the
+infrastructure ended is always ``unscored``. The two are told apart by :func:`unscored_kinds`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from refiner_core.contract.environment_config import CurriculumConfig, EnvironmentConfig
+from refiner_core.contract.errors import EnvironmentOutage
+from refiner_core.contract.shaping import alpha_of, check_shaping, check_weights
+from refiner_core.contract.types import RewardResult
+from refiner_core.environments.protocol import Check
+from refiner_core.environments.record import EpisodeRecord
+
+__all__ = [
+    "Curriculum",
+    "alpha_of",
+    "check_shaping",
+    "check_weights",
+    "partial_score",
+    "require_episodes",
+    "shaped_reward",
+    "unscored_kinds",
+]
+
+_KINDS_SHOWN = 3
+
+
+def partial_score(
+    checks: Iterable[Check | Mapping[str, Any]], weights: Mapping[str, float]
+) -> float | None:
+    """The weighted share of checks that passed, in [0, 1]; None where no check has a weight.
+
+    Each kind counts by its share, renormalised over the kinds that are there: of action 2/4 and
+    communicate 1/1 with weights .5, .15, .35 comes (.5 x .5 + .15) / .65 = .6154.
+    """
+    passed: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for check in checks:
+        kind, ok = (
+            (check.kind, check.passed)
+            if isinstance(check, Check)
+            else (str(check["kind"]), bool(check["passed"]))
+        )
+        found[kind] += 1
+        passed[kind] += ok
+    present = [kind for kind in weights if found[kind] and weights[kind] > 0]
+    if not present:
+        return None
+    reached = sum(weights[kind] * passed[kind] / found[kind] for kind in present)
+    return reached / sum(weights[kind] for kind in present)
+
+
+def shaped_reward(record: EpisodeRecord, environment: EnvironmentConfig) -> RewardResult:
+    """The reward of an episode in training.
+
+    Components: ``reward`` (the environment's own), ``partial`` (where the task has checks),
+    ``alpha``, ``success``, ``turns``, ``repairs``, ``tool_errors``, and each part of the
+    environment's reward as ``environment_NAME``. The partial score is computed from the record's
+    checks, so that stored episodes can be scored again with other weights.
+    """
+    components = {
+        "turns": float(len(record.turns)),
+        "repairs": float(sum(turn.tried_again for turn in record.turns)),
+        "tool_errors": float(sum(bool(turn.tool_error) for turn in record.turns)),
+    }
+    if record.status == "error" or record.reward is None:
+        return _unscored("failed", record.error_kind or "error", record.error, components)
+    shaping = environment.shaping
+    alpha = alpha_of(shaping, record.domain)
+    partial = partial_score(record.checks, check_weights(shaping, record.domain))
+    components |= {
+        "reward": float(record.reward),
+        "alpha": alpha,
+        "success": float(record.success),
+        **{f"environment_{name}": float(v) for name, v in record.components.items()},
+    }
+    if partial is not None:
+        components["partial"] = partial
+    if record.ended == "no_call":
+        if environment.unparsable == "exclude":
+            return _unscored("excluded", "no_call", "the last turn is no tool call", components)
+        return RewardResult("malformed", 0.0, components)
+    return RewardResult("scored", float(record.reward) + alpha * (partial or 0.0), components)
+
+
+def _unscored(
+    status: Literal["failed", "excluded"], kind: str, detail: str, components: Mapping[str, float]
+) -> RewardResult:
+    judgement = {"kind": kind, "status": status, "detail": detail}
+    return RewardResult("unscored", None, components, (judgement,))
+
+
+def unscored_kinds(
+    results: Iterable[RewardResult], status: Literal["failed", "excluded"]
+) -> Counter[str]:
+    """Why episodes have no reward, with how often: by the kind of error that ended them
+    (``failed``), or those that were left out on purpose (``excluded``)."""
+    return Counter(
+        str(judgement["kind"])
+        for result in results
+        if result.status == "unscored"
+        for judgement in result.judgements
+        if judgement.get("status") == status
+    )
+
+
+def require_episodes(results: Sequence[RewardResult], max_error_share: float, *, of: str) -> None:
+    """Refuse to go on where the infrastructure ended too many episodes.
+
+    Parameters
+    ----------
+    of
+        What the results are of, e.g. ``episodes of a step``.
+
+    Raises
+    ------
+    EnvironmentOutage
+        More than ``max_error_share`` of them; names the most frequent kinds. Episodes that are
+        excluded on purpose do not count.
+    """
+    require_episode_errors(
+        unscored_kinds(results, "failed"),
+        len(results),
+        max_error_share,
+        of=of,
+        example=next(
+            (
+                str(judgement["detail"])
+                for result in results
+                for judgement in result.judgements
+                if result.status == "unscored" and judgement.get("status") == "failed"
+            ),
+            "",
+        ),
+    )
+
+
+def require_episode_errors(
+    kinds: Mapping[str, int], episodes: int, max_error_share: float, *, of: str, example: str = ""
+) -> None:
+    """As :func:`require_episodes`, from counts: how many of ``episodes`` errors ended, by kind.
+    ``example`` is what one of the errors said."""
+    failed = sum(kinds.values())
+    if failed <= max_error_share * episodes:
+        return
+    most = Counter(kinds).most_common(_KINDS_SHOWN)
+    shown = ", ".join(f"{kind} ({n} times)" for kind, n in most)
+    said = f"; for one: {example}" if example else ""
+    raise EnvironmentOutage(
+        f"The environment or its user failed in {failed} of {episodes} {of}: {shown}{said}",
+        expected=f"at most a share of {max_error_share} (environment.max_error_share)",
+        fix="see that the environment's tools and its user simulator answer, then run the same "
+        "command again",
+    )
+
+
+class Curriculum:
+    """How much the advantages of a task count, by how often it was solved so far in training.
+
+    A task that was tried at least ``min_attempts`` times counts ``high_weight`` where more than
+    ``high`` of the attempts succeeded, ``low_weight`` where less than ``low`` did, else 1. Attempts
+    of earlier steps decide; errors of the infrastructure are none. The counters are JSON and part
+    of a checkpoint's progress.
+    """
+
+    def __init__(self, config: CurriculumConfig) -> None:
+        self.config = config
+        self._counts: dict[str, list[int]] = {}  # task -> [attempts, successes]
+
+    def restore(self, state: Mapping[str, Sequence[int]] | None) -> None:
+        """Take counters back; None (an older checkpoint, or a start) begins anew."""
+        self._counts = {task: [int(n) for n in counts] for task, counts in (state or {}).items()}
+
+    def state(self) -> dict[str, list[int]]:
+        """``{task: [attempts, successes]}``, a copy."""
+        return {task: list(counts) for task, counts in self._counts.items()}
+
+    def count(self, task: str, attempts: int, successes: int) -> None:
+        """Add attempts at a task."""
+        counts = self._counts.setdefault(task, [0, 0])
+        counts[0] += attempts
+        counts[1] += successes
+
+    def weight(self, task: str) -> float:
+        """The factor on its advantages now; 1 where the curriculum is off."""
+        config = self.config
+        attempts, successes = self._counts.get(task, (0, 0))
+        if not config.enabled or attempts < config.min_attempts:
+            return 1.0
+        rate = successes / attempts
+        if rate > config.high:
+            return config.high_weight
+        return config.low_weight if rate < config.low else 1.0

@@ -1,0 +1,458 @@
+"""One conversation of tau2-bench, stepped turn by turn.
+
+In: a task, tau2-bench's parts, the user's settings. Out: messages, and an outcome.
+
+Its orchestrator carries messages between agent, user and tools; we turn it until it is the agent's
+turn again, and hand it our agent's message. Everything happens in the caller's thread. Between two
+turns the whole conversation is a list of messages, and tau2-bench can begin at any such list: that
+is how an episode is pickled, without the key and without the package.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from refiner_core.contract.config import UserConfig
+from refiner_core.contract.types import Judge
+from refiner_core.environments.protocol import InfrastructureError, Message, Outcome, Step, ToolCall
+from refiner_core.environments.tau2.faults import off_script, user_fault
+from refiner_core.environments.tau2.package import Parts
+from refiner_core.environments.tau2.reward import (
+    NL_BASIS,
+    Measured,
+    failure_of,
+    read_reward_info,
+    with_judged,
+)
+
+SPEAK, FINISH = "respond", "done"
+#: Tool calls of a user between two things that they say.
+_MOST_USER_CALLS = 50
+_SEEDS = 2**31
+#: Of its messages, what its own tools read.
+_KEPT = frozenset(
+    {
+        *("role", "content", "tool_calls", "id", "requestor", "error", "turn_idx", "timestamp"),
+        *("cost", "usage", "generation_time_seconds"),
+    }
+)
+#: How it spells that an episode ended by itself.
+_STOPPED = ("agent_stop", "user_stop")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all episodes of an environment share. ``judge`` is None where assertions in plain
+    language are excluded."""
+
+    max_steps: int
+    max_errors: int
+    user: UserConfig
+    user_args: Callable[[], dict[str, Any]]
+    judge: Judge | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """A task as tau2-bench has it; ``tools`` are the agent's by name."""
+
+    domain: str
+    task: Any
+    tools: Mapping[str, Any]
+
+
+class Tau2Episode:
+    """Implements :class:`~refiner_core.environments.protocol.Episode`.
+
+    ``reopen`` gives the same task, parts and rules in another process; it is pickled in their place
+    and has to be a function of a module, or a bound method of what can be pickled.
+    """
+
+    def __init__(self, reopen: Callable[[], tuple[Parts, Given, Rules]]) -> None:
+        self._reopen = reopen
+        self._parts, self._given, self._rules = reopen()
+        self._orchestrator: Any = None
+        self._agent: Any = None
+        self._seed, self._calls = 0, 0
+        self._tools: list[str] = []
+        self._errors: list[str] = []
+        self._begun, self._began_at, self._id = 0.0, "", ""
+
+    # ---- Episode
+
+    def reset(self, seed: int) -> tuple[Message, ...]:
+        """Begin: tau2-bench's agent greets, and the user says what they want."""
+        self._seed, self._calls, self._tools, self._errors = seed, 0, [], []
+        self._begun, self._began_at = time.monotonic(), datetime.now(tz=UTC).isoformat()
+        self._id = str(uuid.uuid4())
+        task = self._given.task
+        self._start(task)
+        self._turn_until_agent()
+        if self._orchestrator.done:
+            raise off_script("ended the conversation before it began", self._rules.user)
+        return (*_before(task), self._told())
+
+    def step(self, call: ToolCall) -> Step:
+        """One turn of the agent; what is no call that tau2-bench could take is answered here."""
+        if self._orchestrator is None:
+            raise RuntimeError("an episode begins with reset()")
+        if self._orchestrator.done:
+            return Step((), done=True)
+        self._calls += 1
+        self._tools.append(call.name)
+        refused = self._refused(call)
+        if refused is not None:
+            self._errors.append("wrong_argument")
+            return Step((Message("tool", refused),), tool_error="wrong_argument")
+        self._agent.given = self._message(call)
+        self._turn_until_agent()
+        last = self._orchestrator.message
+        error = self._tool_error(call, last)
+        if error:
+            self._errors.append(error)
+        if self._orchestrator.done:
+            told = (self._told(),) if not isinstance(last, self._parts.AssistantMessage) else ()
+            return Step(told, done=True, tool_error=error)
+        return Step((self._told(),), tool_error=error)
+
+    def outcome(self) -> Outcome:
+        """Its own evaluation. An episode that was broken off is worth 0, as there; its checks are
+        those that hold as it stands."""
+        if self._orchestrator is None:
+            raise RuntimeError("an episode begins with reset()")
+        reason = self._reason()
+        simulation = self._simulation()
+        measured, reward_info = self._measure(simulation)
+        if reason not in _STOPPED:
+            measured = Measured(0.0, measured.components, measured.checks, measured.excluded)
+        failure = failure_of(measured, reason=reason, tools=self._tools, errors=self._errors)
+        record = _slim(simulation.model_dump(mode="json", exclude_none=True))
+        record["termination_reason"] = reason or "max_steps"
+        return Outcome(
+            reward=measured.reward,
+            checks=measured.checks,
+            components=dict(measured.components),
+            excluded=measured.excluded,
+            failure=failure,
+            info={"simulation": record, "reward_info": {**reward_info, "reward": measured.reward}},
+        )
+
+    def close(self) -> None:
+        """Nothing is held that has to be given back."""
+        self._orchestrator = self._agent = None
+
+    # ---- beginning
+
+    def _start(self, task: Any) -> None:
+        parts, given, rules = self._parts, self._given, self._rules
+        environment = parts.registry.get_env_constructor(given.domain)(solo_mode=False)
+        self._agent = _agent_class(parts)(list(environment.get_tools()), environment.get_policy())
+        user = parts.UserSimulator(
+            tools=_user_tools(environment, given.task),
+            instructions=given.task.user_scenario,
+            llm=f"openai/{rules.user.model}",
+            llm_args=rules.user_args(),
+        )
+        self._orchestrator = parts.Orchestrator(
+            domain=given.domain,
+            agent=self._agent,
+            user=user,
+            environment=environment,
+            task=task,
+            max_steps=rules.max_steps,
+            max_errors=rules.max_errors,
+            seed=self._seed % _SEEDS,
+            solo_mode=False,
+        )
+        try:
+            self._orchestrator.initialize()
+        except Exception as error:
+            raise _crashed("a task could not be begun", error) from error
+
+    # ---- turning
+
+    def _turn_until_agent(self) -> None:
+        """Until the agent is to speak and has nothing to say yet, or the episode is over."""
+        orchestrator, role = self._orchestrator, self._parts.Role
+        user_calls = 0
+        while not orchestrator.done:
+            if orchestrator.to_role == role.AGENT and self._agent.given is None:
+                return
+            asks_user = orchestrator.to_role == role.USER
+            try:
+                orchestrator.step()
+            except Exception as error:
+                if asks_user:
+                    raise user_fault(error, self._rules.user) from None
+                raise _crashed("a step failed", error) from error
+            self._end_at_limits()
+            user_calls += asks_user and orchestrator.to_role == role.ENV
+            if user_calls > _MOST_USER_CALLS:
+                raise off_script(
+                    f"called {user_calls} tools without a word in between", self._rules.user
+                )
+
+    def _end_at_limits(self) -> None:
+        """As its own loop does after every step."""
+        orchestrator, reasons = self._orchestrator, self._parts.TerminationReason
+        if orchestrator.to_role == self._parts.Role.ENV:
+            return
+        if orchestrator.step_count >= orchestrator.max_steps:
+            orchestrator.done, orchestrator.termination_reason = True, reasons.MAX_STEPS
+        if orchestrator.num_errors >= orchestrator.max_errors:
+            self._blame_user()
+            orchestrator.done, orchestrator.termination_reason = True, reasons.TOO_MANY_ERRORS
+
+    def _blame_user(self) -> None:
+        """Calls of tools that fail are counted whoever makes them. Where most were the user's, the
+        agent has not failed."""
+        answers = (m for m in self._orchestrator.trajectory if getattr(m, "error", False))
+        by_user = sum(answer.requestor == "user" for answer in answers)
+        if 2 * by_user > self._orchestrator.num_errors:
+            raise off_script(f"made {by_user} calls of tools that failed", self._rules.user)
+
+    def _message(self, call: ToolCall) -> Any:
+        parts, said = self._parts, None
+        if call.name == SPEAK:
+            said = str(call.arguments["content"])
+        elif call.name == FINISH:
+            said = parts.GymAgent.STOP_TOKEN
+        if said is not None:
+            return parts.AssistantMessage(role="assistant", content=said, cost=0.0)
+        made = parts.ToolCall(
+            id=f"call_{self._calls}",
+            name=call.name,
+            arguments=dict(call.arguments),
+            requestor="assistant",
+        )
+        return parts.AssistantMessage(role="assistant", tool_calls=[made], cost=0.0)
+
+    def _refused(self, call: ToolCall) -> str | None:
+        """Why a message to the user cannot be sent; None: it can, or is none."""
+        if call.name != SPEAK:
+            return None
+        said = call.arguments.get("content")
+        if set(call.arguments) != {"content"} or not isinstance(said, str) or not said.strip():
+            return f"Error: {SPEAK} takes one argument, content: the text of your message."
+        return None
+
+    def _told(self) -> Message:
+        """The last message as the agent reads it."""
+        last = self._orchestrator.message
+        said = str(last.content or "")
+        return Message("tool" if isinstance(last, self._parts.ToolMessage) else "user", said)
+
+    def _tool_error(self, call: ToolCall, last: Any) -> Literal["", "wrong_tool", "wrong_argument"]:
+        if not isinstance(last, self._parts.ToolMessage) or not last.error:
+            return ""
+        known = call.name in self._given.tools
+        return "wrong_argument" if known else "wrong_tool"
+
+    # ---- the end
+
+    def _reason(self) -> str:
+        reason = self._orchestrator.termination_reason
+        return "" if reason is None else str(getattr(reason, "value", reason))
+
+    def _simulation(self) -> Any:
+        """What has happened, in its own words, as though it had ended by itself: its evaluation
+        looks at nothing else where it did not."""
+        orchestrator = self._orchestrator
+        reason = self._reason()
+        return self._parts.SimulationRun(
+            id=self._id,
+            task_id=self._given.task.id,
+            start_time=self._began_at,
+            end_time=datetime.now(tz=UTC).isoformat(),
+            duration=time.monotonic() - self._begun,
+            termination_reason=reason if reason in _STOPPED else "agent_stop",
+            messages=orchestrator.get_trajectory(),
+            seed=self._seed % _SEEDS,
+        )
+
+    def _measure(self, simulation: Any) -> tuple[Measured, dict[str, Any]]:
+        parts, task = self._parts, self._given.task
+        basis = basis_of(task)
+        measured_task = task
+        if NL_BASIS in basis:
+            measured_task = without_assertions(task)
+        try:
+            info = parts.evaluate_simulation(
+                simulation=simulation,
+                task=measured_task,
+                evaluation_type=parts.EvaluationType.ALL,
+                solo_mode=False,
+                domain=self._given.domain,
+            ).model_dump(mode="json")
+        except Exception as error:
+            raise _crashed("its evaluation failed", error) from error
+        measured, assertions = read_reward_info(info), assertions_of(task)
+        if NL_BASIS not in basis or not assertions:
+            return measured, info
+        judge = self._rules.judge
+        if judge is None:
+            return Measured(
+                measured.reward, measured.components, measured.checks, excluded=("nl",)
+            ), info
+        transcript = "\n".join(_lines(simulation.messages))
+        measured = with_judged(measured, assertions, transcript, judge)
+        return measured, {**info, **_judged_info(measured, info)}
+
+    # ---- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {
+            "reopen": self._reopen,
+            **{name: getattr(self, name) for name in _OWN},
+            "seconds": time.monotonic() - self._begun,
+            "orchestrator": None,
+        }
+        if self._orchestrator is not None:
+            state["orchestrator"] = {
+                **{n: getattr(self._orchestrator, n) for n in _COUNTERS},
+                "reason": self._reason(),
+                "messages": [m.model_dump(mode="json") for m in self._orchestrator.trajectory],
+            }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["reopen"])  # type: ignore[misc]
+        for name in _OWN:
+            setattr(self, name, state[name])
+        self._begun = time.monotonic() - state["seconds"]
+        then = state["orchestrator"]
+        if then is None:
+            return
+        self._start(_continued(self._parts, self._given.task, then["messages"]))
+        self._orchestrator.task = self._given.task
+        for name in _COUNTERS:
+            setattr(self._orchestrator, name, then[name])
+        if then["reason"]:
+            self._orchestrator.termination_reason = self._parts.TerminationReason(then["reason"])
+
+
+_COUNTERS = ("done", "step_count", "num_errors")
+_OWN = ("_seed", "_calls", "_tools", "_errors", "_began_at", "_id")
+
+
+def _continued(parts: Parts, task: Any, messages: list[dict[str, Any]]) -> Any:
+    """The task as one that begins after these messages."""
+    values = task.model_dump(mode="json")
+    before = values.get("initial_state") or {}
+    values["initial_state"] = {**before, "message_history": messages}
+    return parts.Task.model_validate(values)
+
+
+def _agent_class(parts: Parts) -> type[Any]:
+    """Its gym's agent, but handed its message before it is asked: nobody waits for anybody."""
+
+    base: Any = parts.GymAgent
+
+    class Handed(base):  # type: ignore[misc]
+        def __init__(self, tools: list[Any], policy: str) -> None:
+            super().__init__(tools=tools, domain_policy=policy)
+            self.given: Any = None
+
+        def set_seed(self, seed: int) -> None:
+            """Sampling is elsewhere."""
+
+        def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
+            given, self.given = self.given, None
+            return given, state
+
+    return Handed
+
+
+def _user_tools(environment: Any, task: Any) -> list[Any] | None:
+    """The tools of a user; None where the domain has none."""
+    include = getattr(task, "user_tools", None)
+    try:
+        tools = (
+            environment.get_user_tools()
+            if include is None
+            else environment.get_user_tools(include=include)
+        )
+    except ValueError:  # "not available", says it
+        return None
+    return list(tools) or None
+
+
+def basis_of(task: Any) -> tuple[str, ...]:
+    """What a task's reward is the product of, in its words."""
+    criteria = task.evaluation_criteria
+    if criteria is None:
+        return ()
+    return tuple(str(getattr(basis, "value", basis)) for basis in criteria.reward_basis or ())
+
+
+def assertions_of(task: Any) -> tuple[str, ...]:
+    """A task's assertions in plain language."""
+    criteria = task.evaluation_criteria
+    return () if criteria is None else tuple(criteria.nl_assertions or ())
+
+
+def without_assertions(task: Any) -> Any:
+    """The task with a basis that names none."""
+    copy = task.model_copy(deep=True)
+    criteria = copy.evaluation_criteria
+    criteria.reward_basis = [
+        basis for basis in criteria.reward_basis if getattr(basis, "value", basis) != NL_BASIS
+    ]
+    return copy
+
+
+def _before(task: Any) -> tuple[Message, ...]:
+    """A conversation that a task begins in the middle of, as one message: an agent can be told
+    things, but not that it has said something."""
+    state = task.initial_state
+    history = [] if state is None else list(state.message_history or ())
+    if not history:
+        return ()
+    said = "\n".join(_lines(history[:-1]))
+    return (Message("user", f"What was said before you took over:\n{said}"),)
+
+
+def _lines(messages: Sequence[Any]) -> list[str]:
+    lines = []
+    for message in messages:
+        for call in getattr(message, "tool_calls", None) or ():
+            lines.append(f"{message.role} calls {call.name}({call.arguments})")
+        if message.content:
+            lines.append(f"{message.role}: {message.content}")
+    return lines
+
+
+def _slim(simulation: dict[str, Any]) -> dict[str, Any]:
+    messages = simulation.get("messages", [])
+    kept = [{k: v for k, v in message.items() if k in _KEPT} for message in messages]
+    return {**simulation, "messages": kept}
+
+
+def _judged_info(measured: Measured, info: Mapping[str, Any]) -> dict[str, Any]:
+    """What its reward_info says of assertions that our judge was asked about."""
+    judged = [check for check in measured.checks if check.kind == "nl"]
+    return {
+        "nl_assertions": [
+            {"nl_assertion": c.name, "met": c.passed, "justification": f"judge's score {c.detail}"}
+            for c in judged
+        ],
+        "reward_basis": [*(info.get("reward_basis") or ()), NL_BASIS],
+        "reward_breakdown": {
+            **(info.get("reward_breakdown") or {}),
+            NL_BASIS: measured.components["nl"],
+        },
+    }
+
+
+def _crashed(what: str, error: Exception) -> InfrastructureError:
+    return InfrastructureError(
+        f"tau2-bench: {what} ({type(error).__name__}: {error}).",
+        kind="tool_crashed",
+        expected="that its tools answer whatever an agent does",
+        fix="if it comes back, leave the task out and report it to tau2-bench",
+    )

@@ -1,0 +1,219 @@
+"""Text to a tool call, or why it is none.
+
+In: the text of a turn as sampled, without the token that ended it. Out: :class:`ParsedTurn`.
+
+A turn is exactly one ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and nothing else:
+
+- White space may stand around the tags and around the JSON, and an *empty* ``<think></think>``
+  before the call: Qwen3's template writes such a block where thinking is off, and a model whose
+  template does not will write it itself. Thoughts and words are no part of a turn.
+- A turn ends at its first ``</tool_call>``, as sampling does (the tag is the stop string), so the
+  same text is the same turn whatever sampled it. Inside a JSON string the tag is written
+  ``<\\/tool_call>``, as :func:`call_text` does.
+- ``name`` is a string that is not empty, ``arguments`` an object, and there is nothing beside them.
+  Arguments as a *string* that holds JSON, which is how OpenAI's wire format writes them, are
+  refused: one call would have two spellings, and a tool that takes text could not tell them apart.
+- JSON is read strictly. A key that stands twice, ``NaN`` and ``Infinity``, numbers outside of 64
+  bits, half of a surrogate pair and nesting deeper than :data:`MAX_DEPTH` are errors here, since
+  tools, records and templates would each make something else of them. None of it depends on how
+  deep the caller's stack is.
+
+============== ==============================================================================
+``ok``         a call
+``no_call``    no call, or words beside it
+``many_calls`` more than one
+``bad_json``   what stands between the tags is not one JSON value
+``bad_shape``  it is JSON, but no object of a name and arguments
+``too_long``   the JSON between the tags is longer than ``max_argument_bytes``
+``cut``        the text ends, or ran out of tokens, before the call does
+============== ==============================================================================
+
+Whether a tool of that name exists and takes these arguments is the environment's matter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from refiner_core.environments.protocol import ToolCall
+from refiner_core.environments.record import TurnStatus
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+#: Objects and arrays within each other in a call, the outermost included.
+MAX_DEPTH = 64
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+_INTEGERS = range(-(2**63), 2**64)
+#: More digits than any number in :data:`_INTEGERS`, the sign included.
+_MAX_DIGITS = 24
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """``call`` is None exactly where ``status`` is not ok; ``why`` then says it for people."""
+
+    status: TurnStatus
+    call: ToolCall | None = None
+    why: str = ""
+
+
+class _Refused(ValueError):
+    """JSON that Python would read and we do not."""
+
+
+def parse_turn(text: str, max_argument_bytes: int, *, ran_out: bool = False) -> ParsedTurn:
+    """The call of a turn.
+
+    Parameters
+    ----------
+    text
+        What was sampled, special tokens visible, without a final stop token.
+    max_argument_bytes
+        Most UTF-8 bytes of JSON between the tags; looked at before anything is parsed.
+    ran_out
+        Sampling ended for want of tokens: a turn without a whole call is then ``cut``.
+    """
+    thought = _EMPTY_THOUGHT.match(text)
+    body = (text[thought.end() :] if thought else text).strip()
+    before, opened, rest = body.partition(OPEN)
+    inner, closed, after = rest.partition(CLOSE)
+    if ran_out and not closed:
+        return ParsedTurn("cut", why="the tokens of the turn ran out before its call was complete")
+    if not opened:
+        return ParsedTurn("no_call", why=f"no {OPEN}: {_shown(body)}")
+    if OPEN in after:
+        return ParsedTurn("many_calls", why="a turn is one call, and this is more than one")
+    if before or after.strip():
+        return ParsedTurn("no_call", why=f"words beside the call: {_shown(before or after)}")
+    if not closed:
+        return ParsedTurn("cut", why=f"the call is not closed by {CLOSE}")
+    length = len(inner.encode("utf-8", "replace"))
+    if length > max_argument_bytes:
+        why = f"the call has {length} bytes, and {max_argument_bytes} are the most"
+        return ParsedTurn("too_long", why=why)
+    return _parse_call(inner)
+
+
+def _parse_call(inner: str) -> ParsedTurn:
+    try:
+        value = json.loads(
+            inner,
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_int=_integer,
+            parse_float=_float,
+        )
+        _check_depth_and_text(value)
+    except RecursionError:
+        return ParsedTurn("bad_json", why=f"not JSON: {_too_deep()}")
+    except ValueError as error:
+        if OPEN in inner and not isinstance(error, _Refused):
+            return ParsedTurn("many_calls", why=f"{OPEN} stands within a call")
+        return ParsedTurn("bad_json", why=f"not JSON: {error}")
+    wrong = _wrong_shape(value)
+    if wrong:
+        return ParsedTurn("bad_shape", why=wrong)
+    return ParsedTurn("ok", ToolCall(value["name"], value["arguments"]))
+
+
+def _wrong_shape(value: Any) -> str:
+    """What is wrong with the value of a call; empty where nothing is."""
+    if not isinstance(value, dict):
+        return f"a call is an object, not {_kind(value)}"
+    missing = [key for key in ("name", "arguments") if key not in value]
+    if missing:
+        return f"a call without {' and '.join(missing)}"
+    others = sorted(value.keys() - {"name", "arguments"})
+    if others:
+        return f"a call has a name and arguments, not {_shown(others[0])}"
+    if not isinstance(value["name"], str) or not value["name"].strip():
+        return f"`name` is the name of a tool, not {_kind(value['name'])}"
+    if not isinstance(value["arguments"], dict):
+        return f"`arguments` is an object, not {_kind(value['arguments'])}"
+    return ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _Refused(f"{_shown(key)} stands twice in one object")
+        values[key] = value
+    return values
+
+
+def _constant(name: str) -> Any:
+    raise _Refused(f"{name} is no JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS or int(text) not in _INTEGERS:
+        raise _Refused(f"the number {_shown(text)} is beyond 64 bits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _Refused(f"the number {_shown(text)} is beyond 64 bits")
+    return value
+
+
+def _check_depth_and_text(value: Any) -> None:
+    """Walk without recursion, so that the answer does not depend on the caller's stack."""
+    waiting = [(value, 1)]
+    while waiting:
+        one, depth = waiting.pop()
+        if isinstance(one, str):
+            if not _is_text(one):
+                raise _Refused("half of a surrogate pair stands in a text")
+        elif isinstance(one, dict | list):
+            if depth > MAX_DEPTH:
+                raise _Refused(_too_deep())
+            parts = [*one.keys(), *one.values()] if isinstance(one, dict) else one
+            waiting += [(part, depth + 1) for part in parts]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _too_deep() -> str:
+    return f"nested deeper than {MAX_DEPTH}"
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "a text" if value.strip() else "an empty text"
+    names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def _shown(text: str) -> str:
+    text = text.strip()
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as a model writes it: what :func:`parse_turn` reads, in the spelling of Qwen3's
+    template. Demonstrations are made of it.
+
+    Raises
+    ------
+    ValueError
+        The arguments are not JSON (a value of another type, NaN).
+    """
+    text = json.dumps(call.as_json(), ensure_ascii=False, allow_nan=False)
+    # Only within strings can a tag stand here; the escape is the same string to a JSON parser.
+    text = text.replace(CLOSE, CLOSE.replace("/", "\\/"))
+    return f"{OPEN}\n{text}\n{CLOSE}"

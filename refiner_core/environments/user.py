@@ -1,0 +1,297 @@
+"""A simulated user at an OpenAI-compatible endpoint.
+
+In: a conversation as the user sees it. Out: what they say next, or an
+:class:`~refiner_core.environments.protocol.InfrastructureError`. For environments of one's own;
+tau2-bench brings its own simulator.
+
+Requests go over the judges' client (:mod:`refiner_core.judges.served.client`), in an event loop of
+their own, so that any number of threads may ask at a time. What may pass (no connection, 408, 409,
+425, 429, 5xx, no answer in time, an answer that cannot be used) is tried again after a pause with
+full jitter; other refusals are final. The key is read from the environment at each request and is
+kept, pickled and quoted nowhere; neither is what a server says, because servers quote keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from refiner_core.contract.config import UserConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.types import Endpoint
+from refiner_core.environments.protocol import InfrastructureError
+from refiner_core.judges.served.client import Answered, Client, Flight, Lost
+from refiner_core.judges.served.fleet import Fleet, Server
+
+T = TypeVar("T")
+
+_PASSING = frozenset({408, 409, 425, 429})
+_MAX_BACKOFF_S = 30.0
+_MOST_TOKENS = 2**31
+_THOUGHT = "</think>"
+#: Of its own: how long was waited is no part of a training's random states.
+_JITTER = random.Random()
+
+
+class Said(NamedTuple):
+    """What the user says, and the tokens that the server counted for it (0 where it does not)."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class UserUsage:
+    """What a simulated user took. ``requests`` counts every try, ``messages`` what was said."""
+
+    messages: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Trouble(NamedTuple):
+    """Why a try gave nothing; ``final``: another one gives the same."""
+
+    kind: str
+    detail: str
+    final: bool = False
+    wait_s: float = 0.0
+
+
+class SimulatedUser:
+    """Asks a model what the user says. Any number of threads may use one; picklable.
+
+    Parameters
+    ----------
+    config
+        Model, endpoint and limits; ``timeout_s`` is that of one try, and ``max_retries`` counts the
+        tries after the first.
+    first_backoff_s
+        Longest pause after the first try; it doubles with each, up to 30 s.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no model or no address.
+    """
+
+    def __init__(self, config: UserConfig, *, first_backoff_s: float = 0.5) -> None:
+        if not config.model or not config.base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                "A simulated user needs a model and the address of its server.",
+                expected="user.model, and user.base_url such as http://127.0.0.1:8000/v1",
+                fix="set both, or leave both empty for the environment's own user",
+            )
+        self._config, self._first_backoff_s = config, first_backoff_s
+        self._lock = threading.Lock()
+        self._usage = UserUsage()
+        self._loop: _Loop | None = None
+
+    def say(self, messages: Sequence[Mapping[str, str]], *, seed: int | None = None) -> Said:
+        """What the user says next.
+
+        Parameters
+        ----------
+        messages
+            As the endpoint takes them: ``role`` and ``content``, the user being the *assistant*
+            there.
+        seed
+            Passed on to the server, which may or may not sample by it.
+
+        Raises
+        ------
+        InfrastructureError
+            ``user_down``, ``user_slow`` or ``user_off_script``, by what the last try ran into.
+        ConfigurationError
+            The key has characters that no header can carry.
+        """
+        _check_key(self._config.api_key_env)
+        body = self._body(messages, seed)
+        trouble = _Trouble("user_down", "not asked")
+        for number in range(self._config.max_retries + 1):
+            if number:
+                longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (number - 1))
+                asked = min(trouble.wait_s, self._config.timeout_s)
+                time.sleep(asked + _JITTER.random() * longest)
+            loop = self._running()
+            answer = loop.run(self._ask(loop, body))
+            self._count(requests=1)
+            read = _read(answer)
+            if isinstance(read, Said):
+                self._count(1, 0, read.prompt_tokens, read.completion_tokens)
+                return read
+            trouble = read
+            if trouble.final:
+                break
+        raise self._error(trouble, number + 1)
+
+    def usage(self) -> UserUsage:
+        """What it took since it was made."""
+        return self._usage
+
+    def close(self) -> None:
+        """End connections and thread; it may be asked again all the same."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.end(wait=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self._config, "first_backoff_s": self._first_backoff_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            state["config"], first_backoff_s=state["first_backoff_s"]
+        )
+
+    def _body(self, messages: Sequence[Mapping[str, str]], seed: int | None) -> bytes:
+        body: dict[str, Any] = {
+            "model": self._config.model,
+            "messages": [dict(message) for message in messages],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+        if seed is not None:
+            body["seed"] = seed
+        return json.dumps(body).encode()
+
+    async def _ask(self, loop: _Loop, body: bytes) -> Answered | Lost:
+        begun, patience = time.monotonic(), self._config.timeout_s
+        flight = Flight(loop.server, begun, begun + patience)
+        try:
+            async with asyncio.timeout(patience):
+                return await loop.client.ask(flight, body)
+        except TimeoutError:
+            return Lost("timeout")
+
+    def _running(self) -> _Loop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = _Loop(self._config)
+                weakref.finalize(self, self._loop.end)
+            return self._loop
+
+    def _count(self, messages: int = 0, requests: int = 0, prompt: int = 0, own: int = 0) -> None:
+        with self._lock:
+            now = self._usage
+            self._usage = UserUsage(
+                now.messages + messages,
+                now.requests + requests,
+                now.prompt_tokens + prompt,
+                now.completion_tokens + own,
+            )
+
+    def _error(self, trouble: _Trouble, tries: int) -> InfrastructureError:
+        config = self._config
+        words = {
+            "user_down": "could not be asked",
+            "user_slow": f"did not answer within {config.timeout_s:g} s",
+            "user_off_script": "gave no usable answer",
+        }
+        fixes = {
+            "user_down": f"check user.base_url, user.model and the key in {config.api_key_env}, "
+            "and look at its server",
+            "user_slow": "raise user.timeout_s, or give its server more room",
+            "user_off_script": "use a model that follows instructions, or raise user.max_tokens",
+        }
+        return InfrastructureError(
+            f"The simulated user {config.model} {words[trouble.kind]} ({trouble.detail}; "
+            f"tries: {tries}).",
+            kind=trouble.kind,
+            expected="one message of the user",
+            fix=fixes[trouble.kind],
+        )
+
+
+class _Loop:
+    """An event loop in a thread, with a client and the one server."""
+
+    def __init__(self, config: UserConfig) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="simulated-user", daemon=True)
+        self._thread.start()
+        fleet = Fleet(time.monotonic)
+        fleet.renew([Endpoint(config.base_url)])
+        self.server: Server = fleet.servers[0]
+        self.client = self.run(self._client(config))
+        self._ending = threading.Lock()
+        self._ended = False
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    @staticmethod
+    async def _client(config: UserConfig) -> Client:
+        return Client(config.api_key_env, config.timeout_s)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it in the loop, and wait."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def end(self, *, wait: bool = False) -> None:
+        """Close connections and stop. A second time it does nothing.
+
+        Who collects garbage does not wait: it may be the loop's own thread.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+        closing = asyncio.run_coroutine_threadsafe(self.client.close(), self._loop)
+        stop = self._loop.stop
+        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(stop))
+        if wait:
+            self._thread.join()
+
+
+def _check_key(variable: str) -> None:
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and (not key or key.isprintable())):
+        raise ConfigurationError(
+            f"The simulated user's key in {variable} has characters that no header may carry.",
+            expected="printable ASCII",
+            fix=f"export {variable}=…",
+        )
+
+
+def _read(answer: Answered | Lost) -> Said | _Trouble:
+    """What an answer says, or why it says nothing."""
+    if isinstance(answer, Lost):
+        if answer.reason == "timeout":
+            return _Trouble("user_slow", "no answer in time")
+        if answer.reason == "too_long":
+            return _Trouble("user_off_script", "an answer without end")
+        return _Trouble("user_down", " ".join((answer.reason, answer.error)).strip())
+    status = answer.status
+    if status != 200:
+        passing = status in _PASSING or status >= 500
+        return _Trouble("user_down", f"HTTP {status}", not passing, answer.retry_after_s)
+    try:
+        values = json.loads(answer.raw)
+        text = values["choices"][0]["message"]["content"]
+        usage = values.get("usage") or {}
+        counts = [_tokens(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return _Trouble("user_off_script", "no chat completion")
+    if not isinstance(text, str):
+        return _Trouble("user_off_script", "no text")
+    said = text.rpartition(_THOUGHT)[2].strip()  # what a thinking model thought is not said
+    if not said:
+        return _Trouble("user_off_script", "nothing was said")
+    return Said(said, *counts)
+
+
+def _tokens(value: Any) -> int:
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST_TOKENS
+    return int(value) if good else 0
