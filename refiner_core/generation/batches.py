@@ -14,6 +14,8 @@ import torch
 
 from refiner_core.contract.types import GenerationRequest
 
+#: Prompt tokens in one forward pass, padding included; bounds the memory of the prefill.
+PREFILL_TOKENS = 8192
 #: Samples beside each other in one row. More would share the prompt wider, but every sample also
 #: passes over the (masked) tokens of its neighbours.
 MAX_SAMPLES_PER_ROW = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.types import GenerationRequest, SamplingParams
 
 
@@ -63,6 +63,30 @@ def check_window(
     return longest
 
 
+def check_layers(config: Any, longest: int) -> None:
+    """Refuse layers whose cache is not simply all earlier keys and values.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the kinds of layers.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None)
+    # A window that nothing outgrows is full attention.
+    if sliding is None or longest <= sliding:
+        kinds -= {"sliding_attention"}
+        sliding = None
+    others = sorted(kinds - {"full_attention"}) or (["sliding_attention"] if sliding else [])
+    if others:
+        raise UnsupportedError(
+            f"The transformers backend cannot decode layers of kind {', '.join(others)} at "
+            f"{longest} tokens",
+            expected="layers that attend to all earlier tokens",
+            fix="use grpo.generation_backend=vllm for this model",
+        )
+
+
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a text, by the generation configuration or by the tokenizer."""
     declared = (
@@ -75,3 +99,17 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
             value if isinstance(value, list | tuple) else () if value is None else (value,)
         )
     return frozenset(found)
+
+
+def stop_string_window(strings: Sequence[str]) -> int:
+    """How many last tokens to look at for a stop string: a token adds a byte at least, so as many
+    as the longest has bytes hold it, and a few more absorb what decoding does at the edge."""
+    return max(len(text.encode()) for text in strings) + 8
+
+
+def with_stop_string(tokenizer: Any, tails: list[list[int]], strings: Sequence[str]) -> list[bool]:
+    """Which texts, given by their last tokens, contain one of the stop strings."""
+    texts = tokenizer.batch_decode(
+        tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return [any(string in text for string in strings) for text in texts]

@@ -57,16 +57,17 @@ def resolve_ref(ref: str) -> str:
         If there is no such built-in model, or what can only be a folder is not there.
     """
     if ref.startswith(BUILTIN_PREFIX):
-        from refiner_core.models import tiny_model_dir
+        from refiner_core.models import BUILTIN_MODELS, builtin_model_dir
 
         name = ref.removeprefix(BUILTIN_PREFIX)
-        if name != "tiny":
+        if name not in BUILTIN_MODELS:
+            shipped = ", ".join(f"`{BUILTIN_PREFIX}{known}`" for known in BUILTIN_MODELS)
             raise ConfigurationError(
                 f"There is no built-in model {name!r}",
-                expected="`builtin:tiny`, a folder or a Hub id",
+                expected=f"one of {shipped}, a folder or a Hub id",
                 fix="change model.name_or_path",
             )
-        return str(tiny_model_dir())
+        return str(builtin_model_dir(name))
     path = Path(ref).expanduser()
     if path.is_dir():
         return str(path)

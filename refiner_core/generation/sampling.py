@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import SamplingParams
 
 
@@ -95,3 +96,25 @@ def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> Draw
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
         tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)
     return Draw(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
+
+
+def refuse_not_finite(
+    logprobs_N: npt.NDArray[np.floating], before_N: npt.NDArray[np.integer] | int
+) -> None:
+    """Refuse log-probabilities of tokens drawn from logits that are not finite; ``before_N`` is the
+    number of tokens before each.
+
+    Raises
+    ------
+    StageFailed
+        With where, and how many they are.
+    """
+    bad = np.flatnonzero(~np.isfinite(logprobs_N))
+    if len(bad):
+        first = int(np.broadcast_to(before_N, logprobs_N.shape)[bad[0]]) + 1
+        raise StageFailed(
+            f"The model's logits are not finite at token {first} of {len(bad)} of "
+            f"{len(logprobs_N)} samples",
+            expected="finite weights and activations",
+            fix="resume from an earlier checkpoint with a lower learning rate, or use float32",
+        )

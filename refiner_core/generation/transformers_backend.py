@@ -29,25 +29,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
     OnCompletion,
     SamplingParams,
+    TurnDesk,
 )
 from refiner_core.generation.batches import (
+    PREFILL_TOKENS,
     Row,
     max_cache_entries,
     place_samples,
     plan_batches,
 )
-from refiner_core.generation.limits import check_params, check_window, stop_ids
-from refiner_core.generation.sampling import draw, uniform_streams
+from refiner_core.generation.limits import (
+    check_layers,
+    check_params,
+    check_window,
+    stop_ids,
+    stop_string_window,
+    with_stop_string,
+)
+from refiner_core.generation.sampling import draw, refuse_not_finite, uniform_streams
 from refiner_core.generation.shared_cache import SharedPromptCache
+from refiner_core.generation.turns import TurnDecoding
 
-#: Prompt tokens in one forward pass, padding included; bounds the memory of the prefill.
-PREFILL_TOKENS = 8192
 #: Tokens per sample that a cache starts with; it doubles when they are used up.
 FIRST_CAPACITY = 64
 #: Finished samples are dropped when the batch then has at most this share of its places.
@@ -136,29 +144,24 @@ class TransformersGenerator:
                         self.on_step(len(completions), len(requests))
         return [completions[index] for index in range(len(requests))]
 
+    def turns(self, desk: TurnDesk) -> None:
+        """Sample the turns of conversations, each as soon as it may begin: continuous batching.
+
+        At most ``batch_size`` conversations are under way. How it runs:
+        :mod:`refiner_core.generation.turns`. Errors as of :meth:`generate`, and those of the desk.
+        """
+        with _ready(self.model):
+            TurnDecoding(
+                *(self.model, self.tokenizer, desk, self.stop_ids),
+                batch_size=self.batch_size,
+                on_step=self.on_step,
+            ).run()
+
     def _check_lengths(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
         config = self.model.config.get_text_config()
         window = getattr(config, "max_position_embeddings", None)
         longest = check_window(requests, params, window)
-        _check_layers(config, longest)
-
-
-def _check_layers(config: Any, longest: int) -> None:
-    """Refuse layers whose cache is not simply all earlier keys and values."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    sliding = getattr(config, "sliding_window", None)
-    # A window that nothing outgrows is full attention.
-    if sliding is None or longest <= sliding:
-        kinds -= {"sliding_attention"}
-        sliding = None
-    others = sorted(kinds - {"full_attention"}) or (["sliding_attention"] if sliding else [])
-    if others:
-        raise UnsupportedError(
-            f"The transformers backend cannot decode layers of kind {', '.join(others)} at "
-            f"{longest} tokens",
-            expected="layers that attend to all earlier tokens",
-            fix="use grpo.generation_backend=vllm for this model",
-        )
+        check_layers(config, longest)
 
 
 @contextmanager
@@ -279,13 +282,7 @@ class _Decoding:
         drawn = draw(logits, torch.from_numpy(uniforms).to(self.device), self.params)
         tokens = drawn.tokens_N.cpu().numpy()
         logprobs = drawn.logprobs_N.cpu().numpy()
-        if not np.isfinite(logprobs).all():
-            raise StageFailed(
-                f"The model's logits are not finite at token {step + 1} of "
-                f"{int((~np.isfinite(logprobs)).sum())} of {len(live)} samples",
-                expected="finite weights and activations",
-                fix="resume from an earlier checkpoint with a lower learning rate, or use float32",
-            )
+        refuse_not_finite(logprobs, step)
         self.tokens_N_T[live, step] = tokens
         self.logprobs_N_T[live, step] = logprobs
         self.lengths_N[live] = step + 1
@@ -298,20 +295,13 @@ class _Decoding:
         return finished
 
     def _ends_with_stop_string(self, live: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
-        """Which live samples have just completed a stop string. Shape [len(live)], bool.
-
-        Only the end of each text is decoded: a token adds a byte at least, so as many tokens as the
-        longest stop string has bytes hold it, and a few more absorb what decoding does at the edge.
-        """
+        """Which live samples have just completed a stop string. Shape [len(live)], bool."""
         strings = self.params.stop_strings
         if not strings:
             return np.zeros(len(live), dtype=bool)
-        window = max(len(text.encode()) for text in strings) + 8
-        tails = self.tokens_N_T[live, max(0, step + 1 - window) : step + 1].tolist()
-        texts = self.tokenizer.batch_decode(
-            tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return np.array([any(string in text for string in strings) for text in texts])
+        first = max(0, step + 1 - stop_string_window(strings))
+        tails = self.tokens_N_T[live, first : step + 1].tolist()
+        return np.array(with_stop_string(self.tokenizer, tails, strings))
 
     def _shrink(self, cache: SharedPromptCache) -> None:
         """Drop finished samples where that makes the batch clearly smaller."""
