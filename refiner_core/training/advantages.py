@@ -44,12 +44,22 @@ def group_advantages(
     scored = np.array([r for r in rewards if r is not None], dtype=np.float64)
     if len(scored) < 2:
         return GroupAdvantages((None,) * len(rewards), "too_few_scored")
-    if np.ptp(scored) <= EQUAL_REWARDS * max(1.0, float(np.abs(scored).max())):
+    if equal_rewards(scored):
         return GroupAdvantages(tuple(None if r is None else 0.0 for r in rewards), "zero_std")
-    centred = scored - scored.mean()
-    if normalization == "standard":
-        centred = centred / (scored.std() + EPSILON)
-    elif normalization == "sample_std":
-        centred = centred / (scored.std(ddof=1) + EPSILON)
-    values = iter(centred.tolist())
+    values = iter(normalized(scored, normalization).tolist())
     return GroupAdvantages(tuple(None if r is None else float(next(values)) for r in rewards))
+
+
+def equal_rewards(rewards_N: np.ndarray) -> bool:
+    """Whether there is no direction in them."""
+    return bool(np.ptp(rewards_N) <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards_N).max())))
+
+
+def normalized(rewards_N: np.ndarray, normalization: Normalization) -> np.ndarray:
+    """(N,) rewards without their mean, by their deviation."""
+    centred: np.ndarray = rewards_N - rewards_N.mean()
+    if normalization == "standard":
+        centred = centred / (rewards_N.std() + EPSILON)
+    elif normalization == "sample_std":
+        centred = centred / (rewards_N.std(ddof=1) + EPSILON)
+    return centred

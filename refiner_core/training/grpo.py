@@ -32,9 +32,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import HealthStop, Interrupted, JudgeOutage, UnsupportedError
+from refiner_core.contract.errors import (
+    EnvironmentOutage,
+    HealthStop,
+    Interrupted,
+    JudgeOutage,
+    UnsupportedError,
+)
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
+from refiner_core.environments.protocol import Environment
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.usage import (
     usage_between,
@@ -50,6 +57,7 @@ from refiner_core.training.engines.choose import open_engine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.grpo_update import GrpoUpdate
 from refiner_core.training.in_flight import IN_FLIGHT, Flight
+from refiner_core.training.lane import Attempts, Lane, open_lane
 from refiner_core.training.optim import schedule_factor
 from refiner_core.training.order import order_hash, prompt_batch
 from refiner_core.training.pipeline import Pipeline, on_first
@@ -62,16 +70,7 @@ from refiner_core.training.policies import (
     Servers,
 )
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
-from refiner_core.training.rollout import (
-    RewardFunction,
-    RolloutBatch,
-    StepRewards,
-    TrainSample,
-    check_lengths,
-    form_groups,
-    rollout_metrics,
-    rollout_rows,
-)
+from refiner_core.training.rollout import RewardFunction, RolloutBatch, TrainSample
 from refiner_core.training.support import refuse_unsupported
 from refiner_core.training.telling import Clock, Teller
 
@@ -103,6 +102,7 @@ def train_grpo(
     rewards: RewardFunction | None = None,
     ranks: Ranks | None = None,
     open_servers: OpenServers | None = None,
+    environment: Environment | None = None,
 ) -> dict[str, Any]:
     """Train on rewards; resumes from ``io.latest_checkpoint()`` where there is one.
 
@@ -120,7 +120,8 @@ def train_grpo(
         Metrics, rollouts, checkpoints, progress and stop requests; rank 0 has it, the other ranks
         None.
     judge
-        Scores rubrics and citations; rank 0 has it, the other ranks None.
+        Scores rubrics and citations; rank 0 has it, the other ranks None. Of a recipe with an
+        environment, rank 0 has one only where ``environment.nl_assertions`` asks it.
     generator, rewards
         Seams: by default transformers over the live model (with ``async_steps``, a copy of it), and
         :func:`refiner_core.rewards.compute_rewards`.
@@ -128,6 +129,8 @@ def train_grpo(
         The processes that train together; none is this one alone.
     open_servers
         Starts the servers of ``generation_backend=vllm``; rank 0 has it, the other ranks None.
+    environment
+        Seam: by default the recipe's, opened on every rank that samples.
 
     Returns
     -------
@@ -142,6 +145,9 @@ def train_grpo(
     JudgeOutage
         Too many rollouts of a step could not be scored, or the judge could not be asked for too
         long; the state before the step is saved.
+    EnvironmentOutage
+        Errors of the environment or its user ended too many of a step's episodes; the state before
+        the step is saved.
     StageFailed
         A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
@@ -150,22 +156,30 @@ def train_grpo(
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
     ranks = ranks or OneRank()
-    if (judge is None) != (ranks.rank > 0):
+    if (judge is not None and ranks.rank > 0) or (judge is None and _needs_judge(config, ranks)):
         raise ValueError("rank 0, and no other, has the judge")
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
-    check_lengths(prompts, config.grpo)
+    samples = ranks.rank == 0 or config.grpo.generation_backend != "vllm"
+    lane = open_lane(config, judge=judge, rewards=rewards, environment=environment, samples=samples)
+    lane.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)
         policy = _open_policy(config, engine, model_ref, generator, open_servers, stack)
         reference = engine.reference(model_ref) if config.grpo.beta else None
-        update = GrpoUpdate(engine, reference, config.grpo, config.seed)
-        run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, rewards)
+        update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=lane.longest)
+        run = _GrpoRun(config, prompts, update, policy, RanksIO(io, ranks), judge, lane)
         stack.callback(run.rollouts.close)
         with run.boundary:
             run.train()
         engine.export(output_dir / "model")
         return run.report()
+
+
+def _needs_judge(config: RecipeConfig, ranks: Ranks) -> bool:
+    """Episodes are rewarded by their environment, which may ask a judge."""
+    asks = not config.environment.name or config.environment.nl_assertions == "judge"
+    return asks and ranks.rank == 0
 
 
 def _open_policy(
@@ -226,6 +240,7 @@ class _Rollouts(NamedTuple):
     size: int
     response_tokens: int
     tokens: int
+    attempts: Attempts
 
 
 class _GrpoRun:
@@ -240,18 +255,17 @@ class _GrpoRun:
         policy: Policy,
         io: RanksIO,
         judge: Judge | None,
-        rewards: RewardFunction | None,
+        lane: Lane,
     ) -> None:
         grpo = config.grpo
-        self.config, self.grpo, self.judge = config, grpo, judge
+        self.config, self.grpo, self.judge, self.lane = config, grpo, judge, lane
         self.prompts, self.update, self.engine = prompts, update, update.engine
         self.io, self.ranks, self.health = io, io.ranks, update.health
         self.step = 0
         self.batch: RolloutBatch | None = None  # of the step that is under way; rank 0's
         self.rollouts = Pipeline(
-            *(config, prompts, self.engine, policy),
-            None if judge is None else partial(_new_rewards, config, judge, rewards),
-            Teller(self._report),
+            *(config, prompts, self.engine, policy, lane),
+            Teller(self._report, turns=bool(config.environment.name)),
         )
         self.boundary = Boundary(
             *(self.io, self.engine, "grpo"),
@@ -266,9 +280,10 @@ class _GrpoRun:
             "cursor": 0,
             "episode": 0,
             "tokens": 0,
-            "counts": dict.fromkeys(COUNTS, 0),
-            "curves": {name: [] for name in CURVES},
+            "counts": dict.fromkeys((*COUNTS, *lane.counts), 0),
+            "curves": {name: [] for name in (*CURVES, *lane.curves)},
         }
+        lane.restore(self.progress)
         self.health.restore(self.progress.get("health"))
         position = (self.progress["epoch"], self.progress["cursor"])
         kept = self.boundary.attachment(IN_FLIGHT)
@@ -292,7 +307,7 @@ class _GrpoRun:
             metrics.update(self.engine.memory())
             metrics.update(self.boundary.metrics())
             if self.batch is not None:
-                self.io.save_rollouts(step, rollout_rows(step, self.batch))
+                self.io.save_rollouts(step, self.lane.rows(step, self.batch))
             self.io.log_metrics(step, metrics)
             shown = {name: metrics[name] for name in ("scores",) if name in metrics}
             self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
@@ -309,6 +324,7 @@ class _GrpoRun:
             "counts": self.progress["counts"],
             "curves": curves,
             **{key: self.progress[key] for key in ("judge",) if key in self.progress},
+            **self.lane.report(),
         }
 
     # ------------------------------------------------------------ one step
@@ -324,15 +340,10 @@ class _GrpoRun:
 
     def _grouped(self, flight: Flight) -> _Rollouts:
         """Groups and advantages (rank 0's)."""
-        grpo = self.grpo
-        self.batch = batch = form_groups(
-            flight.samples,
-            flight.results,
-            size=grpo.num_samples_per_prompt_rollout,
-            normalization=grpo.advantage_normalization_type,
-        )
+        grpo, lane = self.grpo, self.lane
+        self.batch = batch = lane.groups(flight.samples, flight.results)
         metrics = {
-            **rollout_metrics(batch),
+            **lane.metrics(batch),
             "samples/dropped_stale": self.rollouts.dropped_stale,
             "val/policy_age": flight.age,
         }
@@ -344,8 +355,9 @@ class _GrpoRun:
             len(batch.train_samples(mask_truncated=False)),
             metrics,
             len(batch.samples),
-            sum(lengths),
+            lane.sampled_tokens(batch),
             sum(lengths) + sum(len(s.prompt.prompt_ids) for s in batch.samples),
+            lane.attempts(batch),
         )
 
     def _train_on(self, rollouts: _Rollouts, step: int, clock: Clock) -> dict[str, float]:
@@ -379,9 +391,13 @@ class _GrpoRun:
         progress["episode"] += rollouts.size
         progress["tokens"] += rollouts.response_tokens
         progress["health"] = self.health.state()
-        for name in COUNTS:
+        self.lane.count(progress, rollouts.attempts)
+        for name in (*COUNTS, *self.lane.counts):
             progress["counts"][name] = progress["counts"].get(name, 0) + metrics[name]
-        for name in CURVES:  # one entry per step; None where there is no number
+        for name in (
+            *CURVES,
+            *self.lane.curves,
+        ):  # one entry per step; None where there is no number
             value = metrics.get(name, math.nan)
             progress["curves"][name].append(value if math.isfinite(value) else None)
         metrics.update(training_step=step, episode=progress["episode"], epoch=progress["epoch"])
@@ -394,7 +410,7 @@ class _GrpoRun:
         """What ends a step before its update costs that step alone: the state before is saved."""
         try:
             yield
-        except (JudgeOutage, Interrupted, HealthStop):
+        except (JudgeOutage, EnvironmentOutage, Interrupted, HealthStop):
             if not self.update.moved and self.rollouts.savable(step - 1):
                 attachments = partial(self._in_flight, step - 1, judged=False)
                 self.boundary.save(step - 1, self.progress, attachments)
@@ -430,9 +446,3 @@ class _GrpoRun:
     def _report(self, part: str, values: Mapping[str, float]) -> None:
         """Say where the step is."""
         self.io.progress(Progress(self.step - 1, self.grpo.num_training_steps, part, values))
-
-
-def _new_rewards(
-    config: RecipeConfig, judge: Judge, rewards: RewardFunction | None, patient: bool
-) -> StepRewards:
-    return StepRewards(config.reward, judge, rewards, patient=patient)

@@ -6,7 +6,8 @@ metrics over all ranks.
 The step's tokens live in flat buffers (F = all response tokens, sample after sample); every pack
 says where its targets stand in them. So advantages, weights, and old and reference
 log-probabilities are looked up, however the samples fell into packs, and the loss is one weighted
-sum over all packs of all ranks.
+sum over all packs of all ranks. Of an episode the model's own tokens alone are targets: what tools,
+user and template said is read, and never looked up, weighed or counted.
 
 Numbers stay where they are computed until the end of an optimiser step, and go to the host at once:
 a GPU is never waited for in between.
@@ -55,6 +56,8 @@ class GrpoUpdate:
 
     ``reference`` is the frozen initial model, or None where ``beta`` is 0. ``health`` is asked
     before each optimiser step; ``moved`` counts those that the last :meth:`run` has made.
+    ``longest``: most tokens that a rollout can have sampled, which the constant denominator counts
+    with; ``response_length`` where it is None.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class GrpoUpdate:
         grpo: GrpoConfig,
         seed: int,
         health: HealthMonitor | None = None,
+        longest: int | None = None,
     ) -> None:
         self.engine, self.reference = engine, reference
         self.grpo, self.seed = grpo, seed
+        self.longest = longest or grpo.response_length
         first = engine.ranks.rank == 0
         self.health = health or HealthMonitor(grpo.health, "grpo", says=first)
         self.moved = 0
@@ -100,7 +105,7 @@ class GrpoUpdate:
             if grpo.num_mini_batches == 1:
                 self._optimizer_step(samples, whole, buffers, step, factor, totals)
                 continue
-            for chosen in self._mini_batches(samples, step, epoch):
+            for chosen in self._mini_batches(train_samples, samples, step, epoch):
                 batches = self._batches(chosen)
                 self._optimizer_step(chosen, batches, buffers, step, factor, totals)
         return totals.metrics(len(train_samples), self.moved)
@@ -108,8 +113,7 @@ class GrpoUpdate:
     def _buffers(
         self, train_samples: Sequence[TrainSample], whole: StepBatches, tokens: int
     ) -> _Buffers:
-        lengths = [len(sample.response_ids) for sample in train_samples]
-        advantages = np.repeat([sample.advantage for sample in train_samples], lengths)
+        advantages = np.concatenate([_advantages(sample) for sample in train_samples])
         sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
         device = self.engine.device
         sampler_F = torch.tensor(sampler, dtype=torch.float32, device=device)
@@ -147,11 +151,15 @@ class GrpoUpdate:
         return StepBatches(self.engine, samples, grpo.pack_length, grpo.per_device_train_batch_size)
 
     def _mini_batches(
-        self, samples: Sequence[Sample], step: int, epoch: int
+        self, train_samples: Sequence[TrainSample], samples: Sequence[Sample], step: int, epoch: int
     ) -> Iterator[list[Sample]]:
         """Whole groups, shuffled; never an empty mini-batch."""
         parts = self.grpo.num_mini_batches
-        groups = [list(group) for _, group in groupby(samples, key=lambda s: s.prompt_ids)]
+        pairs = zip(train_samples, samples, strict=True)
+        groups = [
+            [sample for _, sample in group]
+            for _, group in groupby(pairs, key=lambda pair: (pair[0].group, pair[0].prompt_ids))
+        ]
         order = permutation(len(groups), self.seed, "mini_batches", step, epoch)
         for part in range(parts):
             chosen = [sample for i in order[part::parts] for sample in groups[i]]
@@ -197,9 +205,9 @@ class GrpoUpdate:
         grpo = self.grpo
         rollouts = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
         weights = token_weights(
-            [len(sample.response_ids) for sample in samples],
+            [sum(sample.loss_mask) for sample in samples],
             grpo.loss_aggregation,
-            constant=rollouts * grpo.response_length / grpo.num_mini_batches,
+            constant=rollouts * self.longest / grpo.num_mini_batches,
         )
         weight_F = torch.zeros_like(buffers.advantage_F)
         for sample, weight in zip(samples, weights, strict=True):
@@ -301,7 +309,19 @@ def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
     """Samples with their places in the flat buffers, and how long those are."""
     samples, start = [], 0
     for sample in train_samples:
-        tokens = sample.response_ids
-        samples.append(Sample(sample.prompt_ids, tokens, (True,) * len(tokens), start))
+        tokens, mask = sample.response_ids, sample.loss_mask
+        mask = (True,) * len(tokens) if mask is None else mask
+        samples.append(Sample(sample.prompt_ids, tokens, mask, start))
         start += len(tokens)
     return samples, start
+
+
+def _advantages(sample: TrainSample) -> np.ndarray:
+    """One per response token."""
+    if sample.advantages is None:
+        return np.full(len(sample.response_ids), sample.advantage)
+    if len(sample.advantages) != len(sample.response_ids):
+        raise ValueError(
+            f"{len(sample.response_ids)} response tokens, but {len(sample.advantages)} advantages"
+        )
+    return np.array(sample.advantages)

@@ -94,7 +94,7 @@ class HealthMonitor:
     config
         Checks, limits and policies.
     stage
-        ``sft`` or ``grpo``: the section of the recipe, and what messages begin with.
+        ``sft``, ``rft`` or ``grpo``: the section of the recipe, and what messages begin with.
     says
         Whether findings are logged here: all ranks find the same, and one of them says it.
     """
@@ -186,7 +186,7 @@ class HealthMonitor:
         if (broken := self._not_finite(numbers)) is not None:
             return self._act(broken)
         found = [self._spike("gradient_norm", grad_norm)]
-        if self.stage == "sft":  # GRPO's loss is near 0 and has either sign
+        if self.stage != "grpo":  # GRPO's loss is near 0 and has either sign
             found.append(self._spike("loss", loss))
         if entropy is not None:
             limit = self.config.min_entropy

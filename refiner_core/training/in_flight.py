@@ -11,14 +11,15 @@ need not say the same thing twice; what is not judged yet is asked when the run 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
-from refiner_core.training.rollout import Key, RolloutSampler, Sampled, StepRewards
+from refiner_core.training.rollout import Key, RolloutRewards, Sampled, Sampler
 
 #: The checkpoint's file, and the version of what it holds.
 IN_FLIGHT = "in_flight.json"
@@ -40,7 +41,7 @@ class Round:
     future: Future[None] | None = None
     collected: bool = False
     samples: list[Sampled] = field(default_factory=list)
-    rewards: StepRewards | None = None
+    rewards: RolloutRewards | None = None
     results: list[RewardResult] | None = None
 
 
@@ -50,7 +51,8 @@ class Flight:
 
     ``version`` counts the training steps behind the weights that sampled it; ``epoch`` and
     ``cursor`` say where the data stand after its last prompt. ``settled``: active sampling has done
-    with it; ``cut_short``: an error has ended that.
+    with it; ``cut_short``: an error has ended that. ``lost``: too many of its episodes ended by an
+    error of the infrastructure; no checkpoint keeps it, and it is sampled again.
     """
 
     step: int
@@ -60,6 +62,7 @@ class Flight:
     rounds: list[Round] = field(default_factory=list)
     settled: bool = False
     cut_short: bool = False
+    lost: bool = False
     seconds: float = 0.0
 
     @property
@@ -90,7 +93,7 @@ def to_bytes(flights: Sequence[Flight]) -> bytes:
 
 
 def from_bytes(
-    data: bytes, prompts: Sequence[PromptRow], sampler: RolloutSampler, where: str
+    data: bytes, prompts: Sequence[PromptRow], sampler: Sampler, where: str
 ) -> list[Flight]:
     """The batches again.
 
@@ -116,16 +119,37 @@ def _flight_to_json(flight: Flight) -> dict[str, Any]:
     rounds = [
         {
             "prompts": list(part.indices),
-            "samples": [
-                [list(c.token_ids), list(c.logprobs), c.finish_reason]
-                for c in (sample.completion for sample in part.samples)
-            ],
+            "samples": [_completion(sample.completion) for sample in part.samples],
             "results": None if part.results is None else [_result(r) for r in part.results],
         }
         for part in flight.rounds
     ]
     names = ("step", "version", "epoch", "cursor", "settled")
     return {**{name: getattr(flight, name) for name in names}, "rounds": rounds}
+
+
+def _completion(completion: Completion) -> list[Any]:
+    """Tokens, log-probabilities and end; of an episode also whose tokens they are, and its
+    record."""
+    plain = [list(completion.token_ids), list(completion.logprobs), completion.finish_reason]
+    if completion.own is None:
+        return plain
+    logprobs = [
+        p if own else None for p, own in zip(completion.logprobs, completion.own, strict=True)
+    ]
+    return [plain[0], logprobs, plain[2], [int(own) for own in completion.own], completion.episode]
+
+
+def _completion_again(
+    token_ids: list[int],
+    logprobs: list[float | None],
+    reason: Literal["stop", "length"],
+    own: list[int] | None = None,
+    episode: Mapping[str, Any] | None = None,
+) -> Completion:
+    whose = None if own is None else tuple(bool(value) for value in own)
+    known = tuple(math.nan if p is None else p for p in logprobs)
+    return Completion(tuple(token_ids), known, reason, whose, episode)
 
 
 def _result(result: RewardResult) -> dict[str, Any]:
@@ -138,16 +162,13 @@ def _result(result: RewardResult) -> dict[str, Any]:
 
 
 def _flight_from_json(
-    value: Mapping[str, Any], prompts: Sequence[PromptRow], sampler: RolloutSampler
+    value: Mapping[str, Any], prompts: Sequence[PromptRow], sampler: Sampler
 ) -> Flight:
     flight = Flight(value["step"], value["version"], value["epoch"], value["cursor"])
     flight.settled = value["settled"]
     for part in value["rounds"]:
         keys = sampler.keys([(index, prompts[index]) for index in part["prompts"]])
-        completions = [
-            Completion(tuple(ids), tuple(logprobs), reason)
-            for ids, logprobs, reason in part["samples"]
-        ]
+        completions = [_completion_again(*values) for values in part["samples"]]
         samples = [sampler.sampled(k, c) for k, c in zip(keys, completions, strict=True)]
         results = part["results"]
         made = None if results is None else [RewardResult(**result) for result in results]

@@ -22,7 +22,9 @@ With active sampling a batch is *settled* in rounds: while it has too few groups
 differ, further prompts are sampled with the same weights. That happens before the next sync.
 
 A batch whose weights are older than ``async_steps`` (a checkpoint of other settings, a policy that
-missed a sync) is dropped and counted, and sampled again with the newest.
+missed a sync) is dropped and counted, and sampled again with the newest. So is one of which errors
+of an environment have ended too many episodes: it ends the stage, no checkpoint keeps it, and the
+next attempt samples it anew.
 """
 
 from __future__ import annotations
@@ -35,16 +37,20 @@ from functools import partial
 from typing import TypeVar
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import Interrupted, JudgeOutage, StageFailed
+from refiner_core.contract.errors import (
+    EnvironmentOutage,
+    Interrupted,
+    JudgeOutage,
+    StageFailed,
+)
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.generation.load import set_threads
-from refiner_core.rewards import require_scored
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.in_flight import IN_FLIGHT, Flight, Round, from_bytes, to_bytes
+from refiner_core.training.lane import Lane
 from refiner_core.training.order import permutation, prompt_batch
 from refiner_core.training.policies import Policy
 from refiner_core.training.ranks import Ranks, portable
-from refiner_core.training.rollout import RolloutSampler, StepRewards, form_groups
 from refiner_core.training.telling import Clock, Tell
 
 T = TypeVar("T")
@@ -57,8 +63,8 @@ class Pipeline:
 
     Parameters
     ----------
-    new_rewards
-        Makes what judges a batch (``patient`` is its argument); rank 0 has it, the others None.
+    lane
+        What a rollout is: what samples, rewards and groups them. Rank 0 alone rewards.
     tell
         Called with (part of a step, samples done, samples in all) while something takes long.
     """
@@ -69,13 +75,14 @@ class Pipeline:
         prompts: Sequence[PromptRow],
         engine: Engine,
         policy: Policy,
-        new_rewards: Callable[[bool], StepRewards] | None,
+        lane: Lane,
         tell: Tell,
     ) -> None:
         self.config, self.grpo, self.prompts = config, config.grpo, prompts
         self.engine, self.policy, self.ranks = engine, policy, engine.ranks
-        self.sampler = RolloutSampler(config.grpo, config.seed, policy, engine.tokenizer)
-        self._new_rewards, self._tell = new_rewards, tell
+        self.lane, self.sampler = lane, lane.sampler(policy, engine.tokenizer)
+        self._new_rewards = lane.new_rewards if self.ranks.rank == 0 else None
+        self._tell = tell
         self.behind = config.grpo.async_steps
         self.last = config.grpo.num_training_steps
         self.flights: dict[int, Flight] = {}
@@ -127,13 +134,12 @@ class Pipeline:
 
         Raises
         ------
-        JudgeOutage, Interrupted
-            See :meth:`refiner_core.contract.types.Judge.judge`, and
-            :func:`refiner_core.rewards.require_scored`.
+        JudgeOutage, Interrupted, EnvironmentOutage
+            See :meth:`refiner_core.contract.types.Judge.judge`, and :meth:`Lane.require`.
         """
         with clock.time("judge"):
             for part in flight.rounds:
-                self._judge_round(part)
+                self._judge_round(flight, part)
 
     def done(self, step: int) -> None:
         """The step is counted: its batch is not needed again."""
@@ -156,7 +162,8 @@ class Pipeline:
             if judged:
                 try:
                     self.judge(flight, clock)
-                except (JudgeOutage, Interrupted):  # asked again, when the results are needed
+                except (JudgeOutage, EnvironmentOutage, Interrupted):
+                    # Asked again, when the results are needed.
                     judged = False
         if not flights or self.ranks.rank > 0:
             return {}
@@ -170,8 +177,8 @@ class Pipeline:
             self._thread = None
 
     def _after(self, step: int) -> list[Flight]:
-        later = range(step + 1, step + self.behind + 1)
-        return [self.flights[s] for s in later if s in self.flights]
+        later = (self.flights.get(s) for s in range(step + 1, step + self.behind + 1))
+        return [flight for flight in later if flight is not None and not flight.lost]
 
     # ------------------------------------------------------------ beginning
 
@@ -328,7 +335,7 @@ class Pipeline:
         if part.rewards is not None:
             part.rewards.add_all(part.samples)
 
-    def _judge_round(self, part: Round) -> None:
+    def _judge_round(self, flight: Flight, part: Round) -> None:
         def ask() -> None:
             if part.results is not None:
                 return
@@ -336,18 +343,21 @@ class Pipeline:
             rewards, part.rewards = part.rewards or self._new_rewards(True), None
             self._tell("judge", 0, 0)
             results = rewards.results(part.samples, partial(self._tell, "judge"))
-            share = self.config.judge.max_failed_share
-            require_scored(results, share, of="rollouts of a step")
+            self.lane.require(results)
             part.results = results
 
-        on_first(self.ranks, ask)
+        try:
+            on_first(self.ranks, ask)
+        except EnvironmentOutage:
+            flight.lost = True
+            raise
 
     def _settle(self, flight: Flight, clock: Clock) -> None:
         """Sample further prompts until enough groups have a spread of rewards."""
         grpo = self.grpo
         while True:
             with clock.time("judge"):
-                self._judge_round(flight.rounds[-1])
+                self._judge_round(flight, flight.rounds[-1])
             kept = on_first(self.ranks, lambda: self._kept(flight))
             missing = grpo.num_unique_prompts_rollout - kept
             if missing <= 0 or len(flight.rounds) >= grpo.active_sampling_max_rounds:
@@ -359,12 +369,7 @@ class Pipeline:
         flight.settled = True
 
     def _kept(self, flight: Flight) -> int:
-        batch = form_groups(
-            flight.samples,
-            flight.results,
-            size=self.grpo.num_samples_per_prompt_rollout,
-            normalization=self.grpo.advantage_normalization_type,
-        )
+        batch = self.lane.groups(flight.samples, flight.results)
         return sum(group.dropped is None for group in batch.groups)
 
     def _anew(self, flight: Flight, clock: Clock) -> Flight:

@@ -25,7 +25,11 @@ from refiner_core.contract.types import (
     Generator,
     OnCompletion,
     SamplingParams,
+    TurnDesk,
+    TurnRequest,
+    Turns,
 )
+from refiner_core.generation.lockstep import turn_generator
 from refiner_core.training.engines.protocol import Engine
 
 #: A generator over a model: ``(model, called after every token)``.
@@ -59,8 +63,18 @@ class Policy(Protocol):
         """As of :meth:`refiner_core.contract.types.Generator.generate`."""
         ...
 
+    def turns(self, desk: TurnDesk) -> None:
+        """As of :meth:`refiner_core.contract.types.TurnGenerator.turns`, inside of
+        :meth:`ready` too; round by round where what samples has no turns of its own."""
+        ...
+
     def cancel(self) -> None:
-        """End a :meth:`generate` that runs in another thread; it raises :class:`Cancelled`."""
+        """End a :meth:`generate` or :meth:`turns` that runs in another thread; it raises
+        :class:`Cancelled`."""
+        ...
+
+    def cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called."""
         ...
 
 
@@ -111,8 +125,16 @@ class LivePolicy:
         """Sample with the model as it is."""
         return self._generator.generate(requests, params, on_completion)
 
+    def turns(self, desk: TurnDesk) -> None:
+        """Sample turns with the model as it is."""
+        turn_generator(self._generator).turns(desk)
+
     def cancel(self) -> None:
         """It never runs in another thread."""
+
+    def cancelled(self) -> bool:
+        """Never."""
+        return False
 
 
 class CopyPolicy:
@@ -150,9 +172,17 @@ class CopyPolicy:
         self._stop_if_cancelled()
         return self._generator.generate(requests, params, on_completion)
 
+    def turns(self, desk: TurnDesk) -> None:
+        """Sample turns with the copy."""
+        turn_generator(self._generator).turns(_Stopped(desk, self._stop_if_cancelled))
+
     def cancel(self) -> None:
-        """End it after the token that is being sampled."""
+        """End it after the token that is being sampled, or once the desk answers."""
         self._stop.set()
+
+    def cancelled(self) -> bool:
+        """Whether it is to end."""
+        return self._stop.is_set()
 
     def _stop_if_cancelled(self) -> None:
         if self._stop.is_set():
@@ -204,13 +234,42 @@ class ServedPolicy:
             raise RuntimeError("rank 0 alone samples on servers")
         return self._servers.generator.generate(requests, params, finished)
 
+    def turns(self, desk: TurnDesk) -> None:
+        """Sample turns on the servers."""
+        if self._servers is None:
+            raise RuntimeError("rank 0 alone samples on servers")
+        stopped = _Stopped(desk, self._stop_if_cancelled)
+        turn_generator(self._servers.generator).turns(stopped)
+
     def cancel(self) -> None:
         """End it at the next sample that is finished, or sign of life of the generator."""
         self._stop.set()
 
+    def cancelled(self) -> bool:
+        """Whether it is to end."""
+        return self._stop.is_set()
+
     def _stop_if_cancelled(self) -> None:
         if self._stop.is_set():
             raise Cancelled
+
+
+class _Stopped:
+    """A desk at which ``check`` is asked before and after each visit."""
+
+    def __init__(self, desk: TurnDesk, check: Callable[[], None]) -> None:
+        self._desk, self._check = desk, check
+
+    def take(self, room: int, *, wait: bool) -> Turns:
+        self._check()
+        try:
+            return self._desk.take(room, wait=wait)
+        finally:
+            self._check()  # a desk that stopped for this said so in its own way
+
+    def finished(self, request: TurnRequest, completion: Completion) -> None:
+        self._check()
+        self._desk.finished(request, completion)
 
 
 class _Entered:

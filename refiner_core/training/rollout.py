@@ -85,12 +85,18 @@ class TrainSample:
     """A rollout that carries loss: tokens, the sampler's log-probabilities, the advantage.
 
     A log-probability is NaN where the token was not sampled but appended (``closing_ids``).
+    Of an episode, ``loss_mask`` is True on the model's own tokens alone (None: everywhere),
+    ``advantages`` has one value per token where turns are credited apart (None: ``advantage``
+    everywhere), and ``group`` numbers its group, since groups of one domain have one prompt.
     """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
     advantage: float
+    loss_mask: tuple[bool, ...] | None = None
+    advantages: tuple[float, ...] | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,42 @@ class RolloutBatch:
         return kept
 
 
+class RolloutRewards(Protocol):
+    """Rewards of a batch of samples, begun while others are still sampled."""
+
+    def add(self, place: int, sample: Sampled) -> None:
+        """Take a finished sample."""
+        ...
+
+    def add_all(self, samples: Sequence[Sampled]) -> None:
+        """Take those that were not added yet; each stands at its place."""
+        ...
+
+    def results(
+        self, samples: Sequence[Sampled], on_judged: Callable[[int, int], None]
+    ) -> list[RewardResult]:
+        """One reward per sample of the batch, in order."""
+        ...
+
+
+class Sampler(Protocol):
+    """What samples the rollouts of a step, whatever a rollout is."""
+
+    def keys(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Key]:
+        """What is sampled for these (index, prompt), in order."""
+        ...
+
+    def complete(
+        self, keys: Sequence[Key], places: Iterable[int], *, step: int, finished: OnCompletion
+    ) -> None:
+        """Sample the keys at these places; ``finished(place, completion)`` is told of each."""
+        ...
+
+    def sampled(self, key: Key, completion: Completion) -> Sampled:
+        """A completion with its text."""
+        ...
+
+
 #: Told of a sample and its place.
 OnSample = Callable[[int, Sampled], None]
 
@@ -164,11 +206,7 @@ class RolloutSampler:
 
     def keys(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Key]:
         """What is sampled for these (index, prompt), in order."""
-        return [
-            Key(index, sample_index, prompt)
-            for index, prompt in prompts
-            for sample_index in range(self.grpo.num_samples_per_prompt_rollout)
-        ]
+        return group_keys(prompts, self.grpo)
 
     def complete(
         self, keys: Sequence[Key], places: Iterable[int], *, step: int, finished: OnCompletion
@@ -224,6 +262,15 @@ class RolloutSampler:
         text = completion_text(self.tokenizer, completion)
         closing = closing_ids(self.tokenizer, completion)
         return Sampled(key.prompt_index, key.sample_index, key.prompt, completion, text, closing)
+
+
+def group_keys(prompts: Sequence[tuple[int, PromptRow]], grpo: GrpoConfig) -> list[Key]:
+    """``num_samples_per_prompt_rollout`` samples of each (index, prompt), in that order."""
+    return [
+        Key(index, sample_index, prompt)
+        for index, prompt in prompts
+        for sample_index in range(grpo.num_samples_per_prompt_rollout)
+    ]
 
 
 def response_limit(prompt: PromptRow, grpo: GrpoConfig) -> int:
@@ -365,6 +412,11 @@ def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Rewards, lengths and counts of a step. Means are over what was scored."""
+    return {**batch_metrics(batch), **_component_means(batch.results)}
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """The same without the parts of rewards."""
     dropped = [group.dropped for group in batch.groups]
     lengths = [len(sample.completion.token_ids) for sample in batch.samples]
     metrics: dict[str, float] = {
@@ -379,7 +431,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     scores = [result.total for result in batch.results if result.total is not None]
     if scores:
         metrics["scores"] = _mean(scores)
-    metrics.update(_component_means(batch.results))
     return metrics
 
 

@@ -1,5 +1,8 @@
 """Supervised fine-tuning: packed demonstrations to weights, loss on assistant tokens only.
 
+``rft`` is the same on attempts of the model's own that were kept (:mod:`refiner_core.rejection`),
+with a section of its own.
+
 In: ``data_dir/sft_train.parquet`` (and ``sft_val.parquet`` where there is one), a model folder.
 Out: ``output_dir/model``, metrics per step, checkpoints, and a JSON-ready report.
 
@@ -19,7 +22,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +50,9 @@ from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.shares import share_packs
 from refiner_core.training.support import refuse_unsupported
 
+#: Stages that fine-tune on demonstrations, and where these come from.
+FineTuning = Literal["sft", "rft"]
+_SOURCE: dict[FineTuning, str] = {"sft": "data", "rft": "sample"}
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
 
@@ -58,13 +64,14 @@ def train_sft(
     output_dir: Path,
     io: StageIO | None,
     ranks: Ranks | None = None,
+    stage: FineTuning = "sft",
 ) -> dict[str, Any]:
     """Train on demonstrations; resumes from ``io.latest_checkpoint()`` where there is one.
 
     Parameters
     ----------
     config
-        The whole recipe; ``sft``, ``model`` and ``seed`` are used.
+        The whole recipe; the section of ``stage``, ``model`` and ``seed`` are used.
     data_dir
         Holds ``sft_train.parquet`` and, optionally, ``sft_val.parquet``.
     model_ref
@@ -75,6 +82,8 @@ def train_sft(
         Metrics, checkpoints, progress and stop requests; rank 0 has it, the other ranks None.
     ranks
         The processes that train together; none is this one alone.
+    stage
+        Which section it is, and what boundaries, checks and errors call it.
 
     Returns
     -------
@@ -93,8 +102,8 @@ def train_sft(
     UnsupportedError
         See :func:`refiner_core.training.support.refuse_unsupported`.
     """
-    refuse_unsupported(config, "sft")
-    run = _SftRun(config, data_dir, model_ref, io, ranks or OneRank())
+    refuse_unsupported(config, stage)
+    run = _SftRun(config, stage, data_dir, model_ref, io, ranks or OneRank())
     with run.boundary:
         run.train()
     run.engine.export(output_dir / "model")
@@ -107,23 +116,25 @@ class _SftRun:
     def __init__(
         self,
         config: RecipeConfig,
+        stage: FineTuning,
         data_dir: Path,
         model_ref: str,
         io: StageIO | None,
         ranks: Ranks,
     ) -> None:
-        sft = config.sft
+        sft = config.sft if stage == "sft" else config.rft
         set_threads(config.model)
+        self.stage: FineTuning = stage
         self.sft, self.io, self.ranks = sft, RanksIO(io, ranks), ranks
         rows = load_demonstrations(data_dir / TRAIN_FILE)
-        self.samples = _samples(rows, sft.pack_length)
-        self.steps = _plan(config, rows)
-        self.engine = open_engine(config, "sft", model_ref, self.ranks)
+        self.samples = _samples(rows, sft.pack_length, stage)
+        self.steps = _plan(config.seed, sft, rows, stage)
+        self.engine = open_engine(config, stage, model_ref, self.ranks)
         check_window(self.engine.model, max(len(row.input_ids) for row in rows))
-        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft)
+        self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft, stage)
         self.validation = self._batches(self.validation_packs)
         self.boundary = Boundary(
-            *(self.io, self.engine, "sft"),
+            *(self.io, self.engine, stage),
             *(len(self.steps), sft.save_freq, sft.first_save),
             async_save=sft.async_save,
         )
@@ -136,7 +147,7 @@ class _SftRun:
             "losses": [],
             "validation": [],
         }
-        self.health = HealthMonitor(sft.health, "sft", says=self.ranks.rank == 0)
+        self.health = HealthMonitor(sft.health, stage, says=self.ranks.rank == 0)
         self.health.restore(self.progress.get("health"))
 
     def train(self) -> None:
@@ -256,7 +267,7 @@ class _SftRun:
         )
         [total] = self.ranks.add([mine])
         loss = total / sum(len(pack.target_T) for pack in self.validation_packs)
-        require_finite("sft", self.progress["step"] + 1, validation_loss=loss)
+        require_finite(self.stage, self.progress["step"] + 1, validation_loss=loss)
         return loss
 
 
@@ -267,10 +278,11 @@ def _split(times: Mapping[str, float], step_s: float) -> dict[str, float]:
     return {**times, "time/step_s": step_s, "time/idle_s": idle}
 
 
-def _plan(config: RecipeConfig, rows: Sequence[DemonstrationRow]) -> list[SftStep]:
-    sft = config.sft
+def _plan(
+    seed: int, sft: SftConfig, rows: Sequence[DemonstrationRow], stage: FineTuning
+) -> list[SftStep]:
     steps = sft_steps(
-        config.seed,
+        seed,
         [len(row.input_ids) for row in rows],
         pack_length=sft.pack_length,
         packs_per_step=sft.per_device_train_batch_size * sft.gradient_accumulation_steps,
@@ -282,27 +294,27 @@ def _plan(config: RecipeConfig, rows: Sequence[DemonstrationRow]) -> list[SftSte
             f"There is nothing to train on: {len(rows)} demonstrations, "
             f"{sft.num_train_epochs} epochs, max_train_steps {sft.max_train_steps}",
             expected="at least one optimiser step",
-            fix="look at the data stage's counts, or raise sft.num_train_epochs",
+            fix=f"look at the counts of `{_SOURCE[stage]}`, or raise {stage}.num_train_epochs",
         )
     return steps
 
 
-def _samples(rows: Sequence[DemonstrationRow], pack_length: int) -> list[Sample]:
+def _samples(rows: Sequence[DemonstrationRow], pack_length: int, stage: FineTuning) -> list[Sample]:
     long = [row for row in rows if len(row.input_ids) > pack_length]
     if long:
         longest = max(long, key=lambda row: len(row.input_ids))
         raise ConfigurationError(
             f"{len(long)} demonstrations are longer than a pack of {pack_length} tokens "
             f"(the longest, {longest.sample_id}, has {len(longest.input_ids)})",
-            expected="sft.pack_length as long as the longest demonstration",
-            fix=f"set sft.pack_length={len(longest.input_ids)} or more",
+            expected=f"{stage}.pack_length as long as the longest demonstration",
+            fix=f"set {stage}.pack_length={len(longest.input_ids)} or more",
         )
     return [Sample((), row.input_ids, row.loss_mask) for row in rows]
 
 
-def _validation_packs(path: Path, sft: SftConfig) -> list[Pack]:
+def _validation_packs(path: Path, sft: SftConfig, stage: FineTuning) -> list[Pack]:
     if not path.exists():
         return []
-    samples = _samples(load_demonstrations(path), sft.pack_length)
+    samples = _samples(load_demonstrations(path), sft.pack_length, stage)
     packs = pack_samples(samples, sft.pack_length)
     return [pack for pack in packs if pack.target_T]

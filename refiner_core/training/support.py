@@ -8,13 +8,13 @@ whether a GPU is there is known where the model is loaded
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.placement import STAGES, TrainingStage, section_of
 
 
-def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | None = None) -> None:
+def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:
     """Refuse what the recipe needs and this machine has not, for the training stage that is about
     to run here, or for all that would run on this machine.
 
@@ -26,7 +26,8 @@ def refuse_unsupported(config: RecipeConfig, stage: Literal["sft", "grpo"] | Non
     checked = config.stages if config.dispatch.executor == "local" else ()
     if stage is not None:
         checked = (stage,)
-    for name, section in (("sft", config.sft), ("grpo", config.grpo)):
+    for name in STAGES:
+        section = section_of(config, name)
         if name not in checked or not section.deepspeed_stage:
             continue
         if importlib.util.find_spec("deepspeed") is None:

@@ -22,19 +22,23 @@ _EVERY_S = 1.0
 class Teller:
     """Passes on that a part of a step begins, and then how far it is, at most once a second.
 
-    ``report(part, values)`` gets it.
+    ``report(part, values)`` gets it. ``turns``: what is generated are turns of an agent.
     """
 
-    def __init__(self, report: Callable[[str, Mapping[str, float]], None]) -> None:
-        self._report, self._last_s = report, 0.0
+    def __init__(
+        self, report: Callable[[str, Mapping[str, float]], None], *, turns: bool = False
+    ) -> None:
+        self._report, self._last_s, self._turns = report, 0.0, turns
 
     def __call__(self, part: str, done: int, total: int) -> None:
         now_s = time.monotonic()
         if total and now_s - self._last_s < _EVERY_S:
             return
         self._last_s = now_s
-        values = {_UNITS[part]: float(done), "samples": float(total)} if total else {}
-        self._report(part, values)
+        units, of = _UNITS[part], "samples"
+        if self._turns and part == "generate":
+            units, of = "turns_finished", "turns"
+        self._report(part, {units: float(done), of: float(total)} if total else {})
 
 
 class Clock:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.contract.resources import Resources
 from refiner_core.generation.load import device_for
 from refiner_core.training import engine
@@ -18,7 +19,7 @@ from refiner_core.training.ranks import OneRank, Ranks, gpu_of
 
 def open_engine(
     config: RecipeConfig,
-    stage: Literal["sft", "grpo"],
+    stage: TrainingStage,
     model_ref: str,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -36,17 +37,17 @@ def open_engine(
         It cannot be packed, or this machine lacks what the section asks for.
     """
     seed_random(config.seed)  # before anything draws; a checkpoint's states are put back later
-    section = config.sft if stage == "sft" else config.grpo
-    muon = config.sft.optimizer == "muon" and stage == "sft"
+    section = section_of(config, stage)
+    muon = section if isinstance(section, SftConfig) and section.optimizer == "muon" else None
     ranks = ranks or OneRank()
     device = device_of(section.resources, ranks)
     if section.deepspeed_stage:
-        if muon:
+        if muon is not None:
             raise UnsupportedError(
-                f"Muon needs whole matrices, and sft.deepspeed_stage={section.deepspeed_stage} "
+                f"Muon needs whole matrices, and {stage}.deepspeed_stage={muon.deepspeed_stage} "
                 "shares them out",
-                expected="sft.optimizer=adamw, or sft.deepspeed_stage 0 or null",
-                fix="set sft.optimizer=adamw",
+                expected=f"{stage}.optimizer=adamw, or {stage}.deepspeed_stage 0 or null",
+                fix=f"set {stage}.optimizer=adamw",
             )
         from refiner_core.training.engines.zero import open_zero_engine
 
@@ -57,7 +58,7 @@ def open_engine(
         learning_rate=section.learning_rate,
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
-        muon_learning_rate=config.sft.muon_learning_rate if muon else None,
+        muon_learning_rate=None if muon is None else muon.muon_learning_rate,
     )
     return PlainEngine(loaded, updater, config.model, ranks)
 

@@ -1,0 +1,306 @@
+"""Episodes as rollouts: sampled, rewarded, counted, and written down.
+
+In: prepared tasks, a policy that samples turns, an environment. Out: the same things as of single
+answers (:mod:`refiner_core.training.rollout`), so that one pipeline carries both: completions with
+a mask of own tokens and a record, rewards, metrics, and rows of rollouts.
+
+An episode is seeded by what it is: ``derive_seed(run seed, "rollout", step, prompt, sample)``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.environment_config import EnvironmentConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import Completion, OnCompletion, PromptRow, RewardResult
+from refiner_core.environments.episodes import (
+    EpisodeRequest,
+    EpisodeSettings,
+    run_episodes,
+    settings_of,
+)
+from refiner_core.environments.protocol import FAILURES, Environment, TellsProgress
+from refiner_core.environments.record import EpisodeRecord, record_from_json
+from refiner_core.environments.rows import task_of_row
+from refiner_core.environments.scoring import shaped_reward, unscored_kinds
+from refiner_core.training.credit import EpisodeBatch, own_tokens
+from refiner_core.training.policies import Policy
+from refiner_core.training.rollout import Key, Sampled, batch_metrics, group_keys, rollout_rows
+
+#: Counts of a step that a report sums up.
+EPISODE_COUNTS = (
+    "episodes/successes",
+    "episodes/errors",
+    "episodes/excluded",
+    "episodes/repairs",
+    "episodes/tool_errors",
+)
+#: Further metrics whose course a report keeps.
+EPISODE_CURVES = ("episodes/success", "episodes/turns")
+
+
+@dataclass(frozen=True)
+class EpisodeSampler:
+    """What samples the episodes of every step; the interface of
+    :class:`~refiner_core.training.rollout.RolloutSampler`.
+
+    ``environment`` is None on a rank that samples nothing.
+    """
+
+    config: RecipeConfig
+    policy: Policy
+    tokenizer: Any
+    environment: Environment | None
+
+    def keys(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Key]:
+        """What is sampled for these (index, task), in order."""
+        return group_keys(prompts, self.config.grpo)
+
+    @cached_property
+    def settings(self) -> EpisodeSettings:
+        """How episodes run, at the temperature of training."""
+        assert self.environment is not None
+        grpo = self.config.grpo
+        return settings_of(
+            self.config, self.environment, temperature=grpo.temperature, top_p=grpo.top_p
+        )
+
+    def complete(
+        self, keys: Sequence[Key], places: Iterable[int], *, step: int, finished: OnCompletion
+    ) -> None:
+        """Run the episodes at these places; ``finished(place, completion)`` is told of each."""
+        if self.environment is None:
+            raise RuntimeError("this rank samples nothing")
+        wanted = list(places)
+        told = 0
+
+        def ended(index: int, completion: Completion) -> None:
+            nonlocal told
+            told += 1
+            finished(wanted[index], completion)
+
+        run_episodes(
+            self.policy,
+            self.environment,
+            self.tokenizer,
+            [self._request(keys[place], step) for place in wanted],
+            self.settings,
+            ended,
+            should_stop=self.policy.cancelled,
+        )
+        if told != len(wanted):
+            raise RuntimeError(f"{told} of {len(wanted)} episodes ended")
+
+    def _request(self, key: Key, step: int) -> EpisodeRequest:
+        seed = derive_seed(self.config.seed, "rollout", step, key.prompt_index, key.sample_index)
+        return EpisodeRequest(task_of_row(key.prompt), key.prompt.prompt_ids, seed)
+
+    def sampled(self, key: Key, completion: Completion) -> Sampled:
+        """An episode with its text: all that was said in it, by whomever."""
+        text: str = self.tokenizer.decode(
+            list(completion.token_ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return Sampled(key.prompt_index, key.sample_index, key.prompt, completion, text)
+
+
+class EpisodeRewards:
+    """Rewards of episodes; the interface of :class:`~refiner_core.training.rollout.StepRewards`.
+    The environment has said already what they were worth, so nothing is asked."""
+
+    def __init__(self, environment: EnvironmentConfig) -> None:
+        self._environment = environment
+
+    def add(self, place: int, sample: Sampled) -> None:
+        """Nothing begins before all are there."""
+
+    def add_all(self, samples: Sequence[Sampled]) -> None:
+        """The same."""
+
+    def results(
+        self, samples: Sequence[Sampled], on_judged: Callable[[int, int], None]
+    ) -> list[RewardResult]:
+        """One reward per episode, in order."""
+        return [shaped_reward(record_of(sample), self._environment) for sample in samples]
+
+
+def record_of(sample: Sampled) -> EpisodeRecord:
+    """The record of an episode's sample."""
+    if sample.completion.episode is None:
+        raise ValueError(f"{sample.prompt.sample_id}: a completion without the record of a task")
+    return record_from_json(sample.completion.episode)
+
+
+# ---------------------------------------------------------------- before anything is sampled
+
+
+def longest_episode(config: RecipeConfig) -> int:
+    """Most tokens that the model can sample in one episode."""
+    grpo = config.grpo
+    return min(grpo.max_token_length, grpo.response_length * config.environment.max_turns)
+
+
+def check_tasks(prompts: Sequence[PromptRow], config: RecipeConfig) -> None:
+    """Refuse, before anything is sampled, rows that are no tasks, and policies and tools that leave
+    no room or would not fit a pack.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        Names the field, or the row.
+    """
+    grpo = config.grpo
+    for row in prompts:
+        task_of_row(row)
+    longest = max(prompts, key=lambda row: len(row.prompt_ids))
+    length = len(longest.prompt_ids)
+    if length >= grpo.max_token_length:
+        raise ConfigurationError(
+            f"Policy and tools of {longest.sample_id} have {length} tokens, which leaves no room "
+            f"in grpo.max_token_length={grpo.max_token_length}",
+            expected="a context with room for an episode",
+            fix="raise grpo.max_token_length and grpo.pack_length",
+        )
+    if grpo.pack_length < grpo.max_token_length:
+        raise ConfigurationError(
+            f"A whole episode (grpo.max_token_length={grpo.max_token_length}) does not fit in "
+            f"grpo.pack_length={grpo.pack_length}",
+            expected="packs as long as the longest episode",
+            fix=f"set grpo.pack_length={grpo.max_token_length} or more",
+        )
+
+
+def check_progress(environment: Environment, prompts: Sequence[PromptRow]) -> None:
+    """Refuse credit by turns where an environment does not say how far an episode is.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the domain.
+    """
+    seen: set[str] = set()
+    for row in prompts:
+        task = task_of_row(row)
+        if task.domain in seen:
+            continue
+        seen.add(task.domain)
+        episode = environment.episode(task)
+        try:
+            if isinstance(episode, TellsProgress):
+                continue
+        finally:
+            episode.close()
+        raise ConfigurationError(
+            f"grpo.credit is turn_rewards, and the environment {environment.name} does not tell "
+            f"in between how much of a task is done (domain {task.domain})",
+            expected="an environment whose episodes have `checks()`",
+            fix="set grpo.credit=trajectory",
+        )
+
+
+# ---------------------------------------------------------------- what is logged
+
+
+def attempts(batch: EpisodeBatch) -> dict[str, tuple[int, int]]:
+    """Attempts and successes of a step, by task. Errors of the infrastructure are no attempts;
+    episodes that are left out of training on purpose are."""
+    found: dict[str, tuple[int, int]] = {}
+    for sample, record in zip(batch.samples, batch.records, strict=True):
+        if record.status == "finished":
+            tried, solved = found.get(sample.prompt.sample_id, (0, 0))
+            found[sample.prompt.sample_id] = (tried + 1, solved + record.success)
+    return found
+
+
+def episode_metrics(batch: EpisodeBatch) -> dict[str, float]:
+    """Numbers of a step's episodes. Rates and means of outcomes are over those that have one; turns
+    and tokens over all. ``val/stop_rate`` is the share that no limit of turns or context ended."""
+    records = batch.records
+    ended = [record for record in records if record.status == "finished"]
+    own = [sum(own_tokens(sample.completion)) for sample in batch.samples]
+    foreign = [len(s.completion.token_ids) - n for s, n in zip(batch.samples, own, strict=True)]
+    turns = [turn for record in records for turn in record.turns]
+    failures = Counter(record.failure for record in ended)
+    tool_errors = Counter(turn.tool_error for turn in turns if turn.tool_error)
+    metrics: dict[str, float] = {
+        **batch_metrics(batch),
+        "episodes/turns": len(turns) / len(records),
+        "episodes/own_tokens": sum(own) / len(records),
+        "episodes/foreign_tokens": sum(foreign) / len(records),
+        "episodes/successes": sum(record.success for record in ended),
+        "episodes/errors": len(records) - len(ended),
+        "episodes/excluded": unscored_kinds(batch.results, "excluded").total(),
+        "episodes/repairs": sum(turn.tried_again for turn in turns),
+        "episodes/tool_errors": tool_errors.total(),
+        "episodes/turn_limit": sum(record.ended == "turn_limit" for record in records),
+        "episodes/context_limit": sum(record.ended == "context_limit" for record in records),
+        "time/tools_s": sum(turn.seconds for turn in turns),
+        **{f"episodes/failed/{name}": failures[name] for name in FAILURES},
+        **{f"episodes/tool_errors/{name}": n for name, n in sorted(tool_errors.items())},
+    }
+    for kind, n in sorted(unscored_kinds(batch.results, "failed").items()):
+        metrics[f"episodes/errors/{kind}"] = n
+    metrics.update(_outcomes(ended))
+    metrics.update(_parts(batch.results))
+    if any(weight != 1.0 for weight in batch.weights):
+        metrics["curriculum/weight"] = sum(batch.weights) / len(batch.weights)
+    return metrics
+
+
+def _outcomes(ended: Sequence[EpisodeRecord]) -> dict[str, float]:
+    """Success, reward and partial score, overall and by domain."""
+    values: Mapping[str, list[float]] = defaultdict(list)
+    for record in ended:
+        found = {
+            "success": float(record.success),
+            "reward": record.reward,
+            "partial": record.partial,
+        }
+        for name, value in found.items():
+            if value is not None:
+                values[f"episodes/{name}"].append(value)
+                values[f"episodes/{name}/{record.domain}"].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Means of the parts of the environment's own reward."""
+    values: Mapping[str, list[float]] = defaultdict(list)
+    for result in results:
+        for name, value in result.components.items():
+            if name.startswith("environment_"):
+                values[f"objective/{name}_reward"].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:
+    """One row per episode: the columns of single answers, and ``own`` (whose tokens they are),
+    ``episode`` (the record as JSON, without durations, which no run repeats), ``turn_advantages``
+    (None with credit by trajectory) and ``curriculum_weight``. A log-probability is None where the
+    model has not sampled the token."""
+    rows = rollout_rows(step, batch)
+    size = len(batch.samples) // len(batch.groups)
+    for i, (row, sample) in enumerate(zip(rows, batch.samples, strict=True)):
+        turns = batch.turns[i]
+        row["logprobs"] = [None if math.isnan(p) else p for p in sample.completion.logprobs]
+        row["own"] = list(own_tokens(sample.completion))
+        row["episode"] = json.dumps(_without_durations(sample), ensure_ascii=False)
+        row["turn_advantages"] = None if turns is None else list(turns)
+        row["curriculum_weight"] = batch.weights[i // size]
+    return rows
+
+
+def _without_durations(sample: Sampled) -> dict[str, Any]:
+    values = dict(sample.completion.episode or {})
+    values["turns"] = [{**turn, "seconds": 0.0} for turn in values["turns"]]
+    return values
