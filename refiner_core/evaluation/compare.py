@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.samples import load_samples
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
@@ -26,8 +27,8 @@ def compare_results(
     a, b
         Output folders, one per seed; position s on both sides is the same seed.
     metrics
-        Only these. By default all, but for ``reward`` where it is combined differently: arms of an
-        ablation of the reward are compared on everything else.
+        Only these. By default all, but for ``reward`` (of agents ``partial`` too) where it is
+        combined differently: arms of an ablation of the reward are compared on everything else.
 
     Returns
     -------
@@ -59,7 +60,8 @@ def compare_results(
         ):
             continue
         entries = [table[key] for table in tables]
-        if metrics is None and metric == "reward" and len({e["protocol"] for e in entries}) > 1:
+        apart = len({e["protocol"] for e in entries}) > 1
+        if metrics is None and weighed(metric) and apart:
             continue
         _same_protocol(entries, folders)
         sides = [samples.load(f / e["samples_file"]) for f, e in zip(folders, entries, strict=True)]

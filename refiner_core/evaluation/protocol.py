@@ -9,7 +9,12 @@ The data stage's own digest is kept beside it as provenance.
 
 How judge and citation term become one reward is part of the protocol of the metric ``reward`` only
 (:meth:`Protocol.with_reward`): arms that differ in a weight of the reward must still be comparable
-on everything else.
+on everything else. So are the weights of the checks of an agent's tasks part of that of ``reward``
+and ``partial`` only.
+
+An agent's protocol has ``environment`` in the place of judge and rubrics
+(:func:`episode_protocol`): what the environment says of itself (its version, the user with model
+and settings, what is left out), and the limits of an episode. Addresses and keys are no part of it.
 
 What the file is called that a protocol comes from (:mod:`refiner_core.contract.protocols`) is for
 people, and no part of the fingerprint either.
@@ -27,6 +32,7 @@ from typing import Any, Literal
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.fingerprint import canonical_json, digest
 from refiner_core.contract.types import PromptRow, SamplingParams
+from refiner_core.environments.protocol import Environment
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
@@ -62,6 +68,8 @@ class Protocol:
     version: int = PROTOCOL_VERSION
     file: str = ""
     """Name of the protocol file; empty for the recipe's own."""
+    environment: Mapping[str, Any] | None = None
+    """Of an agent with tools: where it works, with whom, within which limits."""
 
     @property
     def fingerprint(self) -> str:
@@ -74,11 +82,19 @@ class Protocol:
     def name(self) -> str:
         """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; of a protocol file with its
         name in front."""
-        judge = f"{self.judge['model']}@{self.judge['prompt']}"
-        return f"{self.file or self.split}/{self.decoding}/{judge}-{self.fingerprint[:8]}"
+        by = "+".join(filter(None, (_environment_name(self.environment), _judge_name(self.judge))))
+        return f"{self.file or self.split}/{self.decoding}/{by}-{self.fingerprint[:8]}"
 
     def with_reward(self, config: RecipeConfig) -> Protocol:
-        """The protocol of the metric ``reward``, which depends on how terms are combined."""
+        """The protocol of the metric ``reward`` (of an agent, of ``partial`` too), which depends on
+        how terms are combined."""
+        if self.environment is not None:
+            shaping = config.environment.shaping
+            weights = {
+                "weights": list(shaping.weights),
+                "weights_by_domain": list(shaping.weights_by_domain),
+            }
+            return dataclasses.replace(self, reward=weights)
         values = {
             field.name: getattr(config.reward, field.name)
             for field in dataclasses.fields(config.reward)
@@ -91,7 +107,20 @@ class Protocol:
         values = dataclasses.asdict(self)
         if not self.file:
             del values["file"]
+        if self.environment is None:
+            del values["environment"]
         return values
+
+
+def _judge_name(judge: Mapping[str, Any]) -> str:
+    return f"{judge['model']}@{judge['prompt']}" if judge else ""
+
+
+def _environment_name(environment: Mapping[str, Any] | None) -> str:
+    """``desk@1``."""
+    if environment is None:
+        return ""
+    return f"{environment['name']}@{environment['version']}"
 
 
 def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
@@ -100,6 +129,7 @@ def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
     return SamplingParams(
         temperature=config.evaluate.temperature if sampled else 0.0,
         top_p=config.evaluate.top_p if sampled else 1.0,
+        top_k=config.evaluate.top_k if sampled else 0,
         max_new_tokens=config.grpo.response_length,
         stop_strings=config.grpo.stop_strings,
     )
@@ -119,7 +149,7 @@ def make_protocol(
         "stop_strings": list(params.stop_strings),
         "seed": config.evaluate.seed if decoding == "sampled" else None,
     }
-    reward, judge = config.reward, config.judge
+    reward = config.reward
     static = reward.rubric_source in ("static", "instance+static")
     static = static and not reward.instance_rubrics_only
     return Protocol(
@@ -131,16 +161,7 @@ def make_protocol(
         decoding=decoding,
         sampling=sampling,
         samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
-        judge={
-            "kind": judge.kind,
-            "model": judge.model,
-            "revision": judge.revision,
-            "prompt": Path(judge.prompt).name,
-            "prompt_digest": judge_prompts_digest(judge.prompt, judge.form),
-            "temperature": judge.temperature,
-            "max_tokens": judge.max_tokens,
-            **_served(judge),
-        },
+        judge=_judge(config.judge),
         rubrics={
             "source": reward.rubric_source,
             "static": load_rubric_set(reward.static_rubrics).name if static else None,
@@ -149,6 +170,74 @@ def make_protocol(
             "aggregation": reward.rubric_aggregation,
         },
     )
+
+
+def episode_protocol(
+    config: RecipeConfig,
+    environment: Environment,
+    prompts: Sequence[PromptRow],
+    decoding: Decoding,
+    data_digest: str,
+    file: str = "",
+) -> Protocol:
+    """The protocol under which an agent is measured on tasks with ``decoding``.
+
+    ``grpo.response_length`` bounds one turn and ``grpo.max_token_length`` a whole episode, as in
+    training. A turn that is no tool call is a failure here whatever ``environment.unparsable`` says
+    of training, and so no part of it.
+    """
+    params, asked = sampling_params(config, decoding), config.environment
+    sampling = {
+        **dataclasses.asdict(params),
+        "stop_strings": [],  # a turn ends where its tool call does
+        "context_tokens": config.grpo.max_token_length,
+        "seed": config.evaluate.seed,  # also of a greedy decoding: users and tools draw by it
+    }
+    return Protocol(
+        data=data_digest,
+        split="held-out",
+        prompts=prompts_digest(prompts),
+        file=file,
+        num_prompts=len(prompts),
+        decoding=decoding,
+        sampling=sampling,
+        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
+        judge=_judge(config.judge) if asked.nl_assertions == "judge" else {},
+        rubrics={},
+        environment={
+            **environment.describe(),
+            "name": Path(environment.name).name,  # of a file of one's own without its folders
+            "version": environment.version,
+            "max_turns": asked.max_turns,
+            "repairs": asked.repairs,
+            "max_argument_bytes": asked.max_argument_bytes,
+            "nl_assertions": asked.nl_assertions,
+            **_file_of_ones_own(asked.name),
+        },
+    )
+
+
+def _file_of_ones_own(name: str) -> dict[str, str]:
+    """What stands in the file of an environment of one's own: who changes its rules may forget its
+    version. Its tasks are among the prompts."""
+    file = Path(name.rpartition(":")[0]).expanduser()
+    if ".py:" not in name or not file.is_file():
+        return {}
+    return {"file_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def _judge(judge: JudgeConfig) -> dict[str, Any]:
+    """All of a judge that decides what it says."""
+    return {
+        "kind": judge.kind,
+        "model": judge.model,
+        "revision": judge.revision,
+        "prompt": Path(judge.prompt).name,
+        "prompt_digest": judge_prompts_digest(judge.prompt, judge.form),
+        "temperature": judge.temperature,
+        "max_tokens": judge.max_tokens,
+        **_served(judge),
+    }
 
 
 def _served(judge: JudgeConfig) -> dict[str, Any]:

@@ -15,6 +15,9 @@ numbers (:class:`~refiner_core.contract.types.JudgeUsage`); it is a cost, not a 
 ``reference_fresh`` says whether the copier's answers were judged anew, or may have been answered
 by the store. Of a protocol file, each entry has its name as ``under``, and ``protocols`` as
 ``file``.
+
+Of agents (:mod:`.episodes`), ``n`` counts tasks, the reference is ``do_nothing``, and ``episodes``
+and ``users`` say more (:mod:`.attempts`).
 """
 
 from __future__ import annotations
@@ -22,14 +25,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.types import JudgeUsage
+from refiner_core.evaluation.metrics import kind_of, weighed
+from refiner_core.evaluation.names import base_of
 from refiner_core.evaluation.protocol import Protocol
-from refiner_core.evaluation.samples import METRICS, metric_kind, write_samples
+from refiner_core.evaluation.samples import METRICS, write_samples
 from refiner_core.evaluation.statistics import Estimate, estimate
 from refiner_core.judges.usage import usage_to_json
 
@@ -38,14 +44,17 @@ RESULTS_FILE = "results.json"
 
 
 class Measured(NamedTuple):
-    """Per-sample rows under one protocol."""
+    """Per-sample rows under one protocol; ``metrics`` are what they may have."""
 
     protocol: Protocol
     rows: Sequence[dict[str, Any]]
+    metrics: Sequence[str] = METRICS
 
 
 class Measurement(NamedTuple):
-    """All that was measured of one model; ``reference`` is what stands beside it (name, rows)."""
+    """All that was measured of one model; ``reference`` is what stands beside it (name, rows), with
+    ``reference_metrics``. ``texts`` are columns of text of the samples files, ``more`` is kept with
+    the results as it is."""
 
     config: RecipeConfig
     model_name: str
@@ -54,6 +63,9 @@ class Measurement(NamedTuple):
     reference: tuple[str, Sequence[dict[str, Any]]]
     judge_usage: JudgeUsage | None = None
     reference_fresh: bool | None = None
+    reference_metrics: Sequence[str] = METRICS
+    texts: Sequence[str] = ()
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 def metric_entries(
@@ -61,7 +73,7 @@ def metric_entries(
 ) -> list[dict[str, Any]]:
     """One entry per metric that was measured."""
     entries = []
-    for metric in METRICS:
+    for metric in measured.metrics:
         found = recompute(measured.rows, metric, config)
         if found is None:
             continue
@@ -89,14 +101,15 @@ def recompute(
     return estimate(
         rows,
         metric,
-        kind=metric_kind(metric, config.reward),
+        kind=kind_of(metric, rows, config),
         resamples=config.evaluate.bootstrap_samples,
         seed=config.evaluate.seed,
+        stream=metric.replace("pass^1", "pass@1") if base_of(metric) == "pass^1" else "",
     )
 
 
 def _protocol_of(metric: str, protocol: Protocol, config: RecipeConfig) -> Protocol:
-    return protocol.with_reward(config) if metric == "reward" else protocol
+    return protocol.with_reward(config) if weighed(metric) else protocol
 
 
 def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
@@ -105,15 +118,16 @@ def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
     output_dir.mkdir(parents=True, exist_ok=True)
     floor_name, floor_rows = model.reference
     floor_file = f"samples-{floor_name}.parquet"
-    write_samples(output_dir / floor_file, floor_rows)
+    write_samples(output_dir / floor_file, floor_rows, model.reference_metrics, model.texts)
     evaluations: list[dict[str, Any]] = []
     floor: list[dict[str, Any]] = []
     protocols: dict[str, Any] = {}
     for part in model.measured:
         samples_file = f"samples-{part.protocol.decoding}.parquet"
-        write_samples(output_dir / samples_file, part.rows)
+        write_samples(output_dir / samples_file, part.rows, part.metrics, model.texts)
         evaluations += metric_entries(model.model_name, part, samples_file, config)
-        floor += metric_entries(floor_name, Measured(part.protocol, floor_rows), floor_file, config)
+        beside = Measured(part.protocol, floor_rows, model.reference_metrics)
+        floor += metric_entries(floor_name, beside, floor_file, config)
         for protocol in (part.protocol, part.protocol.with_reward(config)):
             protocols[protocol.fingerprint] = protocol.as_json()
     results: dict[str, Any] = {
@@ -123,6 +137,7 @@ def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
         "protocols": protocols,
         "evaluations": evaluations,
         "reference": floor,
+        **model.more,
     }
     if model.judge_usage is not None:
         results["judge_usage"] = usage_to_json(model.judge_usage)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,6 @@ from refiner_core.contract.types import (
     Generator,
     Judge,
     JudgeUsage,
-    Progress,
     PromptRow,
     SavedCheckpoint,
     StageIO,
@@ -53,6 +51,7 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, Measurement, write_results
 from refiner_core.evaluation.samples import sample_row
+from refiner_core.generation.reporting import BatchReporter
 from refiner_core.generation.text import completion_text
 from refiner_core.judges.usage import (
     usage_between,
@@ -165,9 +164,9 @@ def evaluate_model(
             fix="raise data.held_out_fraction, or give more rows",
         )
     units, around = _units(config, prompts), circumstances or Circumstances()
-    reporter = _Reporter(io, len(units))
+    reporter = BatchReporter(io, len(units), "samples")
     if generator is None:
-        generator, tokenizer = _load(config, model_ref, reporter)
+        generator, tokenizer = load_generator(config, model_ref, reporter)
     elif tokenizer is None:
         from refiner_core.generation.load import load_tokenizer
 
@@ -204,38 +203,9 @@ def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:
     return judge.fresh(mark)
 
 
-class _Reporter:
-    """Tells how far the work is; within a batch at most once a second."""
-
-    def __init__(self, io: StageIO, total: int) -> None:
-        self.io, self.total, self.done, self.phase = io, total, 0, ""
-        self.last_s = time.monotonic()
-
-    def batch(self, done: int, phase: str) -> None:
-        """``done`` batches are finished and the next one is of this phase."""
-        self.done, self.phase = done, phase
-        self.io.progress(Progress(done=done, total=self.total, phase=phase))
-
-    def step(self, finished: int, samples: int) -> None:
-        """A token was decoded; so many samples of the batch are finished."""
-        self._within("samples_finished", finished, samples)
-
-    def judged(self, judged: int, samples: int) -> None:
-        """So many samples of the batch before are judged; the next one waits for the rest."""
-        self._within("samples_judged", judged, samples)
-
-    def _within(self, what: str, count: int, samples: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self.last_s < 1.0:
-            return
-        self.last_s = now_s
-        values = {what: float(count), "samples": float(samples)}
-        self.io.progress(
-            Progress(done=self.done, total=self.total, phase=self.phase, values=values)
-        )
-
-
-def _load(config: RecipeConfig, model_ref: str, reporter: _Reporter) -> tuple[Generator, Any]:
+def load_generator(
+    config: RecipeConfig, model_ref: str, reporter: BatchReporter
+) -> tuple[Generator, Any]:
     """A generator over the model, on the device that the configuration asks for."""
     from refiner_core.generation.load import device_for, load_model, load_tokenizer, set_threads
     from refiner_core.generation.transformers_backend import TransformersGenerator
@@ -243,8 +213,9 @@ def _load(config: RecipeConfig, model_ref: str, reporter: _Reporter) -> tuple[Ge
     set_threads(config.model)
     tokenizer = load_tokenizer(model_ref, config.model)
     model = load_model(model_ref, config.model).to(device_for(config.evaluate.resources))
+    on_step = reporter.turn if config.environment.name else reporter.step
     generator = TransformersGenerator(
-        model, tokenizer, batch_size=config.evaluate.batch_size, on_step=reporter.step
+        model, tokenizer, batch_size=config.evaluate.batch_size, on_step=on_step
     )
     return generator, tokenizer
 
@@ -267,7 +238,7 @@ class _Work:
     """Units one after the other, from the newest checkpoint on."""
 
     def __init__(
-        self, units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: _Reporter
+        self, units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: BatchReporter
     ) -> None:
         self.units, self.scorer, self.io, self.reporter = units, scorer, io, reporter
         self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
@@ -408,7 +379,7 @@ class _Scorer:
         judge = self.reference_judge if unit.decoding is None else self.judge
         return RewardStream(self.config.reward, judge)
 
-    def finish(self, begun: _Begun, reporter: _Reporter) -> list[dict[str, Any]]:
+    def finish(self, begun: _Begun, reporter: BatchReporter) -> list[dict[str, Any]]:
         """One row per sample, in order of (prompt, sample)."""
         results = begun.stream.results(reporter.judged)
         require_scored(results, self.config.judge.max_failed_share, of="answers")

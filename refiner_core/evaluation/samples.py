@@ -110,7 +110,7 @@ def _applies(metric: str, result: RewardResult) -> bool:
     return True
 
 
-def _schema() -> Any:
+def _schema(metrics: Sequence[str], texts: Sequence[str]) -> Any:
     import pyarrow as pa
 
     return pa.schema(
@@ -120,21 +120,43 @@ def _schema() -> Any:
             pa.field("response_text", pa.string(), nullable=False),
             pa.field("finish_reason", pa.string(), nullable=False),
             pa.field("status", pa.string(), nullable=False),
-            *(pa.field(metric, pa.float64()) for metric in METRICS),
+            *(pa.field(metric, pa.float64()) for metric in metrics),
             pa.field("judgements", pa.string(), nullable=False),
+            *(pa.field(text, pa.string(), nullable=False) for text in texts),
         ],
         metadata={b"refiner.kind": b"evaluation samples", b"refiner.format": b"1"},
     )
 
 
-def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows (atomically; an existing file is replaced)."""
+def write_samples(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    metrics: Sequence[str] = METRICS,
+    texts: Sequence[str] = (),
+) -> None:
+    """Write rows (atomically; an existing file is replaced).
+
+    Parameters
+    ----------
+    metrics
+        Columns of numbers; what a row lacks is null.
+    texts
+        Columns of text beside those that every samples file has.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema())
+    table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(metrics, texts))
     with replacing(path) as file:
         pq.write_table(table, file, compression="zstd")
+
+
+def metric_columns(schema: Any) -> list[str]:
+    """The metrics that a samples file has, by its Arrow schema: its columns of numbers, in the
+    order in which they were written."""
+    import pyarrow as pa
+
+    return [field.name for field in schema if pa.types.is_float64(field.type)]
 
 
 def load_samples(path: Path) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.crossed import half_widths, mean_spread, p_values
+from refiner_core.evaluation.names import of_domain
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -130,8 +131,11 @@ def estimate(
     kind: Kind = "number",
     resamples: int = 2000,
     seed: int = 0,
+    stream: str = "",
 ) -> Estimate | None:
     """Mean of a metric over the samples that have it, with its interval.
+
+    ``stream`` names the random numbers of a bootstrap, where they are those of another metric.
 
     Returns
     -------
@@ -160,7 +164,9 @@ def estimate(
         sums = np.array([group.sum() for group in groups.values()])
         counts = np.array([float(len(group)) for group in groups.values()])
         name = "bootstrap over prompts"
-        low, high = cluster_bootstrap(sums, counts, resamples=resamples, seed=_stream(seed, metric))
+        low, high = cluster_bootstrap(
+            sums, counts, resamples=resamples, seed=_stream(seed, stream or metric)
+        )
     return Estimate(mean, low, high, n, numerator, denominator, name)
 
 
@@ -192,7 +198,8 @@ def paired_difference_over_seeds(
     a_rows, b_rows
         Rows per seed; position s on both sides is the same seed.
     metric
-        Which number. A prompt that lacks it in any seed on either side is excluded and counted.
+        Which number. A prompt that lacks it in any seed on either side is excluded and counted; of
+        a number of one domain (``pass@4/retail``) tasks of others are no part of it at all.
 
     Raises
     ------
@@ -206,6 +213,7 @@ def paired_difference_over_seeds(
             fix="run the missing seeds, or leave them out on both sides",
         )
     prompts = _same_prompts([*a_rows, *b_rows])
+    prompts = [p for p, about in zip(prompts, of_domain(metric, prompts), strict=True) if about]
     differences = np.array(
         [_means(a, metric, prompts) - _means(b, metric, prompts)
          for a, b in zip(a_rows, b_rows, strict=True)]

@@ -1,0 +1,395 @@
+"""Evaluate an agent: held-out tasks through it and their environment, attempt by attempt.
+
+In: the configuration, the data stage's folder, a model. Out: samples files with one row per attempt
+(:mod:`.attempts`) and ``results.json``, as of answers (:mod:`.run`): pass@k, pass^k and the rest
+with intervals, by domain and overall, under a protocol that names the environment and its user.
+
+The seed of an attempt derives from the protocol's seed, the decoding, the task and the attempt's
+number: every model meets the same users and the same random numbers, and arms pair up. Greedy
+decoding makes one attempt at a task, the sampled one ``evaluate.num_samples``.
+
+What is done survives. In a deterministic environment work is cut into units of whole tasks, one
+generation batch each, which are kept whole: half a unit would be finished in other company, its
+sums taken in another order, and numbers would depend on when somebody pulled a plug. In one that is
+not (a user at an endpoint), attempts are long, cost money and repeat nothing anyway: all of a
+decoding's are begun as places become free, and each that has finished is kept.
+
+An attempt that the infrastructure ended is none: it is left out and counted. Past
+``environment.max_error_share`` of a decoding's attempts the evaluation stops; those that had errors
+are then tried again when it goes on. Beside the model stands :mod:`.do_nothing`.
+
+Where an environment's own tools read results in a form of their own (tau2-bench), these are written
+beside ours, into ``environment/DECODING``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import DataError, EnvironmentOutage, Interrupted, RefinerError
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import (
+    Completion,
+    Generator,
+    Judge,
+    PromptRow,
+    StageIO,
+    TurnGenerator,
+)
+from refiner_core.data.prepared import load_prompts
+from refiner_core.environments.episodes import (
+    EpisodeRequest,
+    EpisodeSettings,
+    run_episodes,
+    settings_of,
+)
+from refiner_core.environments.protocol import Environment, WritesResults
+from refiner_core.environments.record import record_from_json
+from refiner_core.environments.registry import open_environment
+from refiner_core.environments.rows import domain_of_id, over_domains, task_of_row
+from refiner_core.environments.scoring import require_episode_errors
+from refiner_core.evaluation.attempts import (
+    TEXTS,
+    attempt_row,
+    domains_of,
+    episodes_told,
+    users_told,
+    with_tasks,
+)
+from refiner_core.evaluation.do_nothing import DO_NOTHING, DoNothing
+from refiner_core.evaluation.metrics import episode_metrics
+from refiner_core.evaluation.protocol import Decoding, episode_protocol, sampling_params
+from refiner_core.evaluation.results import Measured, Measurement, write_results
+from refiner_core.evaluation.run import Circumstances, load_generator
+from refiner_core.generation.reporting import BatchReporter
+
+_ROWS_FILE = "rows.json"
+#: Results in the form of the environment's own tools, by decoding.
+_OWN_RESULTS = "environment"
+#: Seconds between checkpoints of attempts that have finished within a unit.
+_SAVE_S = 60.0
+_OF = "attempts of this evaluation"
+
+_Rows = dict[tuple[str, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Attempts that are made together. ``decoding`` None is the agent that does nothing."""
+
+    decoding: Decoding | None
+    places: tuple[tuple[PromptRow, int], ...]
+
+    @property
+    def key(self) -> str:
+        return self.decoding or DO_NOTHING
+
+
+@dataclass(frozen=True)
+class _Agents:
+    """Who makes attempts, and where."""
+
+    config: RecipeConfig
+    environment: Environment
+    generator: Generator | TurnGenerator
+    tokenizer: Any
+
+    def run(
+        self,
+        unit: _Unit,
+        places: Sequence[tuple[PromptRow, int]],
+        on_row: Callable[[dict[str, Any]], None],
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        """Make attempts of a unit; a row as each has finished."""
+        settings = self._settings(unit.decoding)
+        for who, these in self._who(unit, places):
+            requests = [self._request(unit, prompt, index) for prompt, index in these]
+
+            def finished(
+                place: int,
+                completion: Completion,
+                these: Sequence[tuple[PromptRow, int]] = these,
+            ) -> None:
+                prompt, index = these[place]
+                on_row(attempt_row(prompt.sample_id, index, completion))
+
+            run_episodes(
+                who,
+                self.environment,
+                self.tokenizer,
+                requests,
+                settings,
+                finished,
+                should_stop=should_stop,
+            )
+
+    def _who(
+        self, unit: _Unit, places: Sequence[tuple[PromptRow, int]]
+    ) -> Iterator[tuple[Generator | TurnGenerator, Sequence[tuple[PromptRow, int]]]]:
+        if unit.decoding is not None:
+            yield self.generator, places
+            return
+        for domain in domains_of(prompt.sample_id for prompt, _ in places):
+            mine = [p for p in places if domain_of_id(p[0].sample_id) == domain]
+            yield DoNothing(self.environment, domain, self.tokenizer), mine
+
+    def _settings(self, decoding: Decoding | None) -> EpisodeSettings:
+        params = sampling_params(self.config, decoding or "greedy")
+        settings = settings_of(
+            self.config,
+            self.environment,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        return settings if decoding is not None else replace(settings, max_turns=1, repairs=0)
+
+    def _request(self, unit: _Unit, prompt: PromptRow, index: int) -> EpisodeRequest:
+        seed = derive_seed(self.config.evaluate.seed, "evaluate", unit.key, prompt.sample_id, index)
+        return EpisodeRequest(task_of_row(prompt), prompt.prompt_ids, seed)
+
+
+def evaluate_episodes(
+    config: RecipeConfig,
+    *,
+    data_dir: Path,
+    data_digest: str,
+    model_ref: str,
+    model_name: str,
+    output_dir: Path,
+    io: StageIO,
+    judge: Judge | None = None,
+    generator: Generator | TurnGenerator | None = None,
+    tokenizer: Any = None,
+    environment: Environment | None = None,
+    circumstances: Circumstances | None = None,
+) -> dict[str, Any]:
+    """Measure an agent under every configured decoding.
+
+    Parameters are those of :func:`refiner_core.evaluation.run.evaluate_model`; ``judge`` is asked
+    only where ``environment.nl_assertions`` says so. ``environment`` is opened from the
+    configuration where it is not given.
+
+    Returns
+    -------
+    dict
+        The content of ``results.json`` (:mod:`refiner_core.evaluation.results`).
+
+    Raises
+    ------
+    DataError
+        If there are no held-out tasks.
+    Interrupted
+        If asked to stop; what has finished is kept (see the module).
+    EnvironmentOutage
+        The infrastructure ended more than ``environment.max_error_share`` of the attempts.
+    """
+    found = load_prompts(data_dir / "rl_test.parquet")
+    tasks = over_domains(found, config.evaluate.max_prompts)
+    if not tasks:
+        raise DataError(
+            f"{data_dir / 'rl_test.parquet'} holds no tasks to evaluate on",
+            expected="at least one held-out task",
+            fix="name another environment.test_split or other environment.domains",
+        )
+    environment = environment or open_environment(config, evaluation=True, judge=judge)
+    units = _units(config, tasks, whole=environment.deterministic)
+    reporter = BatchReporter(io, sum(len(unit.places) for unit in units), "samples")
+    if generator is None:
+        generator, tokenizer = load_generator(config, model_ref, reporter)
+    elif tokenizer is None:
+        from refiner_core.generation.load import load_tokenizer
+
+        tokenizer = load_tokenizer(model_ref, config.model)
+    agents = _Agents(config, environment, generator, tokenizer)
+    made = _Work(units, agents, io, reporter).run()
+    around = circumstances or Circumstances()
+    domains = domains_of(task.sample_id for task in tasks)
+    asked: dict[str, int] = {d: _asked(config, d) for d in config.evaluate.decoding}
+    rows = {key: with_tasks(found, asked.get(key, 1), domains) for key, found in made.items()}
+    measured = [
+        Measured(
+            episode_protocol(
+                config, environment, tasks, decoding, data_digest, around.protocol_file
+            ),
+            rows[decoding],
+            episode_metrics(asked[decoding], domains),
+        )
+        for decoding in config.evaluate.decoding
+    ]
+    _write_own_results(environment, rows, output_dir, model_name)
+    told = {key: episodes_told(found, asked.get(key, 1), domains) for key, found in rows.items()}
+    return write_results(
+        output_dir,
+        Measurement(
+            config,
+            model_name,
+            model_ref,
+            measured,
+            (DO_NOTHING, rows[DO_NOTHING]),
+            reference_metrics=episode_metrics(1, domains),
+            texts=TEXTS,
+            more={"episodes": told, "users": users_told(config)},
+        ),
+    )
+
+
+def _write_own_results(
+    environment: Environment,
+    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    output_dir: Path,
+    model_name: str,
+) -> None:
+    """What an environment's own tools read, a folder per decoding, where it has such tools."""
+    if not isinstance(environment, WritesResults):
+        return
+    for key, found in rows.items():
+        if key == DO_NOTHING:
+            continue
+        folder = output_dir / _OWN_RESULTS / key
+        folder.mkdir(parents=True, exist_ok=True)
+        records = [record_from_json(json.loads(row["episode"])) for row in found]
+        environment.results_file(records, folder, agent=model_name)
+
+
+def _asked(config: RecipeConfig, decoding: Decoding) -> int:
+    """Attempts at each task."""
+    return config.evaluate.num_samples if decoding == "sampled" else 1
+
+
+def _units(config: RecipeConfig, tasks: Sequence[PromptRow], *, whole: bool) -> list[_Unit]:
+    """All work, in order: what does nothing first, which needs no model, then each decoding. A unit
+    is a generation batch where units are kept ``whole``, and else all of a decoding."""
+
+    def cut(decoding: Decoding | None, attempts: int) -> Iterator[_Unit]:
+        size = max(1, config.evaluate.batch_size // attempts) if whole else len(tasks)
+        for first in range(0, len(tasks), size):
+            mine = tasks[first : first + size]
+            yield _Unit(decoding, tuple((task, i) for task in mine for i in range(attempts)))
+
+    units = list(cut(None, 1))
+    for decoding in config.evaluate.decoding:
+        units += cut(decoding, _asked(config, decoding))
+    return units
+
+
+class _Work:
+    """Units one after the other, from the newest checkpoint on."""
+
+    def __init__(
+        self, units: Sequence[_Unit], agents: _Agents, io: StageIO, reporter: BatchReporter
+    ) -> None:
+        self.units, self.agents, self.io, self.reporter = units, agents, io, reporter
+        self.rows: dict[str, _Rows] = {unit.key: {} for unit in units}
+        self.keeps_halves = not agents.environment.deterministic
+        self._saved, self._saved_at_s = 0, time.monotonic()
+        if (checkpoint := io.latest_checkpoint()) is not None:
+            kept = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
+            for key, rows in kept.items():
+                self.rows[key] = {_place(row): row for row in rows}
+            self._saved = checkpoint.step
+
+    @property
+    def done(self) -> int:
+        """Attempts that are there."""
+        return sum(len(rows) for rows in self.rows.values())
+
+    def run(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows by decoding (and of what does nothing), task by task, attempt by attempt."""
+        for unit in self.units:
+            there = self.rows[unit.key]
+            missing = [p for p in unit.places if (p[0].sample_id, p[1]) not in there]
+            if not missing:
+                continue
+            if self.io.should_stop():
+                raise _stopped(self.done, self.reporter.total)
+            self._make(unit, missing)
+        self.reporter.batch(self.done, "numbers")
+        return {
+            key: [rows[p[0].sample_id, p[1]] for u in self.units if u.key == key for p in u.places]
+            for key, rows in self.rows.items()
+        }
+
+    def _make(self, unit: _Unit, missing: Sequence[tuple[PromptRow, int]]) -> None:
+        """A unit's missing attempts; it is kept when all are there."""
+        made: _Rows = {}
+        before, asked = self.done, sum(len(u.places) for u in self.units if u.key == unit.key)
+        self.reporter.batch(before, unit.key)
+
+        def finished(row: dict[str, Any]) -> None:
+            made[_place(row)] = row
+            self.reporter.batch(before + len(made), unit.key)
+            if row["status"] == "error":
+                self._require(unit, made, asked)
+            if self.keeps_halves and time.monotonic() - self._saved_at_s > _SAVE_S:
+                self._save(unit, made)
+
+        should_stop = self.io.should_stop if self.keeps_halves else None
+        try:
+            self.agents.run(unit, missing, finished, should_stop)
+        except RefinerError as error:
+            if self.keeps_halves:
+                self._save(unit, made)
+            elif isinstance(error, EnvironmentOutage):
+                self._give_up_errors()
+            raise
+        self.rows[unit.key] |= made
+        if unit is not self.units[-1]:
+            self._save(unit, {})
+
+    def _require(self, unit: _Unit, made: _Rows, asked: int) -> None:
+        """Stop as soon as there are too many errors, however the rest would go."""
+        rows = [*self.rows[unit.key].values(), *made.values()]
+        errors = [row for row in rows if row["status"] == "error"]
+        said = json.loads(errors[-1]["episode"])["error"]
+        share = self.agents.config.environment.max_error_share
+        kinds = Counter(row["error_kind"] for row in errors)
+        require_episode_errors(kinds, asked, share, of=_OF, example=said)
+
+    def _give_up_errors(self) -> None:
+        """Whole units in which there were errors are made again, too: else these would count
+        against the next try."""
+        for unit in self.units:
+            rows, places = self.rows[unit.key], [(p[0].sample_id, p[1]) for p in unit.places]
+            if any(place in rows and rows[place]["status"] == "error" for place in places):
+                self.rows[unit.key] = {k: row for k, row in rows.items() if k not in places}
+        if self._saved > self.done:
+            self._write(
+                self._saved + 1, {key: list(rows.values()) for key, rows in self.rows.items()}
+            )
+
+    def _save(self, unit: _Unit, half: _Rows) -> None:
+        """A checkpoint of whole units and, of one that is not whole, of the attempts without an
+        error: the others are tried again."""
+        good = {place: row for place, row in half.items() if row["status"] != "error"}
+        step = self.done + len(good)
+        if step <= self._saved:
+            return
+        rows = {key: list(found.values()) for key, found in self.rows.items()}
+        rows[unit.key] += good.values()
+        self._write(step, rows)
+
+    def _write(self, step: int, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        with self.io.new_checkpoint(step) as folder:
+            text = json.dumps(rows, ensure_ascii=False)
+            (folder / _ROWS_FILE).write_text(text, encoding="utf-8")
+        self._saved, self._saved_at_s = step, time.monotonic()
+
+
+def _place(row: dict[str, Any]) -> tuple[str, int]:
+    return str(row["sample_id"]), int(row["sample_index"])
+
+
+def _stopped(done: int, total: int) -> Interrupted:
+    return Interrupted(
+        f"The evaluation stopped after {done} of {total} attempts",
+        fix="run the same command again to go on",
+    )
