@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from refiner_core.cards.agents import TASK, is_agent
 from refiner_core.cards.cost import cost_lines
 from refiner_core.cards.curve import training_curve
 from refiner_core.cards.evidence import facts_from_json, facts_to_json
@@ -24,7 +25,7 @@ from refiner_core.cards.results import (
     result_tables,
 )
 from refiner_core.cards.settings import grpo_flags, own_settings
-from refiner_core.cards.setup import before_lines, setup_lines
+from refiner_core.cards.setup import before_lines, earlier_stages, setup_lines
 from refiner_core.cards.template import render
 from refiner_core.cards.usage import output_format, usage_code
 
@@ -37,9 +38,14 @@ _ALGORITHMS = {
 _SHORT_NAMES = {"command": "Externally trained"}
 _TAGS = {"sft": ["sft"], "rft": ["rft"], "grpo": ["grpo", "rlhf"]}
 _BUILTIN = "builtin:"
+_REFINING = (
+    "given an agent's reasoning, a question and raw search-tool output, write a concise answer "
+    "whose claims cite that output"
+)
 _SECTIONS = {
     "grpo": ("model", "reward", "judge", "data"),
     "sft": ("model", "sft", "data", "seed"),
+    "rft": ("model", "sample", "rft", "reward", "judge", "data", "seed"),
     "command": ("command", "seed"),
 }
 
@@ -72,10 +78,13 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "external": facts.stage == "command",
         "description": facts.description,
         "summary": _summary(facts),
+        "agent": is_agent(facts),
+        "task": TASK if is_agent(facts) else _REFINING,
         "base_model": _base_in_words(facts),
         "algorithm": _ALGORITHMS.get(facts.stage, facts.stage),
         "setup": setup_lines(facts),
         "before": before_lines(facts),
+        "earlier": earlier_stages(facts),
         "cost": cost_lines(facts),
         "format": output_format(facts),
         "usage": usage_code(facts),
@@ -95,7 +104,13 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
 def _sections(facts: CardFacts) -> tuple[str, ...]:
     """Sections of the configuration that shaped this model."""
     sections = _SECTIONS.get(facts.stage, _SECTIONS["sft"])
-    return (*sections, "sft") if before_lines(facts) else sections
+    if is_agent(facts):
+        judged = facts.config.environment.nl_assertions == "judge"
+        sections = tuple(s for s in sections if judged or s not in ("reward", "judge"))
+        sections = (*sections, "environment", *(["grpo"] if facts.stage == "grpo" else []))
+    made = ("sft", "sample", "rft")
+    before = [s for s in made if s in facts.reports and s not in sections and facts.stage != s]
+    return (*sections, *before) if facts.stage in ("rft", "grpo") else sections
 
 
 def _summary(facts: CardFacts) -> str:
@@ -106,23 +121,37 @@ def _summary(facts: CardFacts) -> str:
             "published it as it is."
         )
     base = f"`{facts.base}`" if facts.base != UNKNOWN else "a model that is not recorded"
-    how = {
-        "sft": "fine-tuned on demonstrations of cited answers",
-        "grpo": "trained with group-relative policy optimisation on judged rubrics and citations",
-    }.get(facts.stage, f"trained by the stage `{facts.stage}`")
-    if facts.stage == "grpo" and "sft" in facts.reports:
-        how = f"fine-tuned on demonstrations of cited answers, then {how}"
+    how = _how(facts)
     text = f"`{facts.name}` is {base} {how}"
     return f"{text}; this is {'the last' if facts.final else 'an intermediate'} checkpoint."
+
+
+def _how(facts: CardFacts) -> str:
+    """By what stages the model was made, in words."""
+    agent = is_agent(facts)
+    learned = "conversations with tools" if agent else "demonstrations of cited answers"
+    rewarded = "what its episodes achieved" if agent else "judged rubrics and citations"
+    own = "its own best attempts" if agent else "its own best answers"
+    words = {
+        "sft": f"fine-tuned on {learned}",
+        "rft": f"fine-tuned on {own} (rejection fine-tuning)",
+        "grpo": f"trained with group-relative policy optimisation on {rewarded}",
+    }
+    if facts.stage not in words:
+        return f"trained by the stage `{facts.stage}`"
+    made = [stage for stage in words if stage in facts.reports or stage == facts.stage]
+    made = made[: made.index(facts.stage) + 1]
+    return ", then ".join(words[stage] for stage in made)
 
 
 def front_matter(facts: CardFacts) -> dict[str, Any]:
     """The card's metadata, in the order in which cards have it."""
     data = facts.config.data
     pinned = [(data.sft_path, data.sft_revision), (data.rl_path, data.rl_revision)]
-    used = {"grpo": pinned, "command": []}.get(facts.stage, pinned[:1])
+    used = {"rft": pinned, "grpo": pinned, "command": []}.get(facts.stage, pinned[:1])
     datasets = list(dict.fromkeys(path for path, rev in used if rev and is_hub_id(path)))
-    tags = [*_TAGS.get(facts.stage, [facts.stage]), "refiner", "citations"]
+    subject = ["tool-use", "agents"] if is_agent(facts) else ["citations"]
+    tags = [*_TAGS.get(facts.stage, [facts.stage]), "refiner", *subject]
     if "qwen3" in facts.base.lower():
         tags.append("qwen3")
     matter: dict[str, Any] = {

@@ -11,7 +11,10 @@ from typing import Any
 from refiner_core.cards.facts import CardFacts, finite
 from refiner_core.cards.printed import Line, counted, joined, number, quoted
 
-_ORDER = ("fetch", "data", "sft", "rft", "grpo", "command", "export", "evaluate", "publish")
+_ORDER = (
+    *("fetch", "data", "sft", "sample", "rft", "grpo", "command"),
+    *("export", "evaluate", "publish"),
+)
 
 
 def cost_lines(facts: CardFacts) -> list[Line]:

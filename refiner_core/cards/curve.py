@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from refiner_core.cards.agents import is_agent
 from refiner_core.cards.facts import CardFacts, finite
 from refiner_core.cards.printed import MISSING, Line, joined, number
 
@@ -26,6 +27,14 @@ _CURVES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "sft": (("train_loss.curve", "training loss"),),
 }
+#: The same of an agent, whose rollouts hold what tools and users said as well.
+_CURVES_OF_EPISODES = (
+    ("curves.scores", "reward"),
+    ("curves.objective/kl3_avg", "KL"),
+    ("curves.episodes/success", "share solved"),
+    ("curves.episodes/turns", "turns"),
+    ("curves.val/sequence_lengths", "tokens per episode, with those of tools and user"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,12 @@ class TrainingCurve:
 
 def training_curve(facts: CardFacts) -> TrainingCurve | None:
     """The course of this model's own training; None where no point is recorded."""
+    curves = _CURVES.get(facts.stage, _CURVES["sft"])
+    if facts.stage == "grpo" and is_agent(facts):
+        curves = _CURVES_OF_EPISODES
     found = [
         (f"reports.{facts.stage}.{path}", name, points)
-        for path, name in _CURVES.get(facts.stage, _CURVES["sft"])
+        for path, name in curves
         if (points := _points(facts, path))
     ]
     if not found:

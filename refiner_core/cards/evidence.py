@@ -66,7 +66,7 @@ def facts_to_json(facts: CardFacts) -> dict[str, Any]:
     """The facts as JSON values, with nothing in them that is not to be published."""
     tracking = {stage: public_address(address) for stage, address in facts.tracking.items()}
     special: dict[str, Any] = {
-        "config": public_config(facts.config),
+        "config": public_config(facts.config, {facts.stage, *facts.reports}),
         "command": public_command(facts.command),
         "reports": public_reports(facts.reports),
         "description": public_text(facts.description.strip()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from refiner_core.cards.agents import is_agent
 from refiner_core.cards.cost import lost_hours
 from refiner_core.cards.facts import UNKNOWN, CardFacts, finite, is_hub_id
 from refiner_core.cards.printed import Line, as_line, counted, joined, number, quoted
@@ -17,12 +18,15 @@ from refiner_core.cards.resume import resume_notes
 from refiner_core.cards.settings import flag_of, shown
 from refiner_core.cards.setup import rubric_source
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.marks import ABSENT, walk
+from refiner_core.contract.placement import STAGES
 
 #: Sections of the configuration that say nothing about a model of another kind of stage.
 _OF_OTHER_STAGES = {
     "grpo": ("command.", "publish.", "evaluate."),
     "sft": ("grpo.", "reward.", "judge.", "command.", "publish.", "evaluate."),
+    "rft": ("grpo.", "command.", "publish.", "evaluate."),
     "command": ("grpo.", "reward.", "judge.", "sft.", "publish.", "evaluate."),
 }
 
@@ -40,6 +44,7 @@ _FAILURES = {
     "disk_full": "the disk or its quota was full",
     "hung": "it hung and was stopped",
     "judge_outage": "the judge did not answer often enough",
+    "environment_outage": "its environment or user failed too often",
     "hub_outage": "the Hub did not answer",
     "hub_refused": "the Hub refused it",
     "not_finite": "a value was not finite",
@@ -112,7 +117,7 @@ def _stopped(facts: CardFacts) -> list[Line]:
 def _changed_processes(facts: CardFacts) -> list[Line]:
     """A training that went on with other processes is not bitwise what it would have been."""
     notes: list[Line] = []
-    for stage in ("sft", "grpo"):
+    for stage in STAGES:
         report, path = facts.reports.get(stage, {}), f"reports.{stage}"
         parts: list[Line] = []
         for i, part in enumerate(report.get("resumed_on") or ()):
@@ -217,7 +222,8 @@ def _judge_failures(facts: CardFacts) -> list[Line]:
     unscored = int((report.get("counts") or {}).get("samples/unscored", 0))
     if not unscored or facts.stage != "grpo":
         return notes
-    text = "The judge failed on " + number(unscored, "reports.grpo.counts.samples/unscored")
+    failed = "The environment or its user" if is_agent(facts) else "The judge"
+    text = f"{failed} failed on " + number(unscored, "reports.grpo.counts.samples/unscored")
     text = text + _of_episodes(report) + " rollouts. They entered neither the group statistics nor "
     return [text + "the loss; a failure is never counted as a score.", *notes]
 
@@ -238,6 +244,8 @@ def _later_fields(facts: CardFacts) -> list[Line]:
             continue
         if ".health." in path:
             continue  # checks that only warn, as all had them then, have changed nothing
+        if path.startswith(ONLY_OF_AGENTS) and not is_agent(facts):
+            continue
         name = flag_of(path) or path
         text = f"A later version introduced `{name}` ({info.doc}). **This checkpoint was produced "
         text += f"before it existed**; the value in effect was `{shown(info.legacy_value)}`."
@@ -251,9 +259,9 @@ def _moving_names(facts: CardFacts) -> list[Line]:
     moving: list[tuple[str, str | None]] = []
     if is_hub_id(facts.base) and facts.base_model in (None, UNKNOWN):
         moving += [("the base model", config.model.revision)]
-    if is_hub_id(config.data.rl_path) and facts.stage == "grpo":
+    if is_hub_id(config.data.rl_path) and facts.stage == "grpo" and not is_agent(facts):
         moving += [("the prompts", config.data.rl_revision)]
-    if config.judge.kind == "openai" and facts.stage == "grpo":
+    if config.judge.kind == "openai" and facts.stage == "grpo" and not is_agent(facts):
         moving += [("the judge", config.judge.revision)]
     named = [what for what, revision in moving if revision == "main"]
     if not named:

@@ -11,12 +11,13 @@ import hashlib
 import ipaddress
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from refiner_core.cards.facts import finite, is_local, public_name
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.protocols import parse_protocol, protocol_text
@@ -29,18 +30,27 @@ SHOWN_EXECUTION = (
     "sft.deepspeed_stage",
 )
 #: What a card reads of each stage's report. Reports say more, and some of it names machines.
-_OF_ROWS = ("read", "kept", "dropped", "digest", "modes")
+_OF_ROWS = ("read", "kept", "dropped", "digest", "modes", "domains", "flawed", "solved")
 _PROCESSES = ("ranks", "engine", "resumed_on")
+_OF_JUDGE = (
+    *("asked", "calls", "stored", "shared", "failed"),
+    *("prompt_tokens", "completion_tokens"),
+)
 SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
     "data": (*(f"{which}.{key}" for which in ("rl", "sft") for key in _OF_ROWS), "split"),
     "sft": (
         *("steps", "epochs", "demonstrations", "tokens", "loss_tokens"),
         *("train_loss", "validation_loss", *_PROCESSES),
     ),
+    "sample": (
+        *("lane", "attempts", "prompts", "acceptance", "success_rate", "kept", "not_kept"),
+        *("errors", "tokens", "by_domain"),
+        *(f"judge.{key}" for key in _OF_JUDGE),
+    ),
     "grpo": (
         *("steps", "episodes", "tokens", "prompts", "counts", "curves"),
-        *(f"judge.{key}" for key in ("asked", "calls", "stored", "shared", "failed")),
-        *("judge.prompt_tokens", "judge.completion_tokens", *_PROCESSES),
+        *(f"judge.{key}" for key in _OF_JUDGE),
+        *_PROCESSES,
     ),
     "command": ("steps", "final", "source", "adopted", "base_model"),
 }
@@ -110,16 +120,19 @@ def _public_word(word: str) -> str:
     return public_name(word) if is_local(word) else public_text(word)
 
 
-def public_config(config: RecipeConfig) -> dict[str, Any]:
-    """Identity settings and :data:`SHOWN_EXECUTION` by dotted path, as JSON values.
+def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[str, Any]:
+    """Identity settings and :data:`SHOWN_EXECUTION` by dotted path, as JSON values; without those
+    of an environment where there is none, and of attempts where ``stages`` trained on none.
 
     Texts of several lines are replaced by their digest, paths lose their folders; of a protocol
     file what it fixes is left.
     """
+    idle = () if config.environment.name else ONLY_OF_AGENTS
+    idle = idle if "rft" in stages else (*idle, "sample.", "rft.")
     return {
         path: _public_value(path, get_field(config, path))
         for path, info in walk(RecipeConfig)
-        if is_public(path, info)
+        if is_public(path, info) and not path.startswith(idle)
     }
 
 

@@ -7,6 +7,7 @@ fingerprint has been checked by whoever collected the facts.
 from __future__ import annotations
 
 from refiner_core.cards.facts import CardFacts
+from refiner_core.contract.placement import STAGES
 
 
 def reproduction_lines(facts: CardFacts) -> list[str]:
@@ -31,7 +32,7 @@ def reproduction_lines(facts: CardFacts) -> list[str]:
             f"With `--dry-run` it shows the fingerprint of the stage `{facts.stage}`, "
             f"`{facts.fingerprint}`: the same one means the same training."
         )
-    if facts.stage in ("sft", "grpo") and not facts.final:
+    if facts.stage in STAGES and not facts.final:
         save = getattr(facts.config, facts.stage).save_freq
         lines.append(
             f"It trains to the end of the run; step {facts.step} is a checkpoint that it saves on "

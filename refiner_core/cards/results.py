@@ -10,34 +10,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from refiner_core.cards.agent_results import (
+    Entry,
+    about_tasks,
+    agent_protocol_words,
+    failure_rows,
+    main_metrics,
+    told_metrics,
+)
 from refiner_core.cards.facts import CardFacts, finite, public_name
 from refiner_core.cards.printed import MISSING, Line, number
+from refiner_core.evaluation.metrics import higher_is_better, of_tasks
+from refiner_core.evaluation.names import domain_of
 
-_ORDER = ("base", "random_copier", "sft", "rft", "grpo", "command")
+_ORDER = ("base", "random_copier", "do_nothing", "sft", "rft", "grpo", "command")
 _LABELS = {
     "base": "base",
     "random_copier": "random copier (floor)",
+    "do_nothing": "ends at once (floor)",
     "sft": "SFT",
     "rft": "RFT",
     "grpo": "GRPO",
     "command": "external",
 }
+_TASKS = {False: "citation-grounded refinement", True: "tool use over several turns"}
 _STEP = re.compile(r"(\w+)-step(\d+)")
-#: Of these metrics the smallest value is the best.
-SMALLER_IS_BETTER = frozenset({"uncited", "judge_failed"})
 #: Metrics of the table that follows a run; the others of a step stand in its own card.
 PROGRESSION = ("reward", "rubric_score", "citation_f1", "format_valid", "oracle", "fact_recall")
-
-
-class Entry(NamedTuple):
-    """An evaluation and its place in ``facts.evaluations``."""
-
-    place: int
-    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,19 @@ def result_tables(facts: CardFacts) -> list[Table]:
         beside = [e for e in group if not _other_step(e.values["stage"], facts)]
         if beside:
             tables.append(_table(facts, beside))
+            tables += _failures(beside)
     return tables
+
+
+def _failures(entries: list[Entry]) -> list[Table]:
+    """Of an agent, why attempts failed."""
+    if not about_tasks(entries):
+        return []
+    models = sorted({e.values["stage"] for e in entries}, key=_rank)
+    rows = failure_rows(entries, models)
+    title = "Why attempts fail: " + protocol_title(usual_n(entries))
+    header = ("outcome", *(_LABELS.get(model, f"`{model}`") for model in models))
+    return [Table(title, "Counts over all tasks.", header, tuple(rows))]
 
 
 def _other_step(model: str, facts: CardFacts) -> bool:
@@ -93,11 +108,13 @@ def _other_step(model: str, facts: CardFacts) -> bool:
 def _table(facts: CardFacts, entries: list[Entry]) -> Table:
     models = sorted({e.values["stage"] for e in entries}, key=_rank)
     metrics = list(dict.fromkeys(e.values["metric"] for e in entries))
+    if facts.config.environment.name:
+        metrics = told_metrics(entries)
     usual = usual_n(entries)
     cells = {(e.values["metric"], e.values["stage"]): cell(e, usual.values["n"]) for e in entries}
     return Table(
         title=protocol_title(usual),
-        about=protocol_words(facts, usual.values["protocol"]),
+        about=protocol_words(facts, usual.values["protocol"], entries),
         header=("metric", *(label(model, facts) for model in models)),
         rows=tuple(
             (
@@ -115,13 +132,14 @@ def progression_tables(facts: CardFacts) -> list[Table]:
     for group in by_protocol(facts).values():
         steps = {e.values["stage"]: step_of(e.values["stage"], facts) for e in group}
         steps = {model: step for model, step in steps.items() if step is not None}
+        followed = main_metrics(group) if about_tasks(group) else PROGRESSION
         entries = [
-            e for e in group if e.values["stage"] in steps and e.values["metric"] in PROGRESSION
+            e for e in group if e.values["stage"] in steps and e.values["metric"] in followed
         ]
         if len(steps) < 2 or not entries:
             continue
         usual = usual_n(entries)
-        metrics = [m for m in PROGRESSION if m in {e.values["metric"] for e in entries}]
+        metrics = [m for m in followed if m in {e.values["metric"] for e in entries}]
         cells = {
             (e.values["stage"], e.values["metric"]): cell(e, usual.values["n"]) for e in entries
         }
@@ -141,7 +159,8 @@ def _step_label(model: str, facts: CardFacts) -> str:
 
 
 def usual_n(entries: list[Entry]) -> Entry:
-    """An entry that has the most frequent n."""
+    """An entry that has the most frequent n; numbers of one domain have a n of their own."""
+    entries = [e for e in entries if not domain_of(e.metric)] or entries
     (usual, _), *_ = Counter(e.values["n"] for e in entries).most_common(1)
     return next(e for e in entries if e.values["n"] == usual)
 
@@ -155,11 +174,13 @@ def protocol_title(entry: Entry) -> Line:
     return front + n + f" (protocol `{values['protocol'][:12]}`)"
 
 
-def protocol_words(facts: CardFacts, protocol: str) -> str:
+def protocol_words(facts: CardFacts, protocol: str, entries: Sequence[Entry] = ()) -> str:
     """What a protocol is, in words; empty where nobody has recorded it."""
     known = facts.protocols.get(protocol)
     if not known:
         return ""
+    if known.get("environment"):
+        return agent_protocol_words(known, entries, facts.config.environment.user.model)
     sampling, judge = known.get("sampling") or {}, known.get("judge") or {}
     rubrics, reward = known.get("rubrics") or {}, known.get("reward")
     parts = [
@@ -237,7 +258,7 @@ def preferred_step(facts: CardFacts) -> Line | None:
     """
     publish = facts.config.publish
     sign, highest, higher = 1.0, "highest", "higher"
-    if publish.best_metric in SMALLER_IS_BETTER:
+    if higher_is_better(publish.best_metric) is False:
         sign, highest, higher = -1.0, "lowest", "lower"
     for (protocol, decoding), group in by_protocol(facts).items():
         measured = [
@@ -273,12 +294,15 @@ def model_index(facts: CardFacts) -> list[dict[str, Any]]:
     results: dict[tuple[str, str], dict[str, Any]] = {}
     for (protocol, decoding), group in by_protocol(facts).items():
         own = [e for e in group if e.values["stage"] == facts.own]
+        if facts.config.environment.name:
+            told = main_metrics(own)
+            own = [e for e in own if e.metric in told]
         metrics = [m for m in map(index_metric, own) if m is not None]
         if not metrics:
             continue
         name = own[0].values.get("protocol_name") or "held-out questions"
         results[protocol, decoding] = {
-            "task": {"type": "text-generation", "name": "citation-grounded refinement"},
+            "task": {"type": "text-generation", "name": _TASKS[about_tasks(own)]},
             "dataset": {"type": "refiner-held-out", "name": f"{name} ({protocol[:12]})"},
             "metrics": metrics,
         }
@@ -294,7 +318,8 @@ def index_metric(entry: Entry) -> dict[str, Any] | None:
     interval = ""
     if low is not None and high is not None:
         interval = f", 95 % interval {low:.3f} to {high:.3f}"
-    said = f"{values['decoding']}, n = {values['n']} prompts{interval}"
+    counted = "tasks" if of_tasks(str(values["metric"])) else "prompts"
+    said = f"{values['decoding']}, n = {values['n']} {counted}{interval}"
     return {
         "type": values["metric"],
         "name": f"{values['metric']} ({said})",

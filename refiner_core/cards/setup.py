@@ -7,10 +7,17 @@ judge, which optimiser, how long, and what was done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from refiner_core.cards.agents import (
+    agent_data_lines,
+    agent_reward_lines,
+    environment_lines,
+    is_agent,
+)
 from refiner_core.cards.facts import CardFacts, finite, is_hub_id, public_name
 from refiner_core.cards.printed import Line, as_line, counted, joined, number
+from refiner_core.cards.rejection import sampling_lines
 from refiner_core.cards.settings import shown
 from refiner_core.contract.config import DataConfig, RewardConfig
 
@@ -58,23 +65,63 @@ def setup_lines(facts: CardFacts) -> list[Line]:
     """The set-up of the model's own stage."""
     if facts.stage == "command":
         return command_lines(facts)
-    return data_lines(facts) + (grpo_lines(facts) if facts.stage == "grpo" else sft_lines(facts))
+    if facts.stage == "grpo":
+        return data_lines(facts) + grpo_lines(facts)
+    return data_lines(facts) + _fine_tuned(facts, facts.stage)
+
+
+class Earlier(NamedTuple):
+    """A stage that training started from: a sentence, and the stage in words."""
+
+    sentence: str
+    lines: list[Line]
+
+
+def earlier_stages(facts: CardFacts) -> list[Earlier]:
+    """The stages of the same run that this one started from, the last first."""
+    order = ("sft", "rft", "grpo")
+    if facts.stage not in order:
+        return []
+    before = [s for s in order[: order.index(facts.stage)] if s in facts.reports]
+    found: list[Earlier] = []
+    for stage in reversed(before):
+        lines = [
+            line
+            for line in _fine_tuned(facts, stage)
+            if not line.text.startswith(("**Loss", "**Seed"))
+        ]
+        who = "That one" if found else "Training"
+        found.append(
+            Earlier(f"{who} started from the {stage.upper()} stage of the same run:", lines)
+        )
+    return found
 
 
 def before_lines(facts: CardFacts) -> list[Line]:
-    """The SFT stage of the same run that this GRPO started from; none where there was none."""
-    if facts.stage != "grpo" or "sft" not in facts.reports:
-        return []
-    return [line for line in sft_lines(facts) if not line.text.startswith(("**Loss", "**Seed"))]
+    """The lines of :func:`earlier_stages`, one stage after the other."""
+    return [line for stage in earlier_stages(facts) for line in stage.lines]
+
+
+def _fine_tuned(facts: CardFacts, stage: str) -> list[Line]:
+    """SFT, or rejection sampling and SFT on what was kept."""
+    if stage != "rft":
+        return sft_lines(facts)
+    scored: list[str] = []
+    if facts.stage == "rft":  # a GRPO stage that came after says it already
+        scored = environment_lines(facts) if is_agent(facts) else _reward_lines(facts)
+    return [*map(as_line, scored), *sampling_lines(facts), *sft_lines(facts, "rft")]
 
 
 def data_lines(facts: CardFacts) -> list[Line]:
     """Which rows went in, with counts where the data stage reported them."""
     report, data = facts.reports.get("data", {}), facts.config.data
     lines = []
-    kinds = [("rl", "Prompts")] if facts.stage == "grpo" else []
-    if facts.stage != "grpo" or "sft" in facts.reports:
+    on_prompts = facts.stage in ("rft", "grpo")
+    kinds = [("rl", "Prompts")] if on_prompts else []
+    if not on_prompts or "sft" in facts.reports:
         kinds.append(("sft", "Demonstrations"))
+    if is_agent(facts):
+        return agent_data_lines(facts, kinds)
     for which, label in kinds:
         path = getattr(data, f"{which}_path")
         if path is None:
@@ -134,8 +181,9 @@ def _grpo_settings(facts: CardFacts) -> list[str]:
     c, grpo = facts.config, facts.config.grpo
     zero = "plain torch" if grpo.deepspeed_stage is None else f"ZeRO-{grpo.deepspeed_stage}"
     warm_up = f", warm-up {shown(grpo.warmup_ratio)}" if grpo.warmup_ratio else ""
+    agent = [*environment_lines(facts), *agent_reward_lines(facts)] if is_agent(facts) else []
     return [
-        *_reward_lines(facts),
+        *(agent or _reward_lines(facts)),
         f"**KL:** `{grpo.kl_estimator}` estimator, `beta = {shown(grpo.beta)}`.",
         f"**Optimizer:** AdamW (offload {'on' if grpo.offload_optimizer else 'off'}), "
         f"`lr = {shown(grpo.learning_rate)}` {grpo.lr_scheduler_type}{warm_up}, "
@@ -271,15 +319,15 @@ def command_lines(facts: CardFacts) -> list[Line]:
     return said
 
 
-def sft_lines(facts: CardFacts) -> list[Line]:
-    """The SFT stage in words, and what was done."""
-    return [*map(as_line, _sft_settings(facts)), *_sft_done(facts)]
+def sft_lines(facts: CardFacts, stage: str = "sft") -> list[Line]:
+    """A stage that fine-tunes in words, and what was done."""
+    return [*map(as_line, _sft_settings(facts, stage)), *_sft_done(facts, stage)]
 
 
-def _sft_done(facts: CardFacts) -> list[Line]:
-    report = facts.reports.get("sft", {})
+def _sft_done(facts: CardFacts, stage: str) -> list[Line]:
+    report = facts.reports.get(stage, {})
     parts = [
-        counted(report[key], f"reports.sft.{key}", *words)
+        counted(report[key], f"reports.{stage}.{key}", *words)
         for key, words in (
             ("steps", ("step",)),
             ("epochs", ("epoch begun", "epochs begun")),
@@ -292,8 +340,8 @@ def _sft_done(facts: CardFacts) -> list[Line]:
     return ["**Done:** " + joined(parts) + "."] if parts else []
 
 
-def _sft_settings(facts: CardFacts) -> list[str]:
-    sft = facts.config.sft
+def _sft_settings(facts: CardFacts, stage: str) -> list[str]:
+    sft = facts.config.rft if stage == "rft" else facts.config.sft
     zero = "plain torch" if sft.deepspeed_stage is None else f"ZeRO-{sft.deepspeed_stage}"
     rates = f"`lr = {shown(sft.learning_rate)}`"
     name = "AdamW"

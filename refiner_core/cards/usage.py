@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refiner_core.cards.agents import agent_format, agent_usage, is_agent
 from refiner_core.cards.facts import CardFacts
 
 _ANSWER_ONLY = "answer_only"
@@ -47,7 +48,9 @@ class OutputFormat:
 
 
 def output_format(facts: CardFacts) -> OutputFormat:
-    """The format by the modes of the rows that the model was trained on."""
+    """The format by the modes of the rows that the model was trained on; of an agent, a turn."""
+    if is_agent(facts):
+        return OutputFormat((), False, "", agent_format())
     modes = _modes(facts)
     alone = modes in ((), (_ANSWER_ONLY,))
     answer = _ANSWER if alone else f"The first snippet answers the question.\n{_ANSWER}"
@@ -58,13 +61,13 @@ def _modes(facts: CardFacts) -> tuple[str, ...]:
     """Modes of the rows that were kept; empty where nobody has counted."""
     if facts.config.data.refiner_mode is not None:
         return (facts.config.data.refiner_mode,)
-    which = "rl" if facts.stage == "grpo" else "sft"
+    which = "rl" if facts.stage in ("rft", "grpo") else "sft"
     counts = (facts.reports.get("data", {}).get(which) or {}).get("modes") or {}
     return tuple(sorted(mode for mode, count in counts.items() if count))
 
 
 def usage_code(facts: CardFacts) -> str:
-    """Python that loads this very step and refines one search result.
+    """Python that loads this very step and refines one search result, or takes one turn.
 
     A folder has no revisions, and transformers would pass over one without a word: there a step is
     loaded from the folder of its own, ``OWNER/NAME@step-50``.
@@ -75,6 +78,8 @@ def usage_code(facts: CardFacts) -> str:
         name = f"{name}@{facts.revision}"
     elif facts.revision != "main":
         revision = f', revision="{facts.revision}"'
+    if is_agent(facts):
+        return agent_usage(name, revision, facts.config.grpo.response_length)
     return _CODE.format(
         name=name,
         revision=revision,

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.evaluation.power import Components, detectable_effect, variance_components
+from refiner_core.report.attempts import make_attempts
 from refiner_core.report.curves import make_curves
 from refiner_core.report.document import REPORT_VERSION, Comparison, SweepReport
 from refiner_core.report.evidence import Evidence, TrialEvidence
@@ -70,6 +71,7 @@ def make_report(evidence: Evidence) -> SweepReport:
         rubrics=make_rubrics(evidence, chosen, _changes(comparisons)) if chosen else (),
         flips=flips,
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
+        attempts=make_attempts(groups),
         incidents=evidence.incidents,
         protocols=_protocols(evidence, groups),
         provenance=evidence.provenance,
@@ -94,8 +96,8 @@ def choose_primary(
     """The group and the metric that answer the sweep's question, and what was wrong with it.
 
     What the question leaves open: the last model that was trained, the ``sampled`` decoding if
-    there is one, the ``oracle`` where answers have a known truth and else ``rubric_score``; the
-    protocol under which the most arms were measured beside the baseline.
+    there is one, the ``oracle`` where answers have a known truth and else ``rubric_score`` (of
+    agents ``pass@1``); the protocol under which the most arms were measured beside the baseline.
     """
     asked = evidence.sweep.question
     wanted = {k: str(asked.get(k) or "") for k in ("model", "decoding", "metric", "protocol")}
@@ -111,7 +113,8 @@ def choose_primary(
     metric = wanted["metric"]
     if not metric:
         known = {m for g in fitting for m in g.metrics}
-        metric = "oracle" if "oracle" in known else "rubric_score"
+        usual = ("oracle", "pass@1", "rubric_score")
+        metric = next((m for m in usual if m in known), usual[-1])
     fitting = [g for g in fitting if metric in g.metrics]
     if not fitting:
         if not groups:

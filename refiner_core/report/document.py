@@ -200,7 +200,8 @@ class Flip:
 
 @dataclass(frozen=True)
 class Answer:
-    """One stored answer, with its scores and judgements."""
+    """One stored answer, with its scores and judgements; of an agent's attempt ``episode`` is the
+    JSON of its :class:`~refiner_core.environments.record.EpisodeRecord`, and ``text`` is empty."""
 
     arm: str
     seed: int
@@ -208,6 +209,27 @@ class Answer:
     text: str
     metrics: Mapping[str, float | None]
     judgements: tuple[Mapping[str, Any], ...] = ()
+    episode: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class AttemptsRow:
+    """What became of an arm's attempts at the tasks of a domain, over all its seeds.
+
+    ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
+    infrastructure, by kind; they count as none).
+    """
+
+    arm: str
+    model: str
+    decoding: str
+    protocol: str
+    domain: str
+    tasks: int
+    asked: int
+    passed: int
+    failures: Mapping[str, int]
+    errors: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -261,6 +283,7 @@ class SweepReport:
     rubrics: tuple[RubricRow, ...] = ()
     flips: tuple[Flip, ...] = ()
     side_by_side: tuple[SideBySide, ...] = ()
+    attempts: tuple[AttemptsRow, ...] = ()
     incidents: tuple[IncidentRow, ...] = ()
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.evaluation.names import domain_of, of_domain
 from refiner_core.report.document import IncidentRow, TrialRow
 
 Floats = npt.NDArray[np.float64]
@@ -40,6 +41,16 @@ class PromptMeans(NamedTuple):
         row: Floats = self.values[self.metrics.index(metric)]
         return row
 
+    def about(self, metric: str) -> tuple[tuple[str, ...], Floats | None]:
+        """The prompts that a metric is about, and its values there: of a number of one domain
+        (``pass@4/retail``) the tasks of that domain, else all."""
+        row = self.of(metric)
+        if not domain_of(metric):
+            return self.prompts, row
+        kept = of_domain(metric, self.prompts)
+        prompts = tuple(prompt for prompt, about in zip(self.prompts, kept, strict=True) if about)
+        return prompts, None if row is None else row[np.array(kept, dtype=bool)]
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -52,10 +63,13 @@ class Measured:
     means
         The model's answers.
     reference
-        The random copier's answers, which are the same in all evaluations of a protocol; None where
-        the evaluation has none.
+        The random copier's answers (of agents, the attempts of who does nothing), which are the
+        same in all evaluations of a protocol; None where the evaluation has none.
     samples_file
         Where its samples lie, relative to the evaluation's output.
+    episodes
+        Of agents, what ``results.json`` counts of their attempts
+        (:mod:`refiner_core.evaluation.attempts`).
     """
 
     decoding: str
@@ -64,6 +78,7 @@ class Measured:
     means: PromptMeans
     reference: PromptMeans | None
     samples_file: str
+    episodes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,8 @@ class Stored(Protocol):
     def answers(
         self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Rows of the samples file for these prompts, first samples only."""
+        """Rows of the samples file for these prompts: first samples only, and of agents the first
+        few attempts."""
         ...
 
     def rubrics(

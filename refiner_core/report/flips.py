@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from refiner_core.evaluation.metrics import EPISODE_METRICS
 from refiner_core.evaluation.samples import METRICS
 from refiner_core.report.document import Answer, Flip, SideBySide
 from refiner_core.report.evidence import Evidence, Question
@@ -35,7 +36,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...
     layouts = paired_layouts(group, metric, setting)
     most = max(2, min(_PER_ARM, _ALL // max(1, len(layouts))))
     asked = group.cells[baseline, group.seeds_of(baseline)[0]]
-    prompts = asked.measured.means.prompts
+    prompts, _ = asked.measured.means.about(metric)
     found = []
     for arm, changes in layouts.items():
         seeds = [s for s in group.seeds_of(arm) if (baseline, s) in group.cells]
@@ -62,7 +63,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
-    rows = [group.cells[arm, s].measured.means.of(metric) for s in seeds]
+    rows = [group.cells[arm, s].measured.means.about(metric)[1] for s in seeds]
     return float(np.mean([row[place] for row in rows if row is not None]))
 
 
@@ -88,7 +89,8 @@ def make_side_by_side(
     evidence: Evidence, group: Group, flips: Sequence[Flip]
 ) -> tuple[SideBySide, ...]:
     """Answers of the baseline and the arms to the prompts that changed most, and to some that were
-    drawn at random: one sample each, of the first seed that all shown arms have."""
+    drawn at random: one sample each (of agents the first attempts), of the first seed that all
+    shown arms have."""
     baseline = evidence.sweep.baseline
     if evidence.stored is None or baseline not in group.arms:
         return ()
@@ -135,6 +137,8 @@ def _shown_prompts(asked: Sequence[str], flips: Sequence[Flip], seed: str) -> li
 
 
 def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
+    if "episode" in row:
+        return _attempt(arm, seed, row)
     judgements = json.loads(row.get("judgements") or "[]")
     return Answer(
         arm=arm,
@@ -143,4 +147,16 @@ def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
         text=str(row["response_text"]),
         metrics={m: row[m] for m in METRICS if row.get(m) is not None},
         judgements=tuple(judgements),
+    )
+
+
+def _attempt(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
+    """An agent's attempt; what was said in it stands in its record."""
+    return Answer(
+        arm=arm,
+        seed=seed,
+        sample_index=int(row["sample_index"]),
+        text="",
+        metrics={m: row[m] for m in EPISODE_METRICS if row.get(m) is not None},
+        episode={**json.loads(row["episode"]), "failure": row["failure"] or None},
     )

@@ -17,13 +17,12 @@ from functools import cached_property
 from typing import Any
 
 from refiner_core.contract.fingerprint import digest
-from refiner_core.evaluation.samples import METRICS
+from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
 from refiner_core.report.evidence import Evaluation, Evidence, Measured
 
 _PROMPTS = ("data", "prompts", "num_prompts")
 #: What a protocol's file is called says nothing of how it measures.
 _LEFT_OUT = (*_PROMPTS, "file")
-REWARD = "reward"
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Group:
     name, judge
         For people: the protocol file or the recipe's own; judge, its prompts and the rubrics.
     reward
-        Whether this group is of the metric ``reward`` alone.
+        Whether this group is of the metric ``reward`` alone (of agents, ``partial`` too).
     cells
         By arm and seed.
     """
@@ -70,9 +69,14 @@ class Group:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """What was measured, in the order of reports."""
-        found = {m for cell in self.cells.values() for m in cell.measured.means.metrics}
-        wanted = (m for m in METRICS if m in found)
-        return tuple(m for m in wanted if (m == REWARD) == self.reward)
+        found = (m for cell in self.cells.values() for m in cell.measured.means.metrics)
+        return tuple(m for m in in_order(found) if weighed(m) == self.reward)
+
+    @cached_property
+    def agents(self) -> bool:
+        """Whether these are attempts of agents, not answers."""
+        first = next(iter(self.cells.values()))
+        return any(of_tasks(m) for m in first.measured.means.metrics)
 
     @cached_property
     def protocol_files(self) -> frozenset[str]:
@@ -174,11 +178,23 @@ def _group(
 
 
 def judge_text(protocol: Mapping[str, Any]) -> str:
-    """``qwen3-32b@v1, instance+static v3``."""
+    """``qwen3-32b@v1, instance+static v3``; of agents, where they work and with whom."""
+    if environment := protocol.get("environment"):
+        return environment_text(environment)
     judge, rubrics = protocol.get("judge") or {}, protocol.get("rubrics") or {}
     who = "@".join(str(judge[k]) for k in ("model", "prompt") if judge.get(k))
     what = " ".join(str(rubrics[k]) for k in ("source", "static") if rubrics.get(k))
     return ", ".join(filter(None, (who, what)))
+
+
+def environment_text(environment: Mapping[str, Any]) -> str:
+    """``desk 1, user: scripted``."""
+    user = environment.get("user") or ""
+    if isinstance(user, Mapping):
+        parts = (f"{k} {v}" if k != "model" else str(v) for k, v in user.items() if v is not None)
+        user = ", ".join(parts)
+    where = f"{environment.get('name')} {environment.get('version')}"
+    return f"{where}, user: {user}" if user else where
 
 
 def _family(protocol: Mapping[str, Any]) -> str:

@@ -22,6 +22,12 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from refiner_core.report import drawing, printing, words
+from refiner_core.report.conversations import (
+    FAILURE_WORDS,
+    attempts_of,
+    attempts_tables,
+    conversation,
+)
 from refiner_core.report.document import (
     Agreement,
     ArmNumber,
@@ -54,6 +60,19 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
+#: What they are called in a report of agents; the first of these has a view of its own there.
+ATTEMPTS = ("attempts", "Why attempts fail")
+OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
+
+
+def views_of(report: SweepReport) -> tuple[tuple[str, str], ...]:
+    """The views of a report: of agents without those of judges, which are not asked about them."""
+    if not report.attempts:
+        return VIEWS
+    empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
+    kept = [(i, OF_AGENTS.get(i, name)) for i, name in VIEWS if not empty.get(i)]
+    place = [i for i, _ in kept].index("arms") + 1
+    return (*kept[:place], ATTEMPTS, *kept[place:])
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
@@ -75,11 +94,13 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         script=Markup(script),
         script_hash=_hash_of(script),
         reload_s=live,
-        views=VIEWS,
+        views=views_of(report),
         p=printing,
         w=words,
         d=drawing,
         marked=marked,
+        conversation=conversation,
+        failure_words=FAILURE_WORDS,
         tree=tree,
         **_contents(report),
     )
@@ -105,7 +126,9 @@ def _contents(report: SweepReport) -> dict[str, Any]:
         "rubric_scale": drawing.scale_for(
             [v for r in report.rubrics for v in r.values.values()], ticks=3
         ),
-        "prompts": fitting(report.side_by_side, few),
+        "prompts": (shown := fitting(report.side_by_side, few)),
+        "attempts": attempts_of(a for side in shown for a in side.answers),
+        "attempts_tables": attempts_tables(report.attempts, few),
         "spelt": spelt_protocols(report.protocols),
         "flips": report.flips[:MOST_FLIPS],
         "costs": words.costs(report),

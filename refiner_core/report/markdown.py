@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from refiner_core.report import words
+from refiner_core.report.conversations import attempts_tables
 from refiner_core.report.document import Comparison, SweepReport
 from refiner_core.report.printing import (
     MISSING,
@@ -56,6 +57,7 @@ def _lines(report: SweepReport) -> Iterator[str]:
     yield f"**Answer.** {escaped(words.answer(report))}"
     yield ""
     yield from _comparisons(report)
+    yield from _attempts(report)
     yield from _flips(report)
     yield from _cost(report)
     yield from _incidents(report)
@@ -107,6 +109,33 @@ def _cells(row: ArmRow) -> list[str]:
         row.basis,
         row.note,
     ]
+
+
+def _attempts(report: SweepReport) -> Iterator[str]:
+    if not report.attempts:
+        return
+    yield "## Why attempts fail"
+    yield ""
+    for found in attempts_tables(report.attempts, report.arms[:MOST_ARMS]):
+        yield f"{escaped(found.name)}:"
+        yield ""
+        names = [c.replace("_", " ") for c in found.classes]
+        errors = [f"error: {kind.replace('_', ' ')}" for kind in found.kinds]
+        yield from table(
+            ("arm", "domain", "attempts", "passed", *names, *errors),
+            [
+                [
+                    r.arm,
+                    r.domain or "all",
+                    count(r.asked),
+                    count(r.passed),
+                    *(count(r.failures.get(c, 0)) for c in found.classes),
+                    *(count(r.errors.get(k, 0)) for k in found.kinds),
+                ]
+                for r in found.rows
+            ],
+        )
+        yield ""
 
 
 def _flips(report: SweepReport) -> Iterator[str]:

@@ -18,7 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from refiner_core.evaluation.samples import NUMBERS, YES_NO
+from refiner_core.evaluation.metrics import (
+    higher_is_better,
+    is_number,
+    is_yes_no,
+    once_per_prompt,
+)
+from refiner_core.evaluation.names import base_of
 from refiner_core.evaluation.statistics import (
     Difference,
     holm,
@@ -33,16 +39,8 @@ from refiner_core.report.groups import Group
 
 Floats = npt.NDArray[np.float64]
 ALPHA = 0.05
-#: Of these, less is better; of the others in ``_NEITHER`` nothing can be said.
-_LOWER = frozenset({"uncited", "judge_failed"})
-_NEITHER = frozenset({"claims", "length_tokens"})
 #: Above this share of prompts without a value, those that are left are no fair choice of them.
 _MANY_EXCLUDED = 0.2
-
-
-def higher_is_better(metric: str) -> bool | None:
-    """Which way a metric is good; None where neither is."""
-    return None if metric in _NEITHER else metric not in _LOWER
 
 
 class _BySeed(NamedTuple):
@@ -67,6 +65,7 @@ class _Side:
     by_seed: _BySeed | None = None
     changes: _BySeed | None = None
     refused: str = ""
+    agents: bool = False
     notes: list[str] = field(default_factory=list)
     p_adjusted: float | None = None
 
@@ -134,7 +133,7 @@ def _sides(group: Group, metric: str, setting: Setting) -> list[_Side]:
     asked = _prompts(group, first, group.seeds_of(first)[0])
     sides = []
     for arm in group.arms:
-        side = _Side(arm, group.seeds_of(arm))
+        side = _Side(arm, group.seeds_of(arm), agents=group.agents)
         refusals = (_other_prompts(group, (arm, seed), asked, first) for seed in side.seeds)
         side.refused = next(filter(None, refusals), "")
         found = {seed: _row(group, arm, seed, metric) for seed in side.seeds}
@@ -153,7 +152,7 @@ def _base(sides: Sequence[_Side], setting: Setting) -> _Side | None:
 
 
 def _row(group: Group, arm: str, seed: int, metric: str) -> Floats | None:
-    return group.cells[arm, seed].measured.means.of(metric)
+    return group.cells[arm, seed].measured.means.about(metric)[1]
 
 
 def _prompts(group: Group, arm: str, seed: int) -> tuple[str, ...]:
@@ -200,7 +199,7 @@ def _by_seed(values: Floats) -> list[_BySeed]:
 def _bounded(found: Difference, metric: str) -> Difference:
     """Means of shares stay in [0, 1]; where all are 0 or all are 1, the interval is Wilson's, as if
     each prompt were one yes or no."""
-    if metric in NUMBERS or found.low is None or found.high is None:
+    if is_number(metric) or found.low is None or found.high is None:
         return found
     if found.value in (0.0, 1.0) and found.low == found.high:
         low, high = wilson(int(found.value) * found.n, found.n)
@@ -241,8 +240,8 @@ def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
 
 def _one_against_one(group: Group, metric: str, side: _Side) -> None:
     """Of a yes or no with one sample per prompt and one seed, McNemar's exact test."""
-    single = len(side.shared) == 1 and metric in YES_NO and group.decoding == "greedy"
-    if not single or side.found is None or side.differences is None:
+    single = is_yes_no(metric) and once_per_prompt(metric, group.decoding)
+    if len(side.shared) != 1 or not single or side.found is None or side.differences is None:
         return
     row = side.differences[0]
     p_value = mcnemar_of(row[~np.isnan(row)])
@@ -252,7 +251,7 @@ def _one_against_one(group: Group, metric: str, side: _Side) -> None:
 def _look_at_reference(
     group: Group, metric: str, base: _Side, sides: Sequence[_Side], differences: Floats
 ) -> None:
-    if metric == "judge_failed":  # an outage is no opinion of the judge
+    if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is nobody's opinion
         return
     known: list[int] = []
     rows: list[list[Floats]] = []
@@ -281,7 +280,7 @@ def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> F
     """How the copier's answers were scored, less how they were scored in another evaluation."""
     if one is None or other is None or one.prompts != other.prompts:
         return None
-    a, b = one.of(metric), other.of(metric)
+    a, b = one.about(metric)[1], other.about(metric)[1]
     return None if a is None or b is None else a - b
 
 
@@ -396,7 +395,7 @@ def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> 
             f"compared on {_seeds(side.shared)}: the baseline has no seed "
             f"{', '.join(map(str, left))}"
         )
-    return notes + _of_few(side) + _of_drift(side.drift)
+    return notes + _of_few(side) + _of_drift(side.drift, agents=side.agents)
 
 
 def _of_few(side: _Side) -> list[str]:
@@ -418,18 +417,20 @@ def _of_few(side: _Side) -> list[str]:
     return notes
 
 
-def _of_drift(drift: Drift) -> list[str]:
+def _of_drift(drift: Drift, *, agents: bool) -> list[str]:
     if drift.kind not in ("moved", "noise"):
         return []
+    who, whose = "the judge", "answers of the random copier"
+    if agents:
+        who, whose = "the environment or its user", "attempts of who does nothing"
     what = (
-        f"{drift.changed} of {drift.prompts} answers of the random copier, the same on both sides, "
-        f"were scored otherwise"
+        f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored otherwise"
     )
     size = f"{drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g})"
     if drift.kind == "noise":
-        return [f"the judge is noisy: {what}, by {size} on average, which may be chance"]
+        return [f"{who} is noisy: {what}, by {size} on average, which may be chance"]
     return [
-        f"the judge moved: {what}, by {size} on average; evaluate both again with one "
+        f"{who} moved: {what}, by {size} on average; evaluate both again with one "
         "`evaluate.occasion`"
     ]
 
@@ -465,8 +466,9 @@ def _warnings(base: _Side | None, sides: Sequence[_Side], setting: Setting) -> t
         found.append(f"Not comparable, since asked other prompts: {', '.join(refused)}.")
     moved = [s.arm for s in sides if s.drift.kind == "moved"]
     if moved:
+        who = "environment" if any(s.agents for s in sides) else "judge"
         found.append(
-            "The judge has scored the same answers otherwise in evaluations of: "
+            f"The {who} has scored the same answers otherwise in evaluations of: "
             f"{', '.join(moved)}."
         )
     return tuple(found)

@@ -5,9 +5,10 @@
 const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
 const body = document.body, views = $$(".view").map(v => v.id), cmps = $$(".cmp"), plots = $$(".plot-of"), prompts = $$(".prompt");
 const form = id => $("#" + id), tip = $("#tip"), live = Number(body.dataset.reload || 0);
-const start = {v: "summary", c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s: "", q: "", f: "", x: "", t: "", y: "0", h: ""};
+const start = {v: "summary", c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s: "", q: "", f: "", x: "", t: "", y: "0", h: "", a: ""};
 const firstSeed = form("choose-answer") ? form("choose-answer").seed.value : "";
 start.s = firstSeed;
+if (form("choose-answer") && form("choose-answer").attempt) start.a = form("choose-answer").attempt.value;
 let state = {...start}, paused = false;
 document.documentElement.classList.add("js");
 if (cmps.reduce((n, c) => n + $$("tbody tr", c).length, 0) > 400) document.documentElement.classList.add("many");
@@ -120,11 +121,13 @@ function showAnswers() {
   const f = form("choose-answer"); if (!f) return;
   const at = pick(prompts, state.p);
   f.prompt.value = String(at); f.left.value = state.l; f.right.value = state.r; f.seed.value = state.s;
+  if (f.attempt) f.attempt.value = state.a;
   if (f.right.selectedIndex < 0) f.right.value = "";
   const every = f.left.value === "" || f.right.value === "", sides = [f.left.value, f.right.value];
   let any = false;
   for (const card of $$(".answer-card", prompts[at])) {
-    const on = (every || sides.includes(card.dataset.arm)) && (!f.seed.value || card.dataset.seed === f.seed.value);
+    const on = (every || sides.includes(card.dataset.arm)) && (!f.seed.value || card.dataset.seed === f.seed.value) &&
+      (!f.attempt || !f.attempt.value || card.dataset.attempt === f.attempt.value);
     card.hidden = !on; any = any || (on && !card.classList.contains("off"));
   }
   if (!every) for (const arm of [...sides].reverse()) // left is left
@@ -232,7 +235,7 @@ document.addEventListener("click", event => {
 const on = (id, what) => { const e = form(id); if (e) { e.addEventListener("change", what); e.addEventListener("submit", x => x.preventDefault()); } };
 on("choose", e => e.target.name === "order" ? set({o: e.target.value}) : chooseComparison(e.target.name, e.target.value));
 on("choose-curve", e => set({m: e.target.value}));
-on("choose-answer", e => set({p: form("choose-answer").prompt.value, l: form("choose-answer").left.value, r: form("choose-answer").right.value, s: form("choose-answer").seed.value}));
+on("choose-answer", e => set({p: form("choose-answer").prompt.value, l: form("choose-answer").left.value, r: form("choose-answer").right.value, s: form("choose-answer").seed.value, ...(form("choose-answer").attempt ? {a: form("choose-answer").attempt.value} : {})}));
 for (const [id, by] of [["prev", -1], ["next", 1]]) if (form(id)) form(id).addEventListener("click", () => set({p: String((Number(state.p) + by + prompts.length) % prompts.length)}));
 document.addEventListener("change", event => {
   const line = event.target.dataset && event.target.dataset.line;

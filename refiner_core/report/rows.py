@@ -102,7 +102,7 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
         p_adjusted="" if baseline else p_text(found.p_adjusted),
         verdict=verdict,
         sign=SIGNS.get(verdict, ""),
-        basis=f"{words.basis(found)}{excluded}" if found.seeds else "",
+        basis=f"{words.basis(found, report)}{excluded}" if found.seeds else "",
         note=_sentence(found.note) or _why_missing(found),
         value_strip=_value_strip(found, column, verdict),
         difference_strip=_difference_strip(found, column, verdict),

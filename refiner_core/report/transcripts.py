@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from refiner_core.answers.tags import read_attributes, scan_tags
+from refiner_core.report.conversations import size_of
 from refiner_core.report.document import Answer, SideBySide
 from refiner_core.report.printing import count, plain
 
@@ -88,7 +89,9 @@ def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Show
     share = MOST_IN_ALL // max(1, len(sides))
     shown = []
     for side in sides:
-        ordered = sorted(side.answers, key=lambda a: (rank.get(a.arm, len(rank)), a.seed))
+        ordered = sorted(
+            side.answers, key=lambda a: (a.sample_index, rank.get(a.arm, len(rank)), a.seed)
+        )
         kept = tuple(_within(ordered, share))
         cited = frozenset().union(*(cited_ids(a.text) for a in kept)) if kept else frozenset()
         shown.append(Shown(side, kept, cited))
@@ -97,7 +100,10 @@ def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Show
 
 def _within(answers: Sequence[Answer], room: int) -> Iterator[Answer]:
     for answer in answers:
-        room -= min(len(answer.text), MOST_OF_ANSWER) + 300 + 200 * len(answer.judgements)
+        size = min(len(answer.text), MOST_OF_ANSWER) + 200 * len(answer.judgements)
+        if answer.episode is not None:
+            size = size_of(answer.episode)
+        room -= size + 300
         if room < 0:
             return
         yield answer

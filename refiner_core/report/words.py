@@ -53,7 +53,7 @@ def answer(report: SweepReport) -> str:
     others = [n for n in primary.numbers if n.arm != report.baseline]
     said = [n for n in others if n.difference is not None]
     if len(report.arms) < 2:
-        return _alone(primary, decimals)
+        return _alone(report, primary, decimals)
     if not said:
         return (
             f"There is no answer yet: on {key_text(primary.key)} no arm can be compared with the "
@@ -74,14 +74,14 @@ def answer(report: SweepReport) -> str:
     return " ".join(filter(None, sentences))
 
 
-def _alone(primary: Comparison, decimals: int) -> str:
+def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
     n = primary.numbers[0] if primary.numbers else None
     if n is None or n.value is None:
         return "The sweep has one arm, and no number of it has come yet."
     value = f"{number(n.value, decimals)} {interval(n.low, n.high, decimals)}".strip()
     return (
         f"The sweep has one arm, so nothing is compared. {n.arm}: {value} "
-        f"{key_text(primary.key)} ({basis(n)})."
+        f"{key_text(primary.key)} ({basis(n, report)})."
     )
 
 
@@ -94,7 +94,7 @@ def _clear_text(
         how = "better" if n.verdict == "better" else "worse"
         parts.append(
             f"{n.arm} is {how} than {report.baseline} by {_effect(n, decimals)} "
-            f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n)})"
+            f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n, report)})"
         )
     more = len(ranked) - _NAMED
     also = f"; {counted(more, 'more arm differs', 'more arms differ')} clearly" if more > 0 else ""
@@ -119,7 +119,7 @@ def _rest_text(
     text = (
         f"No arm differs clearly from the baseline {report.baseline} on {key_text(primary.key)}. "
         f"The largest difference is that of {largest.arm}, {_effect(largest, decimals)} "
-        f"(adjusted p {p_phrase(largest.p_adjusted)}; {basis(largest)})"
+        f"(adjusted p {p_phrase(largest.p_adjusted)}; {basis(largest, report)})"
     )
     return text + (f"; {could}." if could else ".")
 
@@ -136,9 +136,10 @@ def _effect(n: ArmNumber, decimals: int) -> str:
     return f"{number(n.difference, decimals, signed=True)} {bounds}".strip()
 
 
-def basis(n: ArmNumber) -> str:
-    """``3 seeds × 200 prompts``."""
-    return f"{counted(n.seeds, 'seed')} × {counted(n.n, 'prompt')}"
+def basis(n: ArmNumber, report: SweepReport) -> str:
+    """``3 seeds × 200 prompts``; of agents, tasks."""
+    each = "task" if report.attempts else "prompt"
+    return f"{counted(n.seeds, 'seed')} × {counted(n.n, each)}"
 
 
 def detectable_phrase(detectable: Mapping[str, Any], decimals: int | None = None) -> str:

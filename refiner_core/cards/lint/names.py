@@ -9,6 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+#: Numbers of agents beside pass@k: the first attempt alone, and all of k attempts.
+_FIRST = re.compile(r"\bpass\s?@\s?1[_ ]first\b", re.IGNORECASE)
+_HAT = re.compile(r"\bpass\s?\^\s?(\d+)(?![\w.])", re.IGNORECASE)
 _PASS = re.compile(r"\bpass\s?@\s?(\d+)(?![\w.])", re.IGNORECASE)
 #: Each case counts as 0 or 1, so that a mean of n is a whole number of n-ths.
 _YES_NO = re.compile(
@@ -53,25 +56,41 @@ _WORD = re.compile(r"[a-z0-9+^@]+")
 Role = Literal["own", "base", ""]
 
 
+#: Attempts were lost, so that tasks have different numbers of them.
+_UNEVEN = re.compile(r"fewer than (\d+) valid attempts", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class Metric:
-    """What a number measures. ``k`` is that of pass@k; ``yes_no`` says that each case counts as 0
-    or 1; ``share`` that more than 100 % cannot be."""
+    """What a number measures. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
+    that each case counts as 0 or 1, ``once`` that it was tried once; ``share`` that more than 100 %
+    cannot be."""
 
     key: str
     k: int | None = None
     yes_no: bool = False
     share: bool = False
+    every: int | None = None
+    once: bool = False
+
+    @property
+    def drawn(self) -> int | None:
+        """How many attempts are drawn, for pass@k and pass^k."""
+        return self.k or self.every
 
 
 def metric_of(label: str) -> Metric | None:
     """The metric that a label names; None where it names none that is known, or a difference."""
     if _CHANGE.search(label):
         return None
-    found = _PASS.search(label)
-    if found:
+    if _FIRST.search(label):
+        return Metric("pass@1_first", yes_no=True, share=True, once=True)
+    if found := _PASS.search(label):
         k = int(found[1])
         return Metric(f"pass@{k}", k, yes_no=True, share=True)
+    if found := _HAT.search(label):
+        k = int(found[1])
+        return Metric(f"pass^{k}", yes_no=True, share=True, every=k)
     if yes_no := _YES_NO.search(label):
         key = yes_no.group().lower()
         return Metric("accuracy" if key == "acc" else key, yes_no=True, share=True)
@@ -82,13 +101,14 @@ def metric_of(label: str) -> Metric | None:
 
 def metrics_in(text: str) -> frozenset[str]:
     """Keys of all metrics that a sentence names."""
-    found = [m.group() for p in (_PASS, _YES_NO, _SHARE) for m in p.finditer(text)]
+    patterns = (_FIRST, _PASS, _HAT, _YES_NO, _SHARE)
+    found = [m.group() for p in patterns for m in p.finditer(text)]
     return frozenset(m.key for m in map(metric_of, found) if m is not None)
 
 
 def without_metric(label: str) -> frozenset[str]:
     """The words of a label beside its metric: what sets it apart from others of its kind."""
-    for pattern in (_PASS, _YES_NO, _SHARE, _OWN):
+    for pattern in (_FIRST, _PASS, _HAT, _YES_NO, _SHARE, _OWN):
         label = pattern.sub(" ", label)
     return words(label)
 
@@ -123,6 +143,12 @@ def role_of(label: str) -> Role:
 def names_change(label: str) -> bool:
     """Whether a label is that of a difference, which may be more than 100 % and below 0."""
     return _CHANGE.search(label) is not None
+
+
+def uneven_in(text: str) -> int | None:
+    """The largest number of attempts at a case, where a text says that some have fewer."""
+    found = [int(m[1]) for m in _UNEVEN.finditer(text)]
+    return max(found) if found and max(found) <= 64 else None
 
 
 def repeats_in(text: str) -> frozenset[int]:

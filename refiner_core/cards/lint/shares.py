@@ -3,14 +3,16 @@
 In: a card's :class:`Quantity` values. Out: findings. A share of n cases is k / n; where each case
 is tried several times, as many times more. pass@k of S > k tries is 1 - C(S-c, k) / C(S, k) a case
 (Chen et al. 2021, "Evaluating Large Language Models Trained on Code"), so that its denominators are
-n · C(S, k). What a card does not say of tries is not held against it: that is a warning.
+n · C(S, k); those of pass^k, which is C(c, k) / C(S, k), are the same. Where a card says that some
+cases have fewer valid attempts, shares of any mixture may be. What a card does not say of tries is
+not held against it: that is a warning.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from math import comb
+from math import comb, lcm
 
 from refiner_core.cards.lint.figures import (
     Figure,
@@ -21,7 +23,7 @@ from refiner_core.cards.lint.figures import (
 )
 from refiner_core.cards.lint.findings import Finding
 from refiner_core.cards.lint.markdown import Document
-from refiner_core.cards.lint.names import Metric, repeats_in
+from refiner_core.cards.lint.names import Metric, repeats_in, uneven_in
 from refiner_core.cards.lint.quantities import Quantity
 
 _FIX = (
@@ -41,8 +43,8 @@ def impossible_shares(
     document: Document, known: Sequence[Quantity]
 ) -> Iterator[tuple[Finding, Quantity | None]]:
     """Findings, each with the number of a table that it is about."""
-    repeats = repeats_in(document.text)
-    highest = max((q.metric.k or 1 for q in known), default=1)
+    repeats, uneven = repeats_in(document.text), uneven_in(document.text)
+    highest = max((q.metric.drawn or 1 for q in known), default=1)
     for q in known:
         if q.n is None or not q.metric.yes_no or q.figure.hedged or not 0 < q.n <= 10**7:
             continue
@@ -50,6 +52,8 @@ def impossible_shares(
         if not 0 <= q.figure.value <= whole:
             continue
         stated = _denominators(q.metric, q.n, repeats)
+        if stated is not None and uneven is not None:
+            stated.append(q.n * _common(q.metric.drawn or 1, uneven))
         if can_be_share(q.figure, stated or _usual(q.metric, q.n, highest), whole):
             continue
         surely = stated is not None
@@ -70,18 +74,28 @@ def impossible_shares(
 def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] | None:
     """All that a share of ``n`` cases can be a fraction of; None where the card does not say how
     often each case was tried and that is usual for the metric."""
-    if metric.k is None:
+    k = metric.drawn
+    if metric.once:
+        return [n]
+    if k is None:
         return [n, *(n * r for r in repeats)]
     if not repeats:
         return None
-    k = metric.k
     if k == 1:
         return [n, *(n * r for r in repeats)]
     return [n, *(n * comb(r, k) for r in repeats if r > k)]
 
 
+def _common(k: int, most: int) -> int:
+    """What all shares of cases with 1 to ``most`` tries are fractions of, for ``k`` drawn."""
+    return lcm(*(comb(tries, k) for tries in range(k, most + 1)))
+
+
 def _usual(metric: Metric, n: int, highest: int) -> list[int]:
-    """As nobody says how often each case was tried: pass@k of k tries, and pass@1 of the same."""
+    """As nobody says how often each case was tried: pass@k of k tries, and pass@1 of the same;
+    pass^k of as many as the largest k."""
+    if metric.every is not None:
+        return [n, n * comb(highest, metric.every)]
     return [n, n * highest] if metric.k == 1 else [n]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -35,6 +35,7 @@ def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
                     yield from bad_interval(figure, row.line, intervals)
     yield from out_of_range(known)
     yield from falling_pass_at_k(known)
+    yield from rising_pass_hat_k(known)
 
 
 # ---------------------------------------------------------------- totals
@@ -171,15 +172,8 @@ def out_of_range(known: Sequence[Quantity]) -> Iterator[Finding]:
 
 def falling_pass_at_k(known: Sequence[Quantity]) -> Iterator[Finding]:
     """More tries pass at least as often, in every row."""
-    groups: dict[object, list[Quantity]] = defaultdict(list)
-    for q in known:
-        if q.metric.k is not None:
-            by_column = any(metric_of(h) for h in q.table.header[1:])
-            name = q.name - words(q.label) if by_column else q.name
-            groups[id(q.table), q.label, q.line if by_column else None, name].append(q)
-    for group in groups.values():
-        ordered = sorted(group, key=lambda q: q.metric.k or 0)
-        for less, more in pairwise(ordered):
+    for group in _by_row([q for q in known if q.metric.k is not None]):
+        for less, more in pairwise(sorted(group, key=lambda q: q.metric.k or 0)):
             if less.metric.k != more.metric.k and _falls(less.figure, more.figure):
                 yield Finding(
                     more.line,
@@ -188,6 +182,30 @@ def falling_pass_at_k(known: Sequence[Quantity]) -> Iterator[Finding]:
                     f"{more.shown}: more tries cannot pass less often",
                     "were they measured under one protocol? correct one of them",
                 )
+
+
+def rising_pass_hat_k(known: Sequence[Quantity]) -> Iterator[Finding]:
+    """All of more tries pass at most as often."""
+    for group in _by_row([q for q in known if q.metric.every is not None]):
+        for less, more in pairwise(sorted(group, key=lambda q: q.metric.every or 0)):
+            if less.metric.every != more.metric.every and _falls(more.figure, less.figure):
+                yield Finding(
+                    more.line,
+                    "pass-at-k",
+                    f"{more.metric.key} of {more.shown} is more than {less.metric.key} of "
+                    f"{less.shown}: all of more tries cannot pass more often",
+                    "were they measured under one protocol? correct one of them",
+                )
+
+
+def _by_row(known: Sequence[Quantity]) -> Iterable[list[Quantity]]:
+    """Numbers of one model that differ in k alone, and count the same cases."""
+    groups: dict[object, list[Quantity]] = defaultdict(list)
+    for q in known:
+        by_column = any(metric_of(h) for h in q.table.header[1:])
+        name = q.name - words(q.label) if by_column else q.name
+        groups[id(q.table), q.label, q.line if by_column else None, name, q.n].append(q)
+    return groups.values()
 
 
 def _falls(less: Figure, more: Figure) -> bool:
