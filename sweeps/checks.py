@@ -15,6 +15,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import field_info, replace_fields
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, uses
 from sweeps.dormant import DORMANT, why_without_effect
 from sweeps.questions import check_question
@@ -22,7 +23,7 @@ from sweeps.values import SweepFile, SweepPlan
 
 Plans = Mapping[str, Sequence[Plan]]
 #: Kinds of stages that make or measure a model.
-MEASURED = frozenset(("data", "sft", "grpo", "command", "evaluate"))
+MEASURED = frozenset(("data", *STAGES, "sample", "command", "evaluate"))
 #: Execution fields by name, but what is computed follows from them.
 _COMPUTES = frozenset(("stages",))
 #: These say which evaluations there are; all arms have the same.
@@ -120,7 +121,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
         deaf = _deaf_command(config)
         if not deaf and measured_stages(by_seed[0]) != measured_stages(by_seed[1]):
             continue
-        trains = [k for k in config.stages if k in ("sft", "grpo", "command")]
+        trains = [k for k in config.stages if k in (*STAGES, "command")]
         why = f"none of its stages ({', '.join(config.stages)}) is trained with a seed"
         if "command" in trains:
             why = deaf or "weights that were adopted have none"
@@ -134,7 +135,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
 
 def _deaf_command(config: RecipeConfig) -> str:
     """Why a recipe's only trainer never hears of the seed; empty where it does."""
-    trains = {"sft", "grpo", "command"} & set(config.stages)
+    trains = {*STAGES, "command"} & set(config.stages)
     if trains != {"command"} or config.command.adopted or uses(config.command, "seed"):
         return ""
     return "`command.run` does not name {seed}"

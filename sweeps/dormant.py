@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 
 
@@ -60,6 +61,9 @@ DORMANT: dict[str, Idle] = {
     "sft.muon_learning_rate": Idle(
         lambda c: c.sft.optimizer != "muon", "is not used: `sft.optimizer` is adamw"
     ),
+    "rft.muon_learning_rate": Idle(
+        lambda c: c.rft.optimizer != "muon", "is not used: `rft.optimizer` is adamw"
+    ),
     "judge.prompt": _LEXICAL,
     "judge.revision": _LEXICAL,
     "judge.temperature": _LEXICAL,
@@ -81,7 +85,8 @@ def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
         return rule.why
     section, _, name = field.rpartition(".")
     stages = plan.config.stages
-    if section in ("sft", "grpo", "command", "publish", "evaluate") and section not in stages:
+    owner = "rft" if section == "sample" else section
+    if owner in (*STAGES, "command", "publish", "evaluate") and owner not in stages:
         return f"belongs to a stage that the recipe does not have (`stages` is {', '.join(stages)})"
     if section == "publish":
         return "decides how a model is published, which no number depends on"

@@ -21,6 +21,7 @@ from statistics import median
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.services import is_service
 from sweeps.history import (
+    FINE_TUNING,
     SHAPE_FIELDS,
     CanaryMeasure,
     History,
@@ -190,10 +191,13 @@ class _Estimator:
         prompts = None
         if stage.kind == "evaluate":
             prompts = held_out_prompts(plan, stage, self.history)
+        elif stage.kind == "sample":
+            prompts = training_prompts(plan, stage, self.history)
         work = work_of(stage.kind, stage.identity, prompts=prompts, save_freq=save_freq)
-        if stage.kind == "sft":
-            key, data = steps_key("sft", stage.identity), stage.input_fingerprints.get("data", "")
-            like = (m for m in self.by_kind.get("sft", ()) if (m.steps_key, m.data) == (key, data))
+        if stage.kind in FINE_TUNING:
+            known = self.by_kind.get(stage.kind, ())
+            wanted = (steps_key(stage.kind, stage.identity), stage.input_fingerprints.get("data"))
+            like = (m for m in known if (m.steps_key, m.data) == wanted)
             if (found := next(like, None)) is not None and found.work.units is not None:
                 saves = -(-found.work.units // save_freq) if save_freq > 0 else 0
                 work = work._replace(units=found.work.units, saves=saves)
@@ -256,6 +260,18 @@ def held_out_prompts(plan: Plan, stage: PlannedStage, history: History) -> int |
     if known is None and (data := plan.by_name.get(stage.inputs.get("data", ""))) is not None:
         known = _configured_prompts(data)
     return known if known is None or most is None else min(known, int(most))
+
+
+def training_prompts(plan: Plan, stage: PlannedStage, history: History) -> int | None:
+    """Prompts that attempts are sampled at: as counted where their data are made, else about as
+    configured; None where nobody knows."""
+    known = history.training.get(stage.input_fingerprints.get("data", ""))
+    data = plan.by_name.get(stage.inputs.get("data", ""))
+    if known is not None or data is None:
+        return known
+    held_out = _configured_prompts(data)
+    share = float(data.identity.get("data.held_out_fraction") or 0.0)
+    return None if held_out is None or not share else round(held_out / share) - held_out
 
 
 def _configured_prompts(data: PlannedStage) -> int | None:

@@ -12,15 +12,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+#: Stages that train on demonstrations, whose number of steps the data decide.
+FINE_TUNING = ("sft", "rft")
 #: What decides how long a step or a sample takes, beside its size: per kind, dotted fields.
 _JUDGE = ("judge.kind", "judge.model", "judge.form", "reward.rubric_source",
           "reward.static_rubrics", "reward.apply_paper_citation_reward")  # fmt: skip
 _MODEL = ("model.dtype", "model.attn_implementation", "model.cpu_threads")
 SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "sft": (
+    **{
+        stage: (
+            *_MODEL,
+            *(f"{stage}.optimizer", f"{stage}.pack_length"),
+            *(f"{stage}.per_device_train_batch_size", f"{stage}.gradient_accumulation_steps"),
+        )
+        for stage in FINE_TUNING
+    },
+    "sample": (
         *_MODEL,
-        *("sft.optimizer", "sft.pack_length", "sft.per_device_train_batch_size"),
-        "sft.gradient_accumulation_steps",
+        *("sample.generation_backend", "sample.generation_batch_size", "grpo.response_length"),
+        *("environment.name", "environment.max_turns"),
+        *_JUDGE,
     ),
     "grpo": (
         *_MODEL,
@@ -41,10 +52,10 @@ SHAPE_FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 #: What stages did that were measured before there were these fields.
 _BEFORE = {"grpo.async_steps": 0, "grpo.active_sampling": False}
-#: What decides how many steps SFT takes, where not `sft.max_train_steps` alone.
+#: What decides how many steps SFT takes, where not `max_train_steps` alone.
 _SFT_STEPS = (
-    *("sft.max_train_steps", "sft.num_train_epochs", "sft.pack_length"),
-    *("sft.per_device_train_batch_size", "sft.gradient_accumulation_steps"),
+    *("max_train_steps", "num_train_epochs", "pack_length"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
 #: Fields whose values decide what a judge costs a rollout or sample.
 JUDGE_FIELDS = _JUDGE
@@ -140,12 +151,13 @@ class History:
     ----------
     stages
         Finished stages, newest first.
-    held_out
-        Fingerprint of a `data` stage -> number of its held-out prompts.
+    held_out, training
+        Fingerprint of a `data` stage -> number of its held-out and of its training prompts.
     """
 
     stages: tuple[Measured, ...] = ()
     held_out: Mapping[str, int] = field(default_factory=dict)
+    training: Mapping[str, int] = field(default_factory=dict)
 
 
 def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> Shape:
@@ -162,9 +174,9 @@ def judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides the number of steps, beside the data; empty where steps are configured."""
-    if kind != "sft":
+    if kind not in FINE_TUNING:
         return ()
-    return tuple(identity.get(name) for name in _SFT_STEPS)
+    return tuple(identity.get(f"{kind}.{name}") for name in _SFT_STEPS)
 
 
 def work_of(
@@ -175,7 +187,7 @@ def work_of(
     Parameters
     ----------
     prompts
-        Held-out prompts, for an evaluation; None where nobody knows.
+        Held-out prompts for an evaluation, training prompts for sampling; None where nobody knows.
     save_freq
         Steps between checkpoints; 0 where none are saved.
     """
@@ -186,14 +198,17 @@ def work_of(
         steps = int(identity["grpo.num_training_steps"])
         size = rollouts * int(identity["grpo.response_length"])
         return Work(steps, size, "step", steps * rollouts, _saves(steps, save_freq))
-    if kind == "sft":
-        most = identity.get("sft.max_train_steps")
-        packs = int(identity["sft.per_device_train_batch_size"]) * int(
-            identity["sft.gradient_accumulation_steps"]
+    if kind in FINE_TUNING:
+        most = identity.get(f"{kind}.max_train_steps")
+        packs = int(identity[f"{kind}.per_device_train_batch_size"]) * int(
+            identity[f"{kind}.gradient_accumulation_steps"]
         )
-        size = int(identity["sft.pack_length"]) * packs
+        size = int(identity[f"{kind}.pack_length"]) * packs
         limit = None if most is None else int(most)
         return Work(limit, size, "step", 0, _saves(limit or 0, save_freq))
+    if kind == "sample":
+        attempts = None if prompts is None else prompts * int(identity["sample.attempts"])
+        return Work(attempts, int(identity.get("grpo.response_length") or 1), "sample", attempts)
     if kind == "evaluate":
         each = samples_per_prompt(identity)
         samples = None if prompts is None else prompts * each

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refiner_core.contract.plan import PlannedStage
+from refiner_core.evaluation.metrics import is_number
 from refiner_core.evaluation.power import Components, detectable_effect, power_of
-from refiner_core.evaluation.samples import NUMBERS
 from sweeps.values import Question, SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
@@ -106,7 +106,8 @@ class Detectable:
 
 def aim_of(plan: SweepPlan) -> Aim:
     """The number that decides; what the question leaves open is the last model, ``oracle`` where
-    answers have a known truth and else ``rubric_score``, and the sampled decoding."""
+    answers have a known truth and else ``rubric_score`` (of agents ``pass@1``), and the sampled
+    decoding."""
     question: Question = plan.sweep.question
     if not plan.trials:
         return Aim(question.model, question.metric, question.decoding, question.protocol)
@@ -114,7 +115,10 @@ def aim_of(plan: SweepPlan) -> Aim:
     found = [s for s in stages if s.kind == "evaluate"]
     model = question.model or (found[-1].model if found else "")
     synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
-    metric = question.metric or ("oracle" if synthetic else "rubric_score")
+    usual = "oracle" if synthetic else "rubric_score"
+    if plan.trials[0].plan.config.environment.name:
+        usual = "pass@1"
+    metric = question.metric or usual
     chosen = evaluation_of(plan, model, question.protocol)
     decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
     default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
@@ -128,7 +132,7 @@ def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | 
 
 def assumed(metric: str) -> Evidence:
     """Where nothing was measured: the most that shares can spread; nothing for other numbers."""
-    if metric in NUMBERS:
+    if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
         return Evidence(None, "nothing", text)
     # Two independent coins: no paired difference of shares whose noise is their own spreads more.
@@ -158,7 +162,7 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
         alone = effect if arms <= 1 else detectable_effect(known, seeds, prompts, POWER, ALPHA)
-        if known.seed is None and aim.metric not in NUMBERS:
+        if known.seed is None and not is_number(aim.metric):
             tried = TRIED_SEED_SPREADS
             spreads = tuple(_with_spread(known, sd, seeds, prompts, strict) for sd in tried)
         if wanted is not None:
@@ -274,7 +278,7 @@ def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
 
 def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
-    if mean is None or found.aim.metric in NUMBERS:
+    if mean is None or is_number(found.aim.metric):
         return []
     if mean >= 1 - _EDGE:
         return [

@@ -16,7 +16,7 @@ from refiner_core.contract.loading import suggest
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.contract.publications import final_model
-from refiner_core.evaluation.samples import METRICS
+from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
 from sweeps.values import Question, SweepPlan
 
@@ -31,6 +31,14 @@ _PROMPTS = frozenset(
     (
         *("data.held_out_fraction", "grpo.max_token_length"),
         *("model.tokenizer_name_or_path", "model.chat_template"),
+    )
+)
+#: What decides how an agent's held-out episodes go, beside its user.
+_OF_AGENTS = frozenset(
+    f"environment.{name}"
+    for name in (
+        *("name", "domains", "test_split", "tasks", "max_turns", "repairs"),
+        *("max_argument_bytes", "nl_assertions"),
     )
 )
 
@@ -72,8 +80,8 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 
 def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
     sweep = plan.sweep.name
-    if aim.metric not in METRICS:
-        raise _unknown(sweep, "metric", aim.metric, METRICS)
+    if not has_metric(_config(plan), aim.metric):
+        raise _unknown(sweep, "metric", aim.metric, metrics_of(_config(plan)))
     protocols = protocols_of(_config(plan))
     if aim.protocol and aim.protocol not in protocols:
         name = aim.protocol
@@ -107,7 +115,8 @@ def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> Configur
 
 def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
     protocol = protocols_of(_config(plan)).get(aim.protocol) if aim.protocol else None
-    fields = [f for f in varied if _measures(f, aim.metric) and not _is_fixed(f, protocol)]
+    config = _config(plan)
+    fields = [f for f in varied if measures(f, aim.metric, config) and not _is_fixed(f, protocol)]
     if not fields:
         return
     named = ", ".join(f"`{f}`" for f in fields)
@@ -128,14 +137,29 @@ def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
     )
 
 
-def _measures(field: str, metric: str) -> bool:
+def measures(field: str, metric: str, config: RecipeConfig) -> bool:
     """Whether a field has a part in how a metric is measured, besides what is trained."""
     if field in _PROMPTS:
         return True
+    if config.environment.name:
+        return _measures_agents(field, metric, config)
     if field not in FIELDS:
         return False
     combined = field.startswith("reward.") and field not in _RUBRICS
     return metric == "reward" or not combined
+
+
+def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
+    """The same of an agent: where it works, and with whom; how checks are weighed is part of what
+    they are weighed for."""
+    section = field.partition(".")[0]
+    if field.startswith("environment.shaping.weights"):
+        return weighed(metric)
+    if field.startswith("environment.user."):
+        return not config.evaluate.user.model
+    if section in ("reward", "judge") and config.environment.nl_assertions != "judge":
+        return False
+    return field in FIELDS or field in _OF_AGENTS or field.startswith("evaluate.user.")
 
 
 def _is_fixed(field: str, protocol: ProtocolFile | None) -> bool:
