@@ -23,6 +23,7 @@ from infra.judgements.segments import summarise
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json
 
@@ -281,7 +282,7 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
     mtbf_s = failures.mtbf_s or _ASSUMED_MTBF_S
     seen = f"{failures.count} in {failures.seconds / 3600:.1f} h" if failures.mtbf_s else "assumed"
     found = []
-    for kind in ("sft", "grpo"):
+    for kind in STAGES:
         planned = [s for s in plan.stages if s.kind == kind]
         if not planned:
             continue

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from infra.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
+from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import (
     Endpoint,
     FreshJudge,
@@ -50,7 +51,8 @@ class StageJudge(NamedTuple):
 @contextlib.contextmanager
 def judge_for(work: StageWork) -> Iterator[StageJudge]:
     """The judge of a stage. A server that refiner starts is kept as long as the block lasts, and
-    all that was judged is on the disk when it ends.
+    all that was judged is on the disk when it ends. A stage that asks none is given one that needs
+    no server.
 
     Raises
     ------
@@ -60,9 +62,12 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
         Its server could not be started.
     """
     from flows.serving import judge_endpoints
-    from refiner_core.judges.build import Surroundings
+    from refiner_core.judges.build import Surroundings, build_judge
 
     io = _NotedIO(work.io)
+    if not asks_judge(work.config, work.spec.kind):
+        yield StageJudge(build_judge(JudgeConfig(), Surroundings()), io)
+        return
     with contextlib.ExitStack() as stack:
         endpoints = stack.enter_context(judge_endpoints(work))
         writer = f"{work.stage_id}-{work.attempt}"

@@ -13,10 +13,12 @@ from typing import Any
 from flows.model_files import ModelFiles, model_files
 from infra.disk.modelsize import ModelSize, model_size
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.placement import STAGES
+from refiner_core.contract.placement import STAGES, section_of
 from refiner_core.contract.plan import Plan
+from refiner_core.contract.sample_checks import sampling_notes
 from refiner_core.contract.training_checks import training_notes
 from refiner_core.contract.training_memory import MemoryNeed, ModelShape, training_memory
+from refiner_core.environments.registry import environment_notes
 
 _GIB = 2**30
 
@@ -49,7 +51,8 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 
 def planning_notes(plan: Plan) -> list[str]:
     """What is worth saying of how a plan trains before it runs; nothing of it is refused."""
-    notes = training_notes(plan.config)
+    config = plan.config
+    notes = [*training_notes(config), *sampling_notes(config), *environment_notes(config)]
     for need in memory_needs(plan):
         asked = _asked(plan.config, need)
         if need.host_bytes > asked:
@@ -63,8 +66,7 @@ def planning_notes(plan: Plan) -> list[str]:
 
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
-    section = config.sft if need.stage == "sft" else config.grpo
-    return section.resources.memory_gb * _GIB
+    return section_of(config, need.stage).resources.memory_gb * _GIB
 
 
 def _largest(parts: Mapping[str, int]) -> str:

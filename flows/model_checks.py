@@ -15,10 +15,11 @@ from typing import Any
 from flows.model_files import ModelFiles, model_files
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.placement import STAGES
 
 #: Stages that tokenise or run the recipe's base model.
-_READERS = {"data", "sft", "grpo", "evaluate"}
-_TRAINERS = {"sft", "grpo"}
+_READERS = {"data", *STAGES, "evaluate"}
+_TRAINERS = set(STAGES)
 #: Layers that carry a state from token to token, across the border between packed sequences.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
 #: Models whose config.json does not name such layers.
@@ -41,7 +42,8 @@ def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
     stages = frozenset(config.only or config.stages) & frozenset(config.stages)
     grpo, longest = config.grpo, config.data.max_prompt_token_length
     lengths = (longest, grpo.response_length)
-    return config.model, stages, lengths, grpo.generation_backend, grpo.resources.gpus
+    sampling = tuple((s.generation_backend, s.resources.gpus) for s in (grpo, config.sample))
+    return config.model, stages, lengths, sampling
 
 
 def check_model_files(config: RecipeConfig) -> None:
@@ -68,12 +70,13 @@ def check_model_files(config: RecipeConfig) -> None:
     _check_weights(config, model)
     if tokenizer is not None:
         _check_vocabulary(config, model, tokenizer)
-    if stages & {"grpo", "evaluate"}:
+    if stages & {"rft", "grpo", "evaluate"}:
         _check_window(config, model)
     if stages & _TRAINERS:
         _check_layers(config, model)
-    if "grpo" in stages:
-        _check_sampling(config, model)
+    for stage, section in (("rft", "sample"), ("grpo", "grpo")):
+        if stage in stages:
+            _check_sampling(config, model, section)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -233,6 +236,13 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
     if not isinstance(window, int) or _is_stretched(text):
         return
+    if config.environment.name and grpo.max_token_length > window:
+        raise ConfigurationError(
+            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens, and an "
+            f"episode may have {grpo.max_token_length:,} (grpo.max_token_length).",
+            expected="grpo.max_token_length <= max_position_embeddings of its config.json",
+            fix=f"set grpo.max_token_length={window}: longer episodes end there, and are counted",
+        )
     if longest + grpo.response_length > window:
         raise ConfigurationError(
             f"The window of {model.folder} (model.name_or_path) has {window:,} tokens; a prompt of "
@@ -279,11 +289,11 @@ def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
         )
 
 
-def _check_sampling(config: RecipeConfig, model: ModelFiles) -> None:
-    """The backend can decode such layers, and heads of that width."""
-    text, grpo = model.text_config, config.grpo
-    longest = config.data.max_prompt_token_length + grpo.response_length
-    if grpo.generation_backend == "transformers":
+def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> None:
+    """The backend of a section can decode such layers, and heads of that width."""
+    text, sampler = model.text_config, getattr(config, section)
+    longest = config.data.max_prompt_token_length + config.grpo.response_length
+    if sampler.generation_backend == "transformers":
         window = text.get("sliding_window")
         if not text.get("use_sliding_window", True):
             window = None
@@ -293,16 +303,16 @@ def _check_sampling(config: RecipeConfig, model: ModelFiles) -> None:
                 f"(sliding_window), and a prompt with its response may have {longest:,} "
                 "(data.max_prompt_token_length + grpo.response_length): the transformers backend "
                 "cannot decode that.",
-                expected="grpo.generation_backend=vllm, or lengths within that window",
-                fix="set grpo.generation_backend=vllm, or lower data.max_prompt_token_length",
+                expected=f"{section}.generation_backend=vllm, or lengths within that window",
+                fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
             )
-    elif grpo.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
+    elif sampler.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
         raise UnsupportedError(
             f"{model.folder} (model.name_or_path) has attention heads of {width} numbers "
             "(head_dim), and vLLM serves "
             f"{_LEAST_HEAD_ON_CPU} or more without a GPU.",
             expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
-            fix="set grpo.generation_backend=transformers, or grpo.resources.gpus",
+            fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
         )
 
 

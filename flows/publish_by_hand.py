@@ -21,6 +21,7 @@ from refiner_core.contract.checks import check_config
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import OF_A_PROTOCOL, Plan, PlannedStage, make_plan
 from refiner_core.contract.protocols import protocol_name, under
 from refiner_core.contract.publications import final_model, published_steps, publishes_final
@@ -114,7 +115,7 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
         return workspace.read_run(str(trained)) if trained else run
     for known in reversed(workspace.run_ids()):
         run = workspace.read_run(known)
-        if {"sft", "grpo", "command"} & run.stages.keys():
+        if {*STAGES, "command"} & run.stages.keys():
             return run
     raise ConfigurationError(
         f"No run in {workspace.root} has trained anything.",

@@ -21,6 +21,7 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.protocol_files import load_protocol, shipped_protocols
 from refiner_core.contract.protocols import parse_protocol
+from refiner_core.contract.services import asks_judge
 
 #: Where somebody's checkpoints went: nobody else can, or should, publish there.
 _SOMEBODYS = frozenset(
@@ -89,7 +90,7 @@ def recipe_text(config: RecipeConfig) -> str:
         value = get_field(config, path)
         if path == "stages" or (value != info.default and _is_said(path, info, config)):
             _put(values, path, _public(path, value))
-    if config.judge.kind == "openai" and {"grpo", "evaluate"} & set(config.stages):
+    if config.judge.kind == "openai" and asks_judge(config):
         _put(values, "judge.base_url", _ANY_JUDGE)
     return _HEADER + yaml.dump(
         _escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100

@@ -236,6 +236,21 @@ def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str
         )
         for name, digest in _recorded_files(made).items()
         if digest
+    } | _environment_files(said, made.config)
+
+
+def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
+    """The file of an agent's own environment, and that of its tasks. They are what the record
+    means: with others the command would not have planned to the fingerprint."""
+    names = [(said.environment.tasks, had.environment.tasks)]
+    if had.environment.name.rpartition(":")[0].endswith(".py"):
+        names.append(
+            (said.environment.name.rpartition(":")[0], had.environment.name.rpartition(":")[0])
+        )
+    return {
+        shown: hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+        for shown, file in names
+        if shown is not None and file is not None
     }
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import DataConfig, RecipeConfig
+from refiner_core.contract.environment_checks import BUILTIN_ROWS
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.services import JUDGE_WEIGHTS, engine_of, serves
 from refiner_core.data.sources import source_digest
+from refiner_core.environments.registry import environment_digest
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import rubric_set_digest
@@ -59,9 +61,13 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
     tokenizer = config.model.tokenizer_name_or_path
     if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
         sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
-    if config.data.sft_path is not None:
+    agent = bool(config.environment.name)
+    if agent:
+        sources["environment"] = _once(environment_digest, config)
+    own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # those of the environment's expert
+    if config.data.sft_path is not None and not own_rows:
         sources["data.sft"] = _once(source_digest, _rows(config.data), "sft")
-    if config.data.rl_path is not None:
+    if config.data.rl_path is not None and not agent:
         sources["data.rl"] = _once(source_digest, _rows(config.data), "rl")
     if config.publish.card_template is not None:
         sources["card_template"] = _once(_template_digest, config.publish.card_template)
@@ -82,6 +88,8 @@ _NAMES_ROWS = (
 def _of_measuring(config: RecipeConfig) -> dict[str, str]:
     """Rubrics and judge."""
     sources, reward = dict[str, str](), config.reward
+    if config.environment.name and config.environment.nl_assertions != "judge":
+        return sources  # nobody is judged
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
         sources["rubrics"] = _once(rubric_set_digest, reward.static_rubrics)
     if config.judge.kind == "openai":

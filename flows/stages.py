@@ -8,11 +8,13 @@ another. Functions import what they need, so that a publish job does not pay for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.environments import as_planned
 from infra import atomic
 from infra.checkpoints import MARKER
 from infra.workspace import Workspace
@@ -20,7 +22,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import StageKind
 from refiner_core.contract.records import StageSpec
-from refiner_core.contract.types import StageIO
+from refiner_core.contract.types import Generator, Progress, StageIO
 
 if TYPE_CHECKING:
     from flows.judging import StageJudge
@@ -64,11 +66,23 @@ def _judge(work: StageWork) -> AbstractContextManager[StageJudge]:
 
 
 def run_data(work: StageWork) -> dict[str, Any]:
-    """Rows to tokenised training, validation and held-out sets."""
+    """Rows, or an environment's tasks, to tokenised training, validation and held-out sets."""
     from refiner_core.data.prepare import prepare_data
     from refiner_core.generation.load import load_tokenizer
 
     tokenizer = load_tokenizer(work.config.model.name_or_path, work.config.model)
+    if work.config.environment.name:
+        from refiner_core.data.tasks import prepare_tasks
+        from refiner_core.environments.registry import open_environment
+
+        return prepare_tasks(
+            work.config,
+            environment=open_environment(work.config, evaluation=False),
+            digest=as_planned(work.spec.sources, work.config),
+            tokenizer=tokenizer,
+            output_dir=work.output_dir,
+            io=work.io,
+        )
     return prepare_data(work.config, tokenizer=tokenizer, output_dir=work.output_dir, io=work.io)
 
 
@@ -79,10 +93,56 @@ def run_sft(work: StageWork) -> dict[str, Any]:
     return run_training(work)
 
 
+def run_rft(work: StageWork) -> dict[str, Any]:
+    """Attempts that were kept to weights."""
+    from flows.ranks.training import run_training
+
+    return run_training(work)
+
+
+def run_sample(work: StageWork) -> dict[str, Any]:
+    """A model's attempts at the training prompts, and those of them that are worth learning."""
+    from refiner_core.rejection.stage import sample_attempts
+
+    as_planned(work.spec.sources, work.config)
+    servers = work.config.sample.generation_backend == "vllm"
+    with _judge(work) as (judge, io):
+        return sample_attempts(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+            open_generator=partial(_sampling_servers, work) if servers else None,
+        )
+
+
+def _sampling_servers(
+    work: StageWork, tokenizer: Any, on_step: Callable[[int, int], None]
+) -> AbstractContextManager[Generator]:
+    """The stage's own vLLM servers, as children of this process, on a model that does not move."""
+    from infra.rollouts.opening import open_sampler
+
+    def tell(seconds: float) -> None:
+        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
+
+    return open_sampler(
+        work.config,
+        work.model_ref,
+        tokenizer,
+        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
+        should_stop=work.io.should_stop,
+        tell=tell,
+        on_step=on_step,
+    )
+
+
 def run_grpo(work: StageWork) -> dict[str, Any]:
     """Prompts, samples, judgements and rewards to weights."""
     from flows.ranks.training import run_training
 
+    as_planned(work.spec.sources, work.config)
     return run_training(work)
 
 
@@ -108,6 +168,8 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
 
     if work.spec.model == "command":
         require_whole(work.inputs["weights"] / "model", "evaluation")
+    if work.config.environment.name:
+        return _evaluate_agent(work)
     with _judge(work) as (judge, io):
         return evaluate_model(
             work.config,
@@ -119,6 +181,29 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
             io=io,
             judge=judge,
             circumstances=Circumstances(protocol_name(work.spec.name), _first_attempt(work)),
+        )
+
+
+def _evaluate_agent(work: StageWork) -> dict[str, Any]:
+    """The same of an agent; nobody is asked to judge but where the environment is to ask."""
+    from refiner_core.contract.protocols import protocol_name
+    from refiner_core.evaluation.episodes import evaluate_episodes
+    from refiner_core.evaluation.run import Circumstances
+
+    as_planned(work.spec.sources, work.config)
+    asks = work.config.environment.nl_assertions == "judge"
+    judged = _judge(work) if asks else nullcontext((None, work.io))
+    with judged as (judge, io):
+        return evaluate_episodes(
+            work.config,
+            data_dir=work.inputs["data"],
+            data_digest=work.spec.input_fingerprints["data"],
+            model_ref=work.model_ref,
+            model_name=work.spec.model,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+            circumstances=Circumstances(protocol_name(work.spec.name)),
         )
 
 
@@ -192,6 +277,8 @@ STAGE_FUNCTIONS: dict[StageKind, Callable[[StageWork], dict[str, Any]]] = {
     "fetch": run_fetch,
     "data": run_data,
     "sft": run_sft,
+    "sample": run_sample,
+    "rft": run_rft,
     "grpo": run_grpo,
     "command": run_command,
     "evaluate": run_evaluate,

@@ -33,7 +33,7 @@ SCHEDULER_WAIT_S = 0.6
 #: Which of a stage's values is its main one, where it has it; else the first.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
 _KINDS = (
-    *("fetch", "data", "sft", "rft", "serve", "grpo", "command"),
+    *("fetch", "data", "sft", "serve", "sample", "rft", "grpo", "command"),
     *("export", "publish", "evaluate", "card"),
 )
 

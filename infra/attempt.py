@@ -68,7 +68,7 @@ LAST_WORD_S = 15.0
 #: Errors that, right after a request to stop, are taken for its consequence: what else was told to
 #: stop (a judge, data workers, another rank) may have gone first.
 _FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
-    {"interrupted", "bug", "gpu_error", "judge_outage"}
+    {"interrupted", "bug", "gpu_error", "judge_outage", "environment_outage"}
 )
 
 

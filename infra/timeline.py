@@ -41,6 +41,7 @@ WHAT: dict[FailureClass, str] = {
     "disk_full": "no room on the disk",
     "hung": "hung",
     "judge_outage": "judge did not answer",
+    "environment_outage": "environment or user failed",
     "hub_outage": "Hub did not answer",
     "hub_refused": "Hub refused",
     "not_finite": "loss, norm or reward was not finite",

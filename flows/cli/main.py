@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge": ("judge", "Ask a judge one question, measure it, see and end the servers of judges."),
     "rubrics": ("rubrics", "List, show and check rubric sets."),
     "protocols": ("protocols", "List, show and check protocols: fixed ways of measuring."),
+    "environments": ("environments", "List, show, check and play what agents with tools work in."),
     "recipes": ("plan", "List the shipped recipes."),
     "profiles": ("profiles", "List the shipped Slurm profiles."),
     "server": ("server", "Show or stop the local Prefect server."),

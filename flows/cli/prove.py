@@ -23,7 +23,8 @@ from flows.cli.options import (
     type=click.Choice(["sft", "grpo", "all"]),
     default="all",
     show_default=True,
-    help="which training is proven; those before it run once",
+    help="which training is proven; those before it run once (`rft` trains as `sft` does and is "
+    "left out)",
 )
 @click.option(
     "--steps", type=int, default=12, show_default=True, metavar="N", help="steps of each training"

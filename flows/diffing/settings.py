@@ -17,6 +17,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import ABSENT, Mark, walk
 from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.records import StageSpec
+from refiner_core.contract.services import CONSUMERS
 
 #: Of these a stage's own fields say all that matters, or they are names for people.
 _NO_NEWS = ("description",)
@@ -197,12 +198,12 @@ def source_changes(pairs: Iterable[Pair]) -> list[Change]:
 
 def judge_changes(pairs: Iterable[Pair]) -> list[Change]:
     """The judge: its fields, the digest of its prompts, what its server called itself."""
-    return _gather((p for p in pairs if p.kind in ("grpo", "evaluate")), _judge)
+    return _gather((p for p in pairs if p.kind in CONSUMERS), _judge)
 
 
 def rubric_changes(pairs: Iterable[Pair]) -> list[Change]:
     """Which rubrics, and what the sets said."""
-    return _gather((p for p in pairs if p.kind in ("grpo", "evaluate")), _rubrics)
+    return _gather((p for p in pairs if p.kind in CONSUMERS), _rubrics)
 
 
 def environment_changes(pairs: Iterable[Pair]) -> list[Change]:

@@ -16,7 +16,7 @@ from flows.diffing.sides import Half, Pair
 from infra.stage_io import list_rollouts, read_metrics, read_rollouts
 from refiner_core.contract.proofs import MEASURED
 
-_TRAINS = ("sft", "grpo", "command")
+_TRAINS = ("sft", "sample", "rft", "grpo", "command")
 #: In the order in which a rollout comes about.
 _FIELDS = (
     *("prompt_index", "sample_id", "response_ids", "response_text", "logprobs", "finish_reason"),

@@ -295,7 +295,7 @@ def check_nightly(nightly: Nightly) -> list[str]:
         workspace = Workspace.read_only(workspace_of(nightly))
         canary = _pinned_canary(nightly, workspace)
         plan = night_plan(nightly, canary, "2026-01-01", base)
-        unknown = _unknown_metrics(nightly)
+        unknown = _unknown_metrics(nightly, base)
         if unknown:
             raise unknown
         for checkpoint in nightly.checkpoints:
@@ -312,16 +312,17 @@ def check_nightly(nightly: Nightly) -> list[str]:
     return warnings
 
 
-def _unknown_metrics(nightly: Nightly) -> ConfigurationError | None:
+def _unknown_metrics(nightly: Nightly, base: RecipeConfig) -> ConfigurationError | None:
     from refiner_core.contract.loading import suggest
-    from refiner_core.evaluation.samples import METRICS
+    from refiner_core.evaluation.metrics import has_metric, metrics_of
 
     for metric in nightly.alerts.metrics:
-        if metric not in METRICS:
+        if not has_metric(base, metric):
+            known = metrics_of(base)
             return ConfigurationError(
                 f"`alerts.metrics` names {metric!r}, which no evaluation has."
-                f"{suggest(metric, METRICS)}",
-                expected="one of: " + ", ".join(METRICS),
+                f"{suggest(metric, known)}",
+                expected="one of: " + ", ".join(known),
                 fix="correct `alerts.metrics`",
             )
     return None

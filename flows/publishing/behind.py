@@ -25,7 +25,7 @@ from refiner_core.contract.records import (
 )
 
 #: Kinds of stages that a model rests on, in their order.
-KINDS = ("data", "sft", "grpo", "command")
+KINDS = ("data", "sft", "sample", "rft", "grpo", "command")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from infra.workspace import Workspace
 from refiner_core.cards.facts import finite
-from refiner_core.cards.results import SMALLER_IS_BETTER
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import StageFailed
+from refiner_core.evaluation.metrics import higher_is_better
 
 
 class Candidate(NamedTuple):
@@ -108,7 +108,7 @@ def choose(
         entries = result.report["evaluations"] if result is not None else ()
         found.append(Candidate(role, name, step, _number(entries, step, config)))
     _refuse_mixed(found)
-    sign = -1.0 if config.best_metric in SMALLER_IS_BETTER else 1.0
+    sign = -1.0 if higher_is_better(config.best_metric) is False else 1.0
     best = max(found, key=lambda c: (sign * c.value, -c.step))
     return Choice(best, tuple(found))
 

@@ -37,7 +37,7 @@ from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
 
 #: The order of models on a card, by the front of their names.
-_MODELS = ("base", "sft", "grpo", "command")
+_MODELS = ("base", "sft", "rft", "grpo", "command")
 
 
 @dataclass(frozen=True)

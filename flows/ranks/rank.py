@@ -20,7 +20,7 @@ from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
 from infra.ranks.launch import ORDER
 from refiner_core.contract.errors import Interrupted
-from refiner_core.contract.placement import TrainingStage
+from refiner_core.contract.placement import TrainingStage, section_of, training_stage
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def _train_as(rank: int) -> None:
     work = _work(order, io)
     if io is not None:
         io.progress(Progress(0, 0, "loading"))
-    stage: TrainingStage = "sft" if work.spec.kind == "sft" else "grpo"
-    section = work.config.sft if stage == "sft" else work.config.grpo
+    stage = training_stage(work.spec.kind)
+    section = section_of(work.config, stage)
     set_up_logging(work.config.log_level)
     with ExitStack() as stack:
         if rank == 0:
@@ -98,7 +98,7 @@ def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
 
 def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train a stage in this process, as one of several ranks or alone."""
-    if stage == "sft":
+    if stage != "grpo":
         from refiner_core.training.sft import train_sft
 
         return train_sft(
@@ -108,6 +108,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
             output_dir=work.output_dir,
             io=work.io,
             ranks=ranks,
+            stage=stage,
         )
     from flows.judging import judge_for
     from refiner_core.training.grpo import train_grpo

@@ -1,7 +1,8 @@
 """A training stage, in the worker itself or in ranks of its own.
 
-In: the work of an ``sft`` or ``grpo`` stage. Out: its report, which says what it ran on: ``ranks``,
-``nodes``, ``engine``, and under ``resumed_on`` every part of it that ran on something else.
+In: the work of an ``sft``, ``rft`` or ``grpo`` stage. Out: its report, which says what it ran on:
+``ranks``, ``nodes``, ``engine``, and under ``resumed_on`` every part of it that ran on something
+else.
 
 One process without DeepSpeed is the worker. Everything else is launched with torchrun, and imports
 torch there alone: the worker keeps the heartbeat, the fence and the outcome.
@@ -17,7 +18,13 @@ from infra.ranks.nodes import OtherNodes
 from infra.restart import AttemptClosed, job_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.contract.placement import Placement, TrainingStage, placement_of
+from refiner_core.contract.placement import (
+    Placement,
+    TrainingStage,
+    placement_of,
+    section_of,
+    training_stage,
+)
 
 if TYPE_CHECKING:
     from flows.stages import StageWork
@@ -34,7 +41,7 @@ def run_training(work: StageWork) -> dict[str, Any]:
     RefinerError, Exception
         Why it ended otherwise, in whichever rank.
     """
-    stage: TrainingStage = "sft" if work.spec.kind == "sft" else "grpo"
+    stage = training_stage(work.spec.kind)
     placement = placement_of(work.config, stage)
     used = {
         "ranks": placement.world,
@@ -54,13 +61,13 @@ def run_training(work: StageWork) -> dict[str, Any]:
 
 def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
     """Whether a training stage needs no process beside the worker."""
-    section = config.sft if stage == "sft" else config.grpo
+    section = section_of(config, stage)
     return placement_of(config, stage).world == 1 and not section.deepspeed_stage
 
 
 def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
     """What moves the weights, in the words of cards and reports."""
-    zero = (config.sft if stage == "sft" else config.grpo).deepspeed_stage
+    zero = section_of(config, stage).deepspeed_stage
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
 

@@ -27,8 +27,10 @@ from infra.tracking import tracked_address
 from infra.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
 from refiner_core.contract.fingerprint import canonical_json
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
+from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.curves import SHOWN
 from refiner_core.report.document import IncidentRow, TrialRow
@@ -43,10 +45,9 @@ from refiner_core.report.evidence import (
     TrialEvidence,
 )
 
-_TRAINING = ("sft", "grpo", "command")
+_TRAINING = (*STAGES, "command")
 _EVALUATE = "evaluate-"
 _THREADS = 4
-_REWARD = "reward"
 
 
 def gather(workspace: Workspace, sweep: str) -> Evidence:
@@ -149,8 +150,8 @@ class _Read:
             by_decoding.setdefault(str(entry["decoding"]), []).append(entry)
         for decoding, entries in by_decoding.items():
             file = str(entries[0]["samples_file"])
-            of_reward = [str(e["protocol"]) for e in entries if e["metric"] == _REWARD]
-            others = [str(e["protocol"]) for e in entries if e["metric"] != _REWARD]
+            of_reward = [str(e["protocol"]) for e in entries if weighed(str(e["metric"]))]
+            others = [str(e["protocol"]) for e in entries if not weighed(str(e["metric"]))]
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
             yield Measured(
                 decoding=decoding,
@@ -159,6 +160,7 @@ class _Read:
                 means=_only(self.samples.means(folder / file), entries),
                 reference=reference[str(beside[0]["samples_file"])] if beside else None,
                 samples_file=file,
+                episodes=(report.get("episodes") or {}).get(decoding) or {},
             )
 
     def trial(self, trial: TrialRecord, standing: TrialStanding) -> TrialEvidence:
@@ -325,7 +327,7 @@ class FromWorkspace:
     def answers(
         self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """First samples of these prompts."""
+        """First samples of these prompts, and of agents the first attempts."""
         try:
             return self.samples.rows(self._file(evaluation, measured), prompts)
         except DataError:

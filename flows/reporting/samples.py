@@ -20,13 +20,15 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from refiner_core.contract.errors import DataError
-from refiner_core.evaluation.samples import METRICS
+from refiner_core.evaluation.samples import metric_columns
 from refiner_core.report.evidence import PromptMeans, RubricScores
 
 Floats = npt.NDArray[np.float64]
 #: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
 _SHARED_BY = 5
 _OTHERS = "(others)"
+#: Attempts at a task that a report shows.
+MOST_ATTEMPTS = 4
 _JUDGEMENTS = pa.schema(
     [
         pa.field(
@@ -75,8 +77,8 @@ class SamplesReader:
         prompts, place = self._places(table.column("sample_id"))
         metrics = [
             name
-            for name in METRICS
-            if name in table.column_names and table.column(name).null_count < len(place)
+            for name in metric_columns(table.schema)
+            if table.column(name).null_count < len(place)
         ]
         columns = [table.column(name).to_numpy() for name in metrics]
         values = np.stack(columns) if columns else np.zeros((0, len(place)))
@@ -107,10 +109,12 @@ class SamplesReader:
         return RubricScores(tuple(names), values.reshape(len(names), len(prompts)))
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
-        """First samples of these prompts, whole."""
+        """First samples of these prompts, whole; of agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
         found: list[dict[str, Any]] = _table(path, _content(path), None).filter(wanted).to_pylist()
-        return [row for row in found if row["sample_index"] == 0]
+        return [
+            row for row in found if row["sample_index"] < (MOST_ATTEMPTS if "episode" in row else 1)
+        ]
 
     def _places(self, column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.intp]]:
         """Ids in ascending order, and the place of each sample's prompt among them."""
@@ -144,7 +148,7 @@ def _table(path: Path, content: bytes, columns: Sequence[str] | None = ()) -> An
         with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
             there = file.schema_arrow.names
             if columns is not None and not columns:
-                columns = ["sample_id", *(m for m in METRICS if m in there)]
+                columns = ["sample_id", *metric_columns(file.schema_arrow)]
             wanted = there if columns is None else [c for c in columns if c in there]
             table = file.read(columns=wanted, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:

@@ -17,7 +17,7 @@ from infra.disk.marks import reclaimed_text
 from infra.stage_io import list_rollouts, read_rollouts
 from infra.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.protocols import protocol_name
@@ -100,10 +100,13 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
         A run has no such stage or no such step; nothing is left.
     DataError
         Prompts are gone, or are not those of the rollouts.
+    UnsupportedError
+        A run is of an agent, which no judge and no rubrics have scored.
     """
     names = _short_names([run.run for run in runs])
     policies: dict[tuple[str, str], Policy] = {}
     for run in runs:
+        _require_answers(run)
         of_run = _trained(workspace, run, part) if part.source == "rollouts" else ()
         if part.source == "evaluation":
             of_run = _evaluated(workspace, run, part)
@@ -114,6 +117,17 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
                 replace(policy, name=name, run_name=names[run.run]),
             )
     return [_sampled(policy, part.sample) for policy in policies.values()]
+
+
+def _require_answers(run: RunRecord) -> None:
+    environment = (run.config.get("environment") or {}).get("name")
+    if environment:
+        raise UnsupportedError(
+            f"Run {run.run} is of an agent in the environment {environment!r}: its rollouts are "
+            "episodes, and the environment has rewarded them, not a judge.",
+            expected="a run whose answers were judged",
+            fix="name another run; `refiner why` and the report show episodes with their checks",
+        )
 
 
 def _sampled(policy: Policy, count: int | None) -> Policy:

@@ -14,7 +14,7 @@ from flows.sweeping.forecasting import forecast_json, forecast_lines, forecast_o
 from flows.sweeping.history import read_history
 from infra.disk.keeper import DiskKeeper
 from infra.workspace import Workspace
-from refiner_core.evaluation.samples import NUMBERS
+from refiner_core.evaluation.metrics import is_number
 from sweeps.fitting import Passed
 from sweeps.forecast import SweepForecast, held_out_prompts
 from sweeps.history import History
@@ -110,7 +110,7 @@ def _effect_text(found: Detectable) -> str:
         if found.prompts is None:
             return f"unknown before the data are made ({design})"
         return f"unknown ({design})"
-    if found.effect > 1 and found.aim.metric not in NUMBERS:
+    if found.effect > 1 and not is_number(found.aim.metric):
         return f"none: a share cannot change by as much as it would take ({design})"
     return f"{found.effect:.3f} in 80 of 100 such sweeps ({design})"
 

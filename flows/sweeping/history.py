@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from infra.history import devices_of
 from infra.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
@@ -59,7 +60,9 @@ def read_history(workspace: Workspace, plan: SweepPlan) -> History:
     stages = [s for s in plan.stages().values() if not is_service(s.id)]
     wanted = {_Kind(s.kind, s.sources.get("model", "")) for s in stages}
     found = tuple(_measured(workspace, wanted))
-    return History(_with_loading(found), _held_out(workspace, stages))
+    files = ("rl_test.parquet", "rl_train.parquet")
+    held_out, training = (_prompts(workspace, stages, file) for file in files)
+    return History(_with_loading(found), held_out, training)
 
 
 def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
@@ -149,16 +152,18 @@ def _done_work(
     if kind == "evaluate":
         counts = [int(p["num_prompts"]) for p in (report.get("protocols") or {}).values()]
         prompts = max(counts, default=None)
+    elif kind == "sample":
+        prompts = int(report["prompts"]["total"])
     work = work_of(kind, identity, prompts=prompts, save_freq=save_freq)
     steps = report.get("steps")
-    if kind in ("sft", "grpo") and steps:
+    if kind in STAGES and steps:
         work = work._replace(units=int(steps))
     return work
 
 
 def _step_s(metrics: Path, kind: str, report: Mapping[str, Any]) -> float | None:
     """Seconds of a step in the middle; None where no step was timed."""
-    if kind not in ("sft", "grpo"):
+    if kind not in STAGES:
         return None
     lines = _last_lines(metrics)
     times = [t for m in lines if (t := m.get("time/step_s")) is not None]
@@ -202,12 +207,17 @@ def _with_loading(stages: Sequence[Measured]) -> tuple[Measured, ...]:
     begin is no time of samples there either."""
     loading: dict[tuple[str, int], list[float]] = {}
     for stage in stages:
-        if stage.shape.kind in ("sft", "grpo"):
+        if stage.shape.kind in STAGES:
             loading.setdefault(stage.shape[1:3], []).append(stage.start_s)
     found = []
     for stage in stages:
         starts = loading.get(stage.shape[1:3])
-        if stage.shape.kind == "evaluate" and starts and stage.work.units and stage.unit_s:
+        if (
+            stage.shape.kind in ("sample", "evaluate")
+            and starts
+            and stage.work.units
+            and stage.unit_s
+        ):
             total = stage.unit_s * stage.work.units
             start_s = min(median(starts), _MOST_LOADING * total)
             unit_s = (total - start_s) / stage.work.units
@@ -216,15 +226,15 @@ def _with_loading(stages: Sequence[Measured]) -> tuple[Measured, ...]:
     return tuple(found)
 
 
-def _held_out(workspace: Workspace, stages: Iterable[PlannedStage]) -> dict[str, int]:
-    """Held-out prompts of the `data` stages that are done, by fingerprint."""
+def _prompts(workspace: Workspace, stages: Iterable[PlannedStage], file: str) -> dict[str, int]:
+    """Prompts in a file of the `data` stages that are done, by fingerprint."""
     found = {}
     for stage in stages:
         if stage.kind != "data":
             continue
         result = workspace.read_result(stage.id)
         files = result.report.get("files") if result is not None else None
-        rows = ((files or {}).get("rl_test.parquet") or {}).get("rows")
+        rows = ((files or {}).get(file) or {}).get("rows")
         if rows is not None:
             found[stage.fingerprint] = int(rows)
     return found

@@ -24,6 +24,7 @@ from infra.together import Together
 from infra.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord
 from sweeps.values import Trial
@@ -123,7 +124,7 @@ class Trials:
     def _plan(self, trial: Trial, canary: bool) -> Plan:
         changes: dict[str, Any] = {"tracking.group": self.sweep}
         if canary:
-            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in ("sft", "grpo")}
+            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in STAGES}
         return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
 
     def _recorded(self, trial: Trial) -> RunRecord | None:

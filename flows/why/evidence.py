@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.why.figures import FLOOR, Figure
+from flows.why.figures import FLOORS, Figure
 from infra.checkpoints import step_name
 from infra.stage_io import read_rollouts
 from infra.workspace import Workspace
@@ -189,7 +189,8 @@ def _of_evaluation(
 def _samples_file(figure: Figure) -> str:
     """Its name, also where the evidence of a card does not have it."""
     named = figure.entry.get("samples_file")
-    return str(named or f"samples-{FLOOR if figure.model == FLOOR else figure.decoding}.parquet")
+    which = figure.model if figure.model in FLOORS else figure.decoding
+    return str(named or f"samples-{which}.parquet")
 
 
 def _same(again: Estimate, entry: Mapping[str, Any]) -> bool:
@@ -203,7 +204,11 @@ def _near(one: Any, other: Any) -> bool:
 
 
 def _measured(row: Mapping[str, Any]) -> dict[str, float | None]:
-    return {k: v for k, v in row.items() if v is None or isinstance(v, float)}
+    found = {k: v for k, v in row.items() if v is None or isinstance(v, float)}
+    if "episode" not in row:
+        return found
+    # Of a task's numbers each attempt has but its own part, and that of its domain.
+    return {k: v for k, v in found.items() if v is not None and "/" not in k}
 
 
 # ---------------------------------------------------------------- training

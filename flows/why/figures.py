@@ -7,6 +7,7 @@ as the person has it: ``0.512`` means 0.51234 and not 0.5131.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,9 @@ _INTERVAL = re.compile(r"\[[^\]]*\]")
 _DECODINGS = ("greedy", "sampled")
 #: Whose answers are the floor of every evaluation; they have a file of their own.
 FLOOR = "random_copier"
-_MODELS = ("base", FLOOR, "sft", "grpo", "command")
+#: The same of an agent.
+FLOORS = (FLOOR, "do_nothing")
+_MODELS = ("base", *FLOORS, "sft", "rft", "grpo", "command")
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
 
@@ -148,13 +151,16 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
             continue
         if record.spec.kind == "evaluate" and record.result is not None:
             figures = _of_evaluation(stage_id, record.result.report, query)
-        elif record.spec.kind in ("sft", "grpo", "command"):
+        elif record.spec.kind in ("sft", "sample", "rft", "grpo", "command"):
             figures = _of_training(workspace, stage_id, record, query)
+            if record.spec.kind == "sample" and record.result is not None:
+                sampled = _of_sampling(stage_id, record.result.report, query)
+                figures = itertools.chain(sampled, figures)
         else:
             continue
         for figure in figures:
             # All evaluations repeat the floor; attempts at a training repeat steps.
-            stage = "" if figure.model == FLOOR else stage_id
+            stage = "" if figure.model in FLOORS else stage_id
             key = (*figure.words, figure.entry.get("protocol"), figure.value, stage)
             found.setdefault(key, figure)
     return _asked_for(list(found.values()), query)
@@ -207,6 +213,23 @@ def _of_training(
                 if (name, line.step) not in seen and (name in query.names or name == "scores"):
                     model = record.spec.name
                     yield from _trained(model, name, line.step, logged, query, stage_id)
+
+
+def _of_sampling(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
+    """What was sampled and kept: counts and rates, overall and by domain."""
+    if query.step is not None:
+        return
+    for path, value in _leaves("", {k: v for k, v in report.items() if k != "rule"}):
+        if query.means(value):
+            yield Figure(
+                kind="fact",
+                model="sample",
+                metric=path,
+                value=value,
+                entry={"value": value},
+                record=f"stages/{stage_id}/result.json#report.{path}",
+                stage_id=stage_id,
+            )
 
 
 def _curves(report: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[float]]]]:

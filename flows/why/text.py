@@ -12,6 +12,7 @@ from typing import Any
 
 from flows.why.evidence import Explanation, Sample, SampleValue
 from flows.why.figures import Figure, words_apart
+from refiner_core.evaluation.metrics import of_tasks
 
 #: Version of the JSON that `why --json` prints.
 OUTPUT_VERSION = 1
@@ -86,7 +87,7 @@ def _protocol_lines(figure: Figure) -> Iterator[str]:
     entry, protocol = figure.entry, figure.protocol
     yield f"protocol  {entry.get('protocol_name') or entry['protocol']}"
     for name, value in protocol.items():
-        if name in ("version", "decoding") or value is None:
+        if name in ("version", "decoding") or value is None or value == {}:
             continue
         yield from _wrapped(f"  {name:<20}", _in_words(name, value))
 
@@ -110,9 +111,11 @@ def _how_lines(found: Explanation) -> Iterator[str]:
     if figure.kind == "evaluation":
         yield ""
         if entry.get("numerator") is not None:
+            agent = bool(figure.protocol.get("environment"))
+            each = "tasks" if of_tasks(figure.metric) else "attempts" if agent else "samples"
             yield (
-                f"value     {entry['numerator']:.6g} / {entry.get('denominator')} samples = "
-                f"{figure.value:.6g}, over n = {entry['n']} prompts"
+                f"value     {entry['numerator']:.6g} / {entry.get('denominator')} {each} = "
+                f"{figure.value:.6g}, over n = {entry['n']} {'tasks' if agent else 'prompts'}"
             )
         how = _INTERVALS.get(str(entry.get("interval")), str(entry.get("interval")))
         yield from _wrapped("interval  ", f"{_interval(entry) or 'none'}, 95 %: {how}")
@@ -142,7 +145,7 @@ def _sample_lists(found: Explanation) -> Iterator[str]:
     counted = found.counted
     if not found.values:
         return
-    left = len(found.values) - len(counted)
+    left = 0 if of_tasks(found.figure.metric) else len(found.values) - len(counted)
     more = f" ({left} do not count: nothing was measured)" if left else ""
     yield ""
     yield f"samples   {len(counted)}{more}"
@@ -171,7 +174,8 @@ def _sample_lines(sample: Sample, metric: str) -> Iterator[str]:
     if not sample.judgements:
         yield "  judge     was not asked"
         return
-    yield "  judge"
+    checks = all(j.get("kind") == "check" for j in sample.judgements)
+    yield "  checks" if checks else "  judge"
     for judgement in sample.judgements:
         yield from _judgement_lines(judgement)
 
@@ -180,7 +184,10 @@ def _judgement_lines(judgement: Mapping[str, Any]) -> Iterator[str]:
     score = judgement.get("score")
     number = "failed" if score is None else f"{score:.2f}"
     kind = judgement.get("kind")
-    if kind == "rubric":
+    if kind == "check":
+        text = str(judgement.get("title"))
+        number = "passed" if score else "missing"
+    elif kind == "rubric":
         sign = "against" if judgement.get("polarity") == "negative" else "for"
         weight = f"{sign}, weight {judgement.get('weight', 1):g}, {judgement.get('source')}"
         text = f"{judgement.get('title')} ({weight}): {judgement.get('criterion')}"

@@ -20,22 +20,27 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from infra.disk.history import History, history_of
-from infra.disk.judged import evaluation_samples, judgement_bytes, rollouts_of_step
+from infra.disk.judged import (
+    evaluation_samples,
+    judgement_bytes,
+    rollouts_of_step,
+    training_prompts,
+)
 from infra.disk.modelsize import STATE_BYTES, ModelSize
 from infra.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.placement import placement_of
+from refiner_core.contract.config import RecipeConfig, SftConfig
+from refiner_core.contract.placement import STAGES, placement_of, section_of, training_stage
 from refiner_core.contract.plan import Plan, PlannedStage
 
 #: What a stage's records, log and metrics take, and how many files they are.
 _CONTROL_BYTES, _CONTROL_INODES = 256 << 10, 40
 _METRICS_BYTES = 2 << 10  # of one step
 _CHECKPOINT_INODES, _RANK_INODES = 4, 2  # of all processes together, and of each
-_TRAINED = ("sft", "grpo")
 #: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+_SAMPLING_INODES = 200  # files of batches and their links, as long as it works
 _MOST_FILES = 10  # of an exported model besides its shards
 #: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
 _MUON_SAVES = 3.5
@@ -166,10 +171,12 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     config, model = plan.config_of(stage), known.size(plan.config)
     history = known.history(stage.kind, stage.sources.get("model"))
-    if stage.kind in _TRAINED:
+    if stage.kind in STAGES:
         return _training_need(stage, plan, model, history)
     if stage.kind == "export":
         return _export_need(stage, plan, known)
+    if stage.kind == "sample":
+        return _sampling_need(stage, config, history)
     guess: int | None = None
     basis, inodes = "estimated", 4
     if stage.kind == "data":
@@ -191,6 +198,24 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     total = (size if size is not None else guess or 0) + _CONTROL_BYTES
     is_known = size is not None or guess is not None
     return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, is_known)
+
+
+def _sampling_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
+    """Every attempt once, and once more while they are written; what is kept as a demonstration is
+    a part of that. Checkpoints hold links to the same files."""
+    one = history.output_bytes
+    guess = training_prompts(config) * config.sample.attempts * _attempt_bytes(config)
+    size = 2 * guess if one is None else one
+    basis = "estimated" if one is None else "measured"
+    total, inodes = size + _CONTROL_BYTES, _CONTROL_INODES + _SAMPLING_INODES
+    return StageNeed(stage, total + size, total + size // 2, total, inodes, basis, True)
+
+
+def _attempt_bytes(config: RecipeConfig) -> int:
+    """An attempt on the disk: an answer, or an episode as long as its context may be."""
+    episode = bool(config.environment.name)
+    tokens = config.grpo.max_token_length if episode else config.grpo.response_length
+    return _TOKEN_BYTES * tokens + _ROLLOUT_BYTES
 
 
 def _export_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
@@ -224,7 +249,7 @@ def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int |
     if measured is not None:
         return measured, "measured"
     model = known.size(plan.config)
-    if made.kind not in _TRAINED or model.parameters is None:
+    if made.kind not in STAGES or model.parameters is None:
         return None, model.source
     return model.parameters * _WEIGHT_BYTES[plan.config.model.dtype], model.source
 
@@ -233,7 +258,7 @@ def _training_need(
     stage: PlannedStage, plan: Plan, model: ModelSize, history: History
 ) -> StageNeed:
     config = plan.config
-    section = config.sft if stage.kind == "sft" else config.grpo
+    section = section_of(config, training_stage(stage.kind))
     dtype, parameters = config.model.dtype, model.parameters or 0
     one = history.checkpoint_bytes or _checkpoint_bytes(stage.kind, config, parameters)
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
@@ -266,14 +291,15 @@ def _training_need(
 
 def _checkpoint_bytes(kind: str, config: RecipeConfig, parameters: int) -> int:
     """A checkpoint: the state of each parameter, and batches that were sampled ahead."""
-    is_muon = kind == "sft" and config.sft.optimizer == "muon"
+    section = section_of(config, training_stage(kind))
+    is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
     each = STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
     ahead = config.grpo.async_steps * _rollout_step_bytes(config) if kind == "grpo" else 0
     return int(parameters * each) + ahead
 
 
 def _checkpoint_inodes(kind: str, config: RecipeConfig) -> int:
-    world = placement_of(config, "sft" if kind == "sft" else "grpo").world
+    world = placement_of(config, training_stage(kind)).world
     return _CHECKPOINT_INODES + world * _RANK_INODES
 
 
@@ -296,7 +322,7 @@ def _steps(kind: str, config: RecipeConfig) -> int:
     """Optimiser steps; 0 where only the data will tell."""
     if kind == "grpo":
         return config.grpo.num_training_steps
-    return config.sft.max_train_steps or 0
+    return (config.rft if kind == "rft" else config.sft).max_train_steps or 0
 
 
 def _rollout_step_bytes(config: RecipeConfig) -> int:
@@ -377,13 +403,13 @@ def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
             )
             for n in range(most - 1, 0, -1)
         ]
-    trained = [k for k in _TRAINED if k in config.stages]
+    trained = [k for k in STAGES if k in config.stages]
     saving = [_saving_options(config, kind) for kind in trained]
     return itertools.product(reclaim, parallel, *saving)
 
 
 def _saving_options(config: RecipeConfig, kind: str) -> list[_Option]:
-    section = config.sft if kind == "sft" else config.grpo
+    section = section_of(config, training_stage(kind))
     found = [_AS_IT_IS]
     for keep in range(section.keep - 1, 1, -1):
         found.append(

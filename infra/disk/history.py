@@ -24,7 +24,8 @@ N = TypeVar("N", int, float)
 #: Ends that say something about the machines, and not about the recipe or the person.
 _BREAKDOWNS = (
     *("preempted", "node_failure", "killed", "out_of_memory", "gpu_out_of_memory"),
-    *("gpu_error", "disk_full", "hung", "judge_outage", "time_limit", "launch_failure"),
+    *("gpu_error", "disk_full", "hung", "judge_outage", "environment_outage", "time_limit"),
+    "launch_failure",
 )
 
 

@@ -33,6 +33,7 @@ from infra.jobs import AttemptRef
 from infra.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
+from refiner_core.contract.placement import STAGES
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class DiskKeeper:
         """What a checkpoint of a training stage takes that has never saved; 0: nothing says."""
         paths = self.workspace.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
-        if stage_id.rpartition("-")[0] not in ("sft", "grpo") or not numbers:
+        if stage_id.rpartition("-")[0] not in STAGES or not numbers:
             return 0
         try:
             config = self.workspace.read_control(paths.attempt(numbers[-1]).config) or {}

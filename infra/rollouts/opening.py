@@ -11,7 +11,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ from infra.ranks.gpus import visible
 from infra.rollouts.command import Place
 from infra.rollouts.memory import memory_folder
 from infra.rollouts.servers import LocalRolloutServers
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.placement import placement_of
+from refiner_core.contract.config import ModelConfig, RecipeConfig
+from refiner_core.contract.placement import placement_of, sampling_servers
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.canary import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
@@ -129,6 +129,57 @@ def open_vllm(
             if transfer is not None:
                 transfer.close()
             servers.close()
+
+
+@contextmanager
+def open_sampler(
+    config: RecipeConfig,
+    model_ref: str,
+    tokenizer: Any,
+    workdir: Path,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Iterator[VllmGenerator]:
+    """Servers for a ``sample`` stage: a model that does not move, nobody who trains, and all GPUs
+    of ``sample.resources`` for the servers.
+
+    They are started on a copy of the model in memory, and proven by a canary that this process
+    scores on the CPU. See :func:`open_vllm` for the rest.
+    """
+    view = sampling_view(config)
+    with open_vllm(
+        *(view, tokenizer, workdir),
+        should_stop=should_stop,
+        tell=tell,
+        on_step=on_step,
+        server_gpus=sampling_servers(config),
+    ) as rollouts:
+        rollouts.sync(_loaded(view.model, model_ref), "sampled")
+        yield rollouts.generator
+
+
+def sampling_view(config: RecipeConfig) -> RecipeConfig:
+    """The recipe as rollout servers read it, for a ``sample`` stage: weights go by a folder, and
+    this process scores the canary on a CPU, whatever kernel training uses."""
+    rule = config.sample
+    grpo = replace(
+        config.grpo,
+        generation_backend="vllm",
+        generation_batch_size=rule.generation_batch_size,
+        resources=rule.resources,
+        rollout_server=replace(config.grpo.rollout_server, weight_transfer="reload"),
+    )
+    return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
+
+
+@contextmanager
+def _loaded(model: ModelConfig, model_ref: str) -> Iterator[Any]:
+    from refiner_core.generation.load import load_model, set_threads
+
+    set_threads(model)
+    yield load_model(model_ref, model)
 
 
 def weight_transfer(config: RecipeConfig, servers: int) -> Literal["reload", "nccl", "ipc"]:

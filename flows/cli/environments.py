@@ -1,0 +1,235 @@
+"""`refiner environments`: list them, show one, check one, and play a task by hand."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
+
+if TYPE_CHECKING:
+    from refiner_core.contract.config import RecipeConfig
+    from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
+
+#: Exit code of an environment that is wrong: bad data.
+_WRONG = 3
+_SHOWN = 20
+#: name -> what it is for.
+_KNOWN = {
+    "desk": "a service desk of our own: bookings, orders, devices; a scripted user; runs anywhere",
+    "tau2": "tau2-bench (airline, retail, telecom), where it is installed; its user is a model",
+    "FILE.py:NAME": "your own: what NAME(config, user) of that file makes",
+}
+_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@click.group(
+    "environments",
+    epilog="KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders] or "
+    "environment.tasks=FILE.jsonl. How to write one: refiner_core/environments/README.md.",
+)
+def environments_command() -> None:
+    """List, show and check what agents with tools work in; play a task by hand."""
+
+
+@environments_command.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the environments that a recipe may name in environment.name."""
+    with until_nobody_reads():
+        if as_json:
+            print_json({"version": 1, "environments": _KNOWN})
+            return
+        print_table(list(_KNOWN.items()), ("name", "for"))
+        click.echo("Next:\n  refiner environments show desk", err=True)
+
+
+@environments_command.command("show")
+@click.argument("name", metavar="NAME")
+@click.option("--tasks", "with_tasks", is_flag=True, help="list every task, too")
+@json_option
+@_overrides
+def show_command(name: str, overrides: Sequence[str], with_tasks: bool, as_json: bool) -> None:
+    """Show domains, policies, tools and tasks of an environment."""
+    config = _config(name, overrides)
+    environment = _opened(config)
+    splits = (config.environment.train_split, config.environment.test_split)
+    tasks = {split: environment.tasks(split) for split in splits}
+    with until_nobody_reads():
+        if as_json:
+            print_json(_as_json(environment, tasks))
+            return
+        _show(environment, tasks, with_tasks)
+        again = shlex.join(["refiner", "environments", "play", name, *overrides])
+        click.echo(f"Next:\n  {again}", err=True)
+
+
+@environments_command.command("check")
+@click.argument("name", metavar="NAME")
+@click.option("--most", type=click.IntRange(1), help="try at most this many tasks of each split")
+@json_option
+@_overrides
+def check_command(name: str, overrides: Sequence[str], most: int | None, as_json: bool) -> int:
+    """Check that an environment does what its protocol says, by trying its tasks."""
+    from refiner_core.environments.checking import check_environment
+
+    config = _config(name, overrides)
+    splits = (config.environment.train_split, config.environment.test_split)
+    checked = check_environment(_opened(config), splits, most=most)
+    with until_nobody_reads():
+        if as_json:
+            findings = [finding._asdict() for finding in checked.findings]
+            values = {"tasks": checked.tasks, "expert_solved": checked.expert_solved}
+            print_json({"version": 1, **values, "findings": findings})
+        else:
+            for finding in checked.findings[:_SHOWN]:
+                click.echo(f"{finding.level}: {finding.where}: {finding.what}")
+            if len(checked.findings) > _SHOWN:
+                click.echo(f"… and {len(checked.findings) - _SHOWN} more (--json has all)")
+            tried = ", ".join(f"{count} of {split}" for split, count in checked.tasks.items())
+            solved = checked.expert_solved
+            expert = "" if solved is None else f"; the expert solves {solved}"
+            click.echo(f"{len(checked.errors)} errors; tasks tried: {tried}{expert}")
+    return _WRONG if checked.errors else 0
+
+
+@environments_command.command("play")
+@click.argument("name", metavar="NAME")
+@click.option("--task", "task_id", help="id of the task; the first one by default")
+@click.option("--seed", type=int, default=0, show_default=True)
+@_overrides
+def play_command(name: str, overrides: Sequence[str], task_id: str | None, seed: int) -> int:
+    """Do a task by hand: type one tool call a line, as `get_order order=S_k3F7` or as JSON.
+
+    The exit code is 0 where the task was solved.
+    """
+    config = _config(name, overrides)
+    environment = _opened(config)
+    task = _task(environment, config, task_id)
+    click.echo(f"{task.domain}/{task.id}: {task.summary}\n\n{environment.policy(task.domain)}\n")
+    for tool in environment.tools(task.domain):
+        click.echo(f"  {_signature(tool.name, tool.parameters)}  {tool.description}")
+    episode = environment.episode(task)
+    _say(episode.reset(seed))
+    done = False
+    while not done:
+        click.echo("> ", nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            break
+        call = _call(line)
+        if call is None:
+            click.echo('one tool call, e.g. respond content="Hello." or {"name": …}', err=True)
+            continue
+        step = episode.step(call)
+        _say(step.messages)
+        done = step.done
+    outcome = episode.outcome()
+    episode.close()
+    click.echo(f"\nreward {outcome.reward:g}" + (f", {outcome.failure}" if outcome.failure else ""))
+    for check in outcome.checks:
+        mark = "done" if check.passed else "missing"
+        click.echo(
+            f"  {mark:8}{check.kind}: {check.name}" + f" ({check.detail})" * bool(check.detail)
+        )
+    return 0 if outcome.success else 1
+
+
+def _config(name: str, overrides: Sequence[str]) -> RecipeConfig:
+    from pathlib import Path
+
+    from refiner_core.contract.config import RecipeConfig
+    from refiner_core.contract.loading import replace_fields
+    from refiner_core.contract.overrides import read_overrides
+
+    values = read_overrides([f"environment.name={name}", *overrides], Path.cwd())
+    return replace_fields(RecipeConfig(), values)
+
+
+def _opened(config: RecipeConfig) -> Environment:
+    from refiner_core.environments.registry import open_environment
+
+    return open_environment(config, evaluation=False)
+
+
+def _task(environment: Environment, config: RecipeConfig, task_id: str | None) -> Task:
+    from refiner_core.contract.errors import ConfigurationError
+
+    splits = (config.environment.train_split, config.environment.test_split)
+    tasks = [task for split in splits for task in environment.tasks(split)]
+    wanted = (task_id or "").rpartition("/")[2]
+    for task in tasks:
+        if task_id is None or task.id == wanted:
+            return task
+    raise ConfigurationError(
+        f"There is no task {task_id!r}.",
+        expected=f"one of {len(tasks)}, such as {tasks[0].id}",
+        fix="see `refiner environments show NAME --tasks`",
+    )
+
+
+def _call(line: str) -> ToolCall | None:
+    """A call as a person types it: JSON, or a name and ``key=value`` pairs."""
+    from refiner_core.environments.protocol import ToolCall
+
+    if line.lstrip().startswith("{"):
+        try:
+            value = json.loads(line)
+            return ToolCall(str(value["name"]), dict(value.get("arguments", {})))
+        except (ValueError, KeyError, TypeError):
+            return None
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return None
+    if not words or any("=" not in word for word in words[1:]):
+        return None
+    return ToolCall(words[0], dict(word.split("=", 1) for word in words[1:]))
+
+
+def _say(messages: Sequence[Message]) -> None:
+    for message in messages:
+        click.echo(f"{message.role}: {message.content}")
+
+
+def _signature(name: str, parameters: Any) -> str:
+    return f"{name}({', '.join(parameters.get('properties', {}))})"
+
+
+def _as_json(environment: Environment, tasks: dict[str, tuple[Task, ...]]) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "environment": dict(environment.describe()),
+        "domains": {
+            domain: {
+                "policy": environment.policy(domain),
+                "tools": [tool.as_json() for tool in environment.tools(domain)],
+            }
+            for domain in environment.domains()
+        },
+        "tasks": {
+            split: [{"id": t.id, "domain": t.domain, "summary": t.summary} for t in found]
+            for split, found in tasks.items()
+        },
+    }
+
+
+def _show(environment: Environment, tasks: dict[str, tuple[Task, ...]], with_tasks: bool) -> None:
+    kind = "deterministic" if environment.deterministic else "not deterministic"
+    click.echo(f"{environment.name}, version {environment.version}, {kind}")
+    for domain in environment.domains():
+        counts = ", ".join(
+            f"{sum(t.domain == domain for t in found)} {split}" for split, found in tasks.items()
+        )
+        click.echo(f"\n{domain} ({counts} tasks)\n  {environment.policy(domain)}")
+        for tool in environment.tools(domain):
+            click.echo(f"    {_signature(tool.name, tool.parameters)}  {tool.description}")
+    if with_tasks:
+        rows = [(t.domain, t.id, s, t.summary) for s, found in tasks.items() for t in found]
+        click.echo("")
+        print_table(rows, ("domain", "task", "split", "what"))
