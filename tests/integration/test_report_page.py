@@ -264,12 +264,66 @@ def test_small_and_strange_sweeps_have_a_whole_page(browser: Page, show: Show, n
         assert not re.search(r"\b(NaN|nan|None|undefined)\b", browser.text())
 
 
+def test_attempts_at_a_task_are_read_side_by_side(browser: Page, show: Show) -> None:
+    show("agents_report", "flips")
+    browser.run("document.querySelector('#flips a[data-goto]').click()")
+    heads = [" ".join(h.split()) for h in seen(browser, ".answer-card h4")]
+    assert heads == ["sft baseline seed 1, attempt 1", "sft-rft seed 1, attempt 1"]
+    assert seen(browser, ".outcome") == ["✓ passed"] * 2
+    choose(browser, "right", "sft")
+    choose(browser, "attempt", "all")
+    outcomes = [o.split(":")[0] for o in seen(browser, ".outcome")]
+    failed = ["✕ failed rule_broken", "✕ failed no_call"]
+    assert outcomes == ["✓ passed", *failed, "◌ counts as none user_down"]
+    missing = seen(browser, ".checks li.missing")
+    assert ["the fee was told" in check for check in missing] == [True, True]
+    assert seen(browser, ".trouble") == ["against the rules", "no tool call"]
+    words = browser.text()
+    for said in ("which order is it?", 'get_order(order="S_0", fields=["state", "lamp"])'):
+        assert said in words
+    assert "characters more are in report.json" in words
+    browser.show(browser.run("location.href"))
+    assert len(seen(browser, ".answer-card")) == 4, "the choice survives a reload"
+
+
+def test_why_attempts_fail_is_counted_by_domain_and_errors_stand_apart(
+    browser: Page, show: Show
+) -> None:
+    show("agents_report", "attempts")
+    heads = seen(browser, ".attempts-table thead th")
+    assert heads[5:] == ["no call", "limit", "rule broken", "gave up", "incomplete",
+                         "error: user down"]  # fmt: skip
+    cells = seen(browser, ".attempts-table tr.whole td")
+    assert cells[:10] == ["all", "40", "160", "74of 158", "11", "18", "12", "30", "13", "2"]
+    names = seen(browser, "nav a")
+    assert "Transcripts" in names
+    assert "Rubrics" not in names, "nobody has judged"
+
+
+def test_what_agents_and_tools_say_is_shown_and_does_nothing(browser: Page, show: Show) -> None:
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.call("Emulation.setEmulatedMedia", features=[feature])
+        for choice in ("attempts", "v=answers&p=1&a=&l=&r="):
+            show("agents_report", choice)
+            assert browser.run("document.title") == "Rejection sampling before GRPO"
+            assert browser.run("document.querySelectorAll('main img, main script').length") == 0
+            assert browser.run(_POOR_CONTRAST) == []
+            assert browser.run(wide) <= 0
+    browser.call("Emulation.setEmulatedMedia", features=[])
+
+
 def test_nothing_runs_out_of_a_narrow_screen(browser: Page, show: Show) -> None:
     size: dict[str, Any] = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.call("Emulation.setDeviceMetricsOverride", **size)
     try:
         show("full_report")
         for view, _ in VIEWS:
+            go(browser, view)
+            assert browser.run("document.documentElement.scrollWidth") <= 400, view
+        show("agents_report")
+        for view in ("attempts", "answers"):
             go(browser, view)
             assert browser.run("document.documentElement.scrollWidth") <= 400, view
     finally:

@@ -51,8 +51,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="key=value, for trying other settings")
     args = parser.parse_args()
     runs = [run_seed(seed, args.workspace, args.overrides) for seed in args.seeds]
-    claims = [*sft_claims(runs), *grpo_claims(runs), *time_claims(runs)]
-    report = args.workspace / "learning.jsonl"
+    return tell(
+        [*sft_claims(runs), *grpo_claims(runs), *time_claims(runs)],
+        args.workspace / "learning.jsonl",
+    )
+
+
+def tell(claims: Sequence[Claim], report: Path) -> int:
+    """Print and write claims; 0 if all of them hold, else 1."""
     with report.open("w", encoding="utf-8") as file:
         for claim in claims:
             file.write(json.dumps(claim._asdict()) + "\n")
@@ -62,9 +68,9 @@ def main() -> int:
     return 0 if all(c.holds for c in claims) else 1
 
 
-def run_seed(seed: int, workspace: Path, overrides: Sequence[str]) -> SeedRun:
+def run_seed(seed: int, workspace: Path, overrides: Sequence[str], recipe: str = "tiny") -> SeedRun:
     """One run of the command; finished stages of an earlier call are skipped."""
-    command = [sys.executable, "-m", "flows.cli.main", "run", "tiny", f"seed={seed}"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", recipe, f"seed={seed}"]
     command += [f"workspace={workspace}", "--json", "--no-server", *overrides]
     print(f"seed {seed}: {' '.join(command[3:])}", file=sys.stderr)
     begun = time.monotonic()

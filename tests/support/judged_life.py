@@ -14,6 +14,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from flows.judging import judge_for
@@ -52,7 +53,7 @@ def config_of(url: str, **judge: Any) -> RecipeConfig:
 def work_of(root: Path, kind: str, config: RecipeConfig, stage: str = "") -> StageWork:
     """What the stage may use. ``stage``: another one of the same kind."""
     return StageWork(
-        spec=cast(Any, None),
+        spec=cast(Any, SimpleNamespace(kind=kind)),  # all that is read of it here
         config=config,
         inputs={},
         input_stages={},

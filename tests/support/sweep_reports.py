@@ -16,6 +16,7 @@ from refiner_core.report.document import (
     Agreement,
     Answer,
     ArmNumber,
+    AttemptsRow,
     Comparison,
     Curve,
     Flip,
@@ -73,6 +74,102 @@ def hostile_report() -> SweepReport:
         incidents=(incident,),
         warnings=(HOSTILE, f"{EMOJI} {RTL}"),
     )
+
+
+def agents_report() -> SweepReport:
+    """A sweep of agents: two arms, two domains, attempts of every ending, hostile words among
+    them."""
+    made = _Made(arms=["sft", "sft-rft"], seeds=(1, 2)).report()
+    metrics = ("pass@1", "pass@4", "pass^4", "pass@1/retail", "failure/no_call")
+    comparisons = tuple(
+        replace(c, key=replace(c.key, metric=metric, judge="desk 1, user: scripted"))
+        for c, metric in zip(made.comparisons, metrics, strict=False)
+    )
+    rows = [
+        AttemptsRow(arm, "grpo", "sampled", "own", domain, 20, 80, passed, failures, errors)
+        for arm in made.arms
+        for domain, passed, failures, errors in (
+            ("retail", 44, {"no_call": 9, "rule_broken": 12, "incomplete": 13}, {"user_down": 2}),
+            ("telecom", 30, {"no_call": 2, "limit": 18, "gave_up": 30}, {}),
+        )
+    ]
+    sides = [
+        SideBySide(
+            f"retail/{i}",
+            f"exchange the lamp of order {i}",
+            '{"data": {}}',
+            tuple(
+                Answer(arm, seed, attempt, "", _ATTEMPT_METRICS, episode=episode)
+                for arm in made.arms
+                for seed in made.seeds
+                for attempt, episode in enumerate(_episodes(i))
+            ),
+        )
+        for i in range(2)
+    ]
+    return replace(
+        made,
+        title="Rejection sampling before GRPO",
+        comparisons=comparisons,
+        attempts=tuple(rows),
+        side_by_side=tuple(sides),
+        matrix=(),
+        agreement=(),
+        rubrics=(),
+        flips=(Flip("sft-rft", "retail/0", "exchange the lamp", 0.25, 1.0, 2, 2),),
+    )
+
+
+_ATTEMPT_METRICS = {"success": 1.0, "reward": 1.0, "partial": 0.65, "turns": 4.0, "repairs": 1.0}
+
+
+def _episodes(task: int) -> list[dict[str, Any]]:
+    """One that passed, one that broke a rule, one without a call, one that counts as none."""
+
+    def turn(
+        call: dict[str, Any] | None, *messages: tuple[str, str], **more: Any
+    ) -> dict[str, Any]:
+        status = "ok" if call else "no_call"
+        return {
+            "text": "<tool_call>…",
+            "status": status,
+            "call": call,
+            "messages": messages,
+            **more,
+        }
+
+    ask = {"name": "respond", "arguments": {"content": "which order is it?"}}
+    look = {"name": "get_order", "arguments": {"order": f"S_{task}", "fields": ["state", "lamp"]}}
+    refund = {"name": "refund", "arguments": {"order": f"S_{task}", "note": HOSTILE}}
+    first = [["user", f"my lamp is broken. {HOSTILE if task else ''}"]]
+    said = ("user", f"order S_{task}, bought in march. {RTL}")
+    state = ("tool", '{"state": "delivered", "lamp": "green"}' + " long" * 900)
+    passed = {"kind": "environment", "name": "the lamp is exchanged", "passed": True, "detail": ""}
+    missing = {
+        **passed, "kind": "communicate", "name": "the fee was told", "passed": False,
+        "detail": "said was: none",
+    }  # fmt: skip
+    common = {"status": "finished", "ended": "done", "first_messages": first}
+    return [
+        {
+            **common, "checks": [passed], "failure": None, "excluded": ["nl_assertions"],
+            "turns": [turn(ask, said, repaired="Which order is it?"), turn(look, state),
+                      turn({"name": "finish", "arguments": {}})],
+        },
+        {
+            **common, "checks": [passed, missing], "failure": "rule_broken",
+            "turns": [turn(ask, said),
+                      turn(refund, ("tool", "not allowed"), tool_error="rule_broken")],
+        },
+        {
+            **common, "ended": "no_call", "checks": [missing], "failure": "no_call",
+            "turns": [turn(None, text="I will do that.", retried="Surely.")],
+        },
+        {
+            **common, "status": "error", "ended": "error", "failure": None, "turns": [turn(ask)],
+            "error_kind": "user_down", "error": "The user does not answer.",
+        },
+    ]  # fmt: skip
 
 
 def one_arm_report() -> SweepReport:

@@ -17,6 +17,7 @@ from refiner_core.cards import (
     facts_to_json,
 )
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.protocol_files import load_protocol
@@ -149,7 +150,9 @@ def test_every_identity_setting_behind_a_model_is_among_the_facts_that_are_seen(
     behind = [
         path
         for path, info in walk(RecipeConfig)
-        if info.mark == "identity" and any(path == u or path.startswith(f"{u}.") for u in used)
+        if info.mark == "identity"
+        and any(path == u or path.startswith(f"{u}.") for u in used)
+        and not path.startswith(ONLY_OF_AGENTS)  # this model is none
     ]
     known = facts_to_json(full_facts())["config"]
     assert set(behind) <= set(known)

@@ -62,6 +62,10 @@ def another(info: FieldInfo, value: Any) -> Any:
 def config_with(path: str) -> RecipeConfig:
     """The default recipe; one that makes use of the field, where that one does not."""
     config = RecipeConfig()
+    if path.partition(".")[0] in ("sample", "rft"):
+        config = dataclasses.replace(config, stages=("data", "sft", "rft", "evaluate"))
+    if path.startswith("environment.") and path != "environment.name":
+        return replace_fields(config, {"environment.name": "desk"})
     if path.startswith("publish.best_"):
         return replace_fields(config, {"publish.which": "best"})
     if path in ("judge.form", "judge.structured_output", "judge.extra_body"):
@@ -118,6 +122,44 @@ def test_what_a_health_check_has_stopped_goes_on_under_another_policy_or_limit()
     skipping = replace_fields(config, eased | {"grpo.health.kl_blow_up": "skip"})
     assert fingerprints(skipping)["grpo"] != fingerprints(config)["grpo"]
     assert fingerprints(skipping)["sft"] == fingerprints(config)["sft"]
+
+
+def test_an_agent_is_judged_by_its_environment_alone() -> None:
+    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
+    judged = {"judge.kind": "openai", "judge.model": "m", "reward.paper_citation_weight": 0.7}
+    assert fingerprints(replace_fields(agent, judged)) == fingerprints(agent)
+    asked = replace_fields(agent, {"environment.nl_assertions": "judge"})
+    assert fingerprints(replace_fields(asked, judged)) != fingerprints(asked)
+
+
+def test_rows_of_an_agent_that_are_dropped_otherwise_are_other_data() -> None:
+    """A demonstration with a longer call is dropped by the data stage."""
+    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
+    shorter = replace_fields(agent, {"environment.max_argument_bytes": 999})
+    assert fingerprints(shorter)["data"] != fingerprints(agent)["data"]
+
+
+def test_the_user_of_an_evaluation_is_part_of_it_and_of_nothing_else() -> None:
+    agent = replace_fields(RecipeConfig(), {"environment.name": "desk"})
+    other = replace_fields(agent, {"evaluate.user.model": "m"})
+    before, after = fingerprints(agent), fingerprints(other)
+    assert before["grpo"] == after["grpo"]
+    assert before["evaluate-sft"] != after["evaluate-sft"]
+    trained = fingerprints(replace_fields(other, {"environment.user.temperature": 0.1}))
+    assert trained["grpo"] != after["grpo"]
+    assert trained["evaluate-sft"] == after["evaluate-sft"]
+
+
+def test_rft_trains_on_what_sample_kept_and_grpo_goes_on_from_it() -> None:
+    stages = ("data", "sft", "rft", "grpo", "evaluate")
+    config = dataclasses.replace(RecipeConfig(), stages=stages)
+    plan = {s.name: s for s in make_plan(config, {}).stages}
+    assert plan["sample"].inputs == {"data": "data", "policy": "sft"}
+    assert plan["rft"].inputs == {"data": "sample", "policy": "sft"}
+    assert plan["grpo"].inputs == {"data": "data", "policy": "rft"}
+    assert plan["evaluate-rft"].inputs["weights"] == "rft"
+    again = replace_fields(config, {"rft.learning_rate": 1e-6})
+    assert fingerprints(again)["sample"] == fingerprints(config)["sample"]
 
 
 def test_a_change_reaches_exactly_the_stages_downstream() -> None:

@@ -355,10 +355,13 @@ def test_the_device_is_the_configured_one_and_not_what_the_machine_has(
     import torch
 
     from refiner_core.contract.config import RecipeConfig
-    from refiner_core.evaluation.run import _load, _Reporter
+    from refiner_core.evaluation.run import load_generator
+    from refiner_core.generation.reporting import BatchReporter
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    generator, _ = _load(RecipeConfig(), "builtin:tiny", _Reporter(FolderIO(tmp_path), 1))
+    generator, _ = load_generator(
+        RecipeConfig(), "builtin:tiny", BatchReporter(FolderIO(tmp_path), 1, "samples")
+    )
     assert generator.model.device.type == "cpu"  # type: ignore[attr-defined]
 
 

@@ -116,7 +116,7 @@ def test_overrides_are_typed() -> None:
         ("description=a: b: c", r"is not YAML.*description='\"…\"'"),
         ("description='", r"is not YAML"),
         ("model.revision=1234567", r"`model.revision` is 1234567.*'\"1234567\"'"),
-        ("evaluate.models=[sft,sftt]", r"one of base, sft, grpo"),
+        ("evaluate.models=[sft,sftt]", r"one of base, sft, rft, grpo"),
     ],
 )
 def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:

@@ -113,6 +113,12 @@ def in_pickles(folder: Path) -> None:
         ),
         (None, {"model__chat_template": " "}, ConfigurationError, r"chat_template` is empty"),
         (
+            config(max_position_embeddings=2048),
+            {"environment__name": "desk", "grpo__max_token_length": 4096},
+            ConfigurationError,
+            r"has 2,048 tokens, and an episode may have 4,096.*set grpo\.max_token_length=2048",
+        ),
+        (
             tokenizer(eos_token=None),
             {},
             ConfigurationError,

@@ -25,7 +25,7 @@ from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
 from refiner_core.judges import prompting
 
-TRAINS = ("data", "sft", "grpo", "command")
+TRAINS = ("data", "sft", "sample", "rft", "grpo", "command")
 
 
 def spec_of(stage: PlannedStage) -> StageSpec:
@@ -317,3 +317,24 @@ def test_a_model_that_no_command_makes_is_not_published() -> None:
     older = replace(made.specs["grpo"], stage_version=0, fingerprint="0" * 64)
     with pytest.raises(StageFailed, match="stage version: 0"):
         reproduce(replace(made, specs={**made.specs, "grpo": older}))
+
+
+def test_the_file_of_an_own_environment_and_its_tasks_are_named(tmp_path: Path) -> None:
+    """Without them nobody can give the command, and the card did not say that it needs any."""
+    (tmp_path / "away").mkdir()
+    file, tasks = tmp_path / "away" / "lamps.py", tmp_path / "away" / "lamps.jsonl"
+    file.write_bytes((Path(__file__).parents[1] / "support" / "own_environment.py").read_bytes())
+    tasks.write_text("{}\n")
+    made = run_of(
+        "tiny-tools",
+        f"environment.name={file}:Lamps",
+        f"environment.tasks={tasks}",
+        "environment.demonstrations=0",
+        "stages=[data,grpo]",
+    )
+    found = reproduce(made)
+    assert fingerprint(found, made) == made.fingerprint
+    assert found.files == {
+        "lamps.py": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "lamps.jsonl": hashlib.sha256(tasks.read_bytes()).hexdigest(),
+    }

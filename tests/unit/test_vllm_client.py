@@ -82,6 +82,13 @@ def test_a_sample_depends_on_its_seed_alone(folder: Path) -> None:
     assert alone[0].token_ids == first[5].token_ids
 
 
+def test_every_server_has_its_share_of_the_work(folder: Path) -> None:
+    """Also where one alone could be asked for all of it."""
+    with served(folder) as one, served(folder) as two:
+        generator(Fixed(one, two)).generate(requests(4), PLAIN)
+        assert [len(server.bodies()) for server in (one, two)] == [8, 8]
+
+
 def test_samples_of_different_prompts_are_not_drawn_with_the_same_numbers(folder: Path) -> None:
     """One seed for several prompts of a request would."""
     with served(folder) as server:

@@ -1,0 +1,313 @@
+"""`python -m tests.bench episodes [--model FOLDER]`: many episodes with tools at a time.
+
+One JSON line each:
+
+* concurrent episodes against the same tokens generated single-turn at the same batch size: the
+  rival is `generate` of the same generator, with each episode's prompt and all that tools say in it
+  as its prompt, and as many own tokens. CPU time, one thread; goal: ratio >= 0.85. Once with as
+  many episodes as the batch has places, once with twice as many, and once with prefixes that
+  nobody shares;
+* tools that take 50 to 200 ms: tokens per second of wall time, as a share of those with tools that
+  take none, and the share of time in which nothing was decoded; the rival decodes round by round;
+* with ``--model`` (one that has learned the recipe `tiny-tools`, such as its SFT stage's): episodes
+  of the recipe at the desk, real tools in threads, against round by round.
+
+But for the last, the model has the shape of `builtin:tiny` with random weights; the lengths of
+turns and of what tools say are drawn once, and forced (nothing ends a turn but its length). A tool
+takes time and no CPU, as a simulated user at another machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infra.provenance import host
+from refiner_core.contract.config import ModelConfig
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    TurnGenerator,
+    TurnRequest,
+    Turns,
+)
+from refiner_core.environments.conversation import prompt_ids
+from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
+from refiner_core.environments.registry import open_environment
+from refiner_core.generation.load import load_model, load_tokenizer
+from refiner_core.generation.lockstep import LockstepTurns
+from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.models.random_model import save_random_model
+from tests.bench.__main__ import ROUNDS, compare
+
+BATCH, TURNS = 64, 4
+PROMPT, FIRST, OWN, TOLD = 256, 24, 24, 32  # tokens: shared prompt, first message, means per turn
+SLOWEST_S = (0.05, 0.2)
+GOAL = 0.85
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One episode: its prompt, and per turn own tokens and what is told then (after the last turn
+    nothing is)."""
+
+    prompt: tuple[int, ...]
+    own: tuple[int, ...]
+    told: tuple[tuple[int, ...], ...]
+    tools_s: tuple[float, ...]
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """All tokens that are not its own."""
+        return (*self.prompt, *(token for told in self.told for token in told))
+
+
+def plans(count: int, vocabulary: int, *, shared: bool, slow: bool) -> list[Plan]:
+    """Episodes of 2 domains; own and told tokens of each sum up to the same."""
+    rng = np.random.default_rng(0)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(int(x) for x in rng.integers(3, vocabulary, length))
+
+    domains = [ids(PROMPT) for _ in range(2 if shared else count)]
+    made = []
+    for number in range(count):
+        tools = rng.uniform(*SLOWEST_S, TURNS - 1) if slow else np.zeros(TURNS - 1)
+        made.append(
+            Plan(
+                prompt=domains[number % len(domains)] + ids(FIRST),
+                own=_around(rng, OWN, TURNS),
+                told=tuple(ids(length) for length in _around(rng, TOLD, TURNS - 1)),
+                tools_s=tuple(tools.tolist()),
+            )
+        )
+    return made
+
+
+def _around(rng: np.random.Generator, mean: int, count: int) -> tuple[int, ...]:
+    """Lengths from a half to one and a half of the mean, whose sum is ``mean * count``."""
+    lengths = rng.integers(mean // 2, mean + mean // 2 + 1, count)
+    while (over := int(lengths.sum()) - mean * count) != 0:
+        lengths[rng.integers(count)] -= np.sign(over)
+        lengths = lengths.clip(mean // 2, mean + mean // 2)
+    return tuple(int(x) for x in lengths)
+
+
+class PlannedDesk:
+    """A desk of planned episodes, eager: a turn may begin once its tool's time is over."""
+
+    def __init__(self, episodes: Sequence[Plan]) -> None:
+        self._episodes, self._next, self._open = episodes, 0, len(episodes)
+        self._turn = [0] * len(episodes)
+        self._ready: list[tuple[float, int, tuple[int, ...]]] = []
+        self._ended: list[int] = []
+        self.own_tokens, self.idle_s = 0, 0.0
+
+    def take(self, room: int, *, wait: bool) -> Turns:
+        """What is ready; with ``wait`` it sleeps until something is, and counts the time."""
+        ended, self._ended = tuple(self._ended), []
+        fresh = range(self._next, min(self._next + room, len(self._episodes)))
+        self._next = fresh.stop
+        begin = [self._request(number, self._episodes[number].prompt) for number in fresh]
+        now = time.monotonic()
+        if wait and not begin and self._ready and self._ready[0][0] > now:
+            time.sleep(self._ready[0][0] - now)
+            self.idle_s += time.monotonic() - now
+            now = time.monotonic()
+        while self._ready and self._ready[0][0] <= now:
+            _, number, context = heapq.heappop(self._ready)
+            begin.append(self._request(number, context))
+        return Turns(tuple(begin), ended, self._open > 0)
+
+    def _request(self, number: int, context: tuple[int, ...]) -> TurnRequest:
+        turn = self._turn[number]
+        params = SamplingParams(max_new_tokens=self._episodes[number].own[turn])
+        return TurnRequest(number, context, TURNS * number + turn, params)
+
+    def finished(self, request: TurnRequest, completion: Completion) -> None:
+        """The tool begins, or the episode is over."""
+        number = request.conversation
+        plan, turn = self._episodes[number], self._turn[number]
+        assert len(completion.token_ids) == plan.own[turn]
+        self.own_tokens += len(completion.token_ids)
+        self._turn[number] = turn + 1
+        if turn + 1 == len(plan.own):
+            self._open -= 1
+            self._ended.append(number)
+            return
+        context = (*request.context_ids, *completion.token_ids, *plan.told[turn])
+        heapq.heappush(self._ready, (time.monotonic() + plan.tools_s[turn], number, context))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure; 0 even where a goal is missed: the lines say so."""
+    parser = argparse.ArgumentParser(prog="tests.bench episodes")
+    parser.add_argument("--model", type=Path)
+    folder = parser.parse_args(arguments).model
+    torch.set_num_threads(1)
+    generator = make_generator()
+    vocabulary = len(generator.tokenizer)
+    cases: tuple[tuple[str, int, bool], ...] = (
+        (f"{BATCH} episodes", BATCH, True),
+        (f"{2 * BATCH} episodes, {BATCH} at a time", 2 * BATCH, True),
+        (f"{BATCH} episodes with prompts of their own", BATCH, False),
+    )
+    for name, count, shared in cases:
+        episodes = plans(count, vocabulary, shared=shared, slow=False)
+        line = against_single_turns(f"{name} against single turns", generator, episodes)
+        print(json.dumps(line), flush=True)
+    for line in slow_tools(generator, plans(BATCH, vocabulary, shared=True, slow=True)):
+        print(json.dumps(line), flush=True)
+    if folder is not None:
+        print(json.dumps(at_the_desk(folder)), flush=True)
+    return 0
+
+
+def make_generator() -> TransformersGenerator:
+    """The tiny shape, with nothing that ends a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(
+            Path(folder),
+            hidden_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            head_dim=64,
+            intermediate_size=256,
+            seed=0,
+        )
+        config = ModelConfig(name_or_path=folder)
+        model, tokenizer = load_model(folder, config), load_tokenizer(folder, config)
+    model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    return TransformersGenerator(model, tokenizer, batch_size=BATCH)
+
+
+def against_single_turns(
+    name: str, generator: TransformersGenerator, episodes: Sequence[Plan]
+) -> dict[str, Any]:
+    """The same tokens in one turn each."""
+    own = OWN * TURNS
+    requests = [GenerationRequest(plan.flat, seed) for seed, plan in enumerate(episodes)]
+    params = SamplingParams(max_new_tokens=own)
+
+    def ours() -> int:
+        desk = PlannedDesk(episodes)
+        generator.turns(desk)
+        return desk.own_tokens
+
+    def rival() -> int:
+        return sum(len(c.token_ids) for c in generator.generate(requests, params))
+
+    assert ours() == rival() == own * len(episodes)
+    assert {len(plan.flat) for plan in episodes} == {PROMPT + FIRST + TOLD * (TURNS - 1)}
+    line = compare(name, ours, rival, own * len(episodes), "own tokens per CPU-second")
+    return line | {"goal": f"ratio >= {GOAL}", "met": line["ratio"] >= GOAL}
+
+
+def slow_tools(generator: TransformersGenerator, episodes: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Wall times, in turn: tools that take time and none, ours and round by round."""
+    instant = plans(len(episodes), len(generator.tokenizer), shared=True, slow=False)
+    sides: dict[str, TurnGenerator] = {"ours": generator, "rival": LockstepTurns(generator)}
+    rates: dict[str, list[float]] = {}
+    idle: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(ROUNDS):
+        for side, chosen in sides.items():
+            for kind, work in (("instant", instant), ("slow", episodes)):
+                desk = PlannedDesk(work)
+                begun = time.monotonic()
+                chosen.turns(desk)
+                wall_s = time.monotonic() - begun
+                rates.setdefault(f"{side} {kind}", []).append(desk.own_tokens / wall_s)
+                if kind == "slow":
+                    idle[side].append(desk.idle_s / wall_s)
+    rate = {name: statistics.median(found) for name, found in rates.items()}
+    common = {"rounds": ROUNDS, "machine": _machine()}
+    kept = {side: rate[f"{side} slow"] / rate[f"{side} instant"] for side in sides}
+    still = {side: statistics.median(shares) for side, shares in idle.items()}
+    tools = f"tools of {SLOWEST_S[0] * 1000:.0f} to {SLOWEST_S[1] * 1000:.0f} ms"
+    return [
+        {
+            "name": f"{BATCH} episodes, {tools}",
+            "ours": round(rate["ours slow"], 1),
+            "rival": round(rate["rival slow"], 1),
+            "ratio": round(rate["ours slow"] / rate["rival slow"], 2),
+            "unit": "own tokens per second; the rival decodes round by round",
+            **common,
+        },
+        {
+            "name": f"{tools}, throughput of instant ones that is kept",
+            "ours": round(kept["ours"], 3),
+            "rival": round(kept["rival"], 3),
+            "ratio": round(kept["ours"] / kept["rival"], 2),
+            "unit": "share",
+            **common,
+        },
+        {
+            "name": f"{tools}, time in which nothing was decoded",
+            "ours": round(still["ours"], 3),
+            "rival": round(still["rival"], 3),
+            "unit": "share of wall time, less is better",
+            **common,
+        },
+    ]
+
+
+def at_the_desk(folder: Path) -> dict[str, Any]:
+    """The first training tasks of the recipe `tiny-tools`, as its GRPO stage samples them."""
+    config = load_recipe("tiny-tools", [f"model.name_or_path={folder}"])
+    environment = open_environment(config, evaluation=False)
+    model = load_model(str(folder), config.model)
+    tokenizer = load_tokenizer(str(folder), config.model)
+    settings = settings_of(config, environment, temperature=1.0, top_p=1.0)
+    prompts = {
+        domain: prompt_ids(tokenizer, environment.policy(domain), environment.tools(domain))
+        for domain in environment.domains()
+    }
+    requests = [
+        EpisodeRequest(task, prompts[task.domain], seed)
+        for seed, task in enumerate(environment.tasks("train")[:BATCH])
+    ]
+    generator = TransformersGenerator(model, tokenizer, batch_size=BATCH)
+    sides: dict[str, TurnGenerator] = {"ours": generator, "rival": LockstepTurns(generator)}
+    rates: dict[str, list[float]] = {side: [] for side in sides}
+    turns: dict[str, int] = {}
+    for _ in range(ROUNDS):
+        for side, chosen in sides.items():
+            made: list[Completion] = []
+            begun = time.process_time()
+            run_episodes(
+                *(chosen, environment, tokenizer, requests, settings),
+                lambda _, completion, made=made: made.append(completion),  # type: ignore[misc]
+            )
+            own = sum(sum(completion.own or ()) for completion in made)
+            rates[side].append(own / (time.process_time() - begun))
+            turns[side] = sum(len((c.episode or {})["turns"]) for c in made)
+    mine, other = (statistics.median(rates[side]) for side in ("ours", "rival"))
+    return {
+        "name": f"{len(requests)} episodes at the desk, {turns['ours']} turns",
+        "ours": round(mine, 1),
+        "rival": round(other, 1),
+        "ratio": round(mine / other, 2),
+        "unit": "own tokens per CPU-second, tools included; the rival decodes round by round",
+        "rival_turns": turns["rival"],
+        "rounds": ROUNDS,
+        "machine": _machine(),
+    }
+
+
+def _machine() -> str:
+    found = host()
+    return f"{found['cpu']}, {found['cores']} cores"

@@ -1,0 +1,222 @@
+"""What the adapter needs of tau2-bench, tried: whole conversations over HTTP, on whatever package
+`tau2` can be imported.
+
+In: a domain and the user's words. Out: facts as JSON. Unit tests run it on the small double in
+``tests/support/tau2_fake``; ``python -m tests.support.tau2_contract DOMAIN...`` runs it on the
+package that a contributor has installed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import EnvironmentConfig, UserConfig
+from refiner_core.contract.types import Judgement, JudgeRequest, JudgeUsage
+from refiner_core.environments.protocol import Outcome, Step, Task, ToolCall
+from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.environments.tau2 import Tau2Environment
+from refiner_core.environments.tau2.episode import Tau2Episode
+from tests.support.judge_server import JudgeServer, Reply
+
+STOP = "###STOP###"
+KEY_ENV = "TAU2_TEST_KEY"
+
+
+def said(text: str | None, calls: Sequence[Mapping[str, Any]] = (), delay_s: float = 0.0) -> Reply:
+    """A chat completion of a simulated user: words, or calls of tools."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"user_call_{number}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for number, call in enumerate(calls)
+        ]
+    body = {
+        "id": "made-up",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "user",
+        "choices": [
+            {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
+        ],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+    }
+    return Reply(body=json.dumps(body), delay_s=delay_s)
+
+
+class Talk:
+    """A user who says these, one a request, and then goes on with the last."""
+
+    def __init__(self, *replies: Reply | str) -> None:
+        self.replies = [r if isinstance(r, Reply) else said(r) for r in replies]
+        self.asked = 0
+
+    def __call__(self, body: Mapping[str, Any], number: int) -> Reply:
+        self.asked += 1
+        return self.replies[min(self.asked, len(self.replies)) - 1]
+
+
+class YesJudge:
+    """A judge for whom every assertion holds, or none; keeps what it was asked."""
+
+    def __init__(self, score: float | None = 1.0) -> None:
+        self.score, self.requests = score, list[JudgeRequest]()
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        self.requests += requests
+        status = "failed" if self.score is None else "scored"
+        return [Judgement(status, self.score, "made up") for _ in requests]  # type: ignore[arg-type]
+
+    def usage(self) -> JudgeUsage:
+        return JudgeUsage()
+
+
+def user_at(url: str, **changes: Any) -> UserConfig:
+    """A user of a server; no patience."""
+    values = {"timeout_s": 20.0, "max_retries": 0, "api_key_env": KEY_ENV, **changes}
+    return UserConfig(model="user", base_url=url, **values)
+
+
+def environment_at(
+    url: str, domain: str, judge: YesJudge | None = None, **changes: Any
+) -> Tau2Environment:
+    """The environment with a user at ``url``."""
+    values = {"name": "tau2", "domains": (domain,), **changes}
+    if judge is not None:
+        values["nl_assertions"] = "judge"
+    return Tau2Environment(EnvironmentConfig(**values), user_at(url), judge)
+
+
+def gold_calls(task: Any) -> tuple[list[ToolCall], list[dict[str, Any]]]:
+    """What a task's own reference does: the agent's calls, and those of the user."""
+    actions = list(task.evaluation_criteria.actions or ())
+    agent = [ToolCall(a.name, dict(a.arguments)) for a in actions if a.requestor == "assistant"]
+    user = [
+        {"name": a.name, "arguments": json.dumps(a.arguments)}
+        for a in actions
+        if a.requestor == "user"
+    ]
+    return agent, user
+
+
+def recorded(
+    task: Task,
+    seed: int,
+    first: Sequence[Any],
+    turns: Sequence[tuple[ToolCall, Step]],
+    end: Outcome,
+) -> EpisodeRecord:
+    """A record as the runner makes it."""
+    made = tuple(
+        TurnRecord(
+            text=json.dumps(call.as_json()),
+            status="ok",
+            start=n,
+            end=n + 1,
+            call=call.as_json(),
+            tool_error=step.tool_error,
+            messages=tuple((m.role, m.content) for m in step.messages),
+        )
+        for n, (call, step) in enumerate(turns)
+    )
+    return EpisodeRecord(
+        task_id=task.id,
+        domain=task.domain,
+        seed=seed,
+        status="finished",
+        ended="done",
+        first_messages=tuple((m.role, m.content) for m in first),
+        turns=made,
+        reward=end.reward,
+        checks=tuple(dict(check.__dict__) for check in end.checks),
+        components=end.components,
+        excluded=end.excluded,
+        failure=end.failure,
+        info=json.loads(json.dumps(end.info)),
+    )
+
+
+def play(
+    environment: Tau2Environment, task: Task, calls: Sequence[ToolCall], *, pickled: bool = False
+) -> tuple[EpisodeRecord, Outcome]:
+    """An episode of these calls; ``pickled``: carried over to a new object before every turn."""
+    episode = environment.episode(task)
+    first = episode.reset(11)
+    turns: list[tuple[ToolCall, Step]] = []
+    for call in calls:
+        if pickled:
+            data = pickle.dumps(episode)
+            episode = pickle.loads(data)
+        step = episode.step(call)
+        turns.append((call, step))
+        if step.done:
+            break
+    outcome = episode.outcome()
+    episode.close()
+    return recorded(task, 11, first, turns, outcome), outcome
+
+
+def own_task(environment: Tau2Environment, task: Task) -> Any:
+    """tau2-bench's object of a task."""
+    return environment.opened(task.domain, task.data["task_id"])[1].task
+
+
+def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:
+    """Every task by its reference, by doing nothing, and carried over between turns."""
+    facts: dict[str, Any] = {"domain": domain, "tasks": 0, "solved": [], "idle": [], "carried": []}
+    with tempfile.TemporaryDirectory() as folder, JudgeServer(lambda b, n: talk(b, n)) as server:
+        environment = environment_at(server.base_url, domain, train_split=split)
+        records = []
+        for task in environment.tasks(split)[:most]:
+            own = own_task(environment, task)
+            agent, by_user = gold_calls(own)
+            words = " ".join(own.evaluation_criteria.communicate_info or ()) or "It is done."
+            calls = [*agent, ToolCall("respond", {"content": words}), ToolCall("done", {})]
+            help_first = [ToolCall("respond", {"content": "Please do that on your side."})]
+            for name, moves, carried in (
+                ("solved", [*(help_first if by_user else []), *calls], False),
+                ("idle", [ToolCall("done", {})], False),
+                ("carried", [*(help_first if by_user else []), *calls], True),
+            ):
+                helped = [said(None, [call]) for call in by_user]
+                talk = Talk("Hello, I need help.", *helped, "I did that.", "Thank you.")
+                record, outcome = play(environment, task, moves, pickled=carried)
+                facts[name].append(outcome.reward)
+                records.append(record)
+            facts["tasks"] += 1
+        written = environment.results_file(records, Path(folder), agent="reference")
+        facts["results"] = _read_back(written[0])
+        facts["version"] = environment.version
+    return facts
+
+
+def _read_back(path: Path) -> dict[str, Any]:
+    """What tau2-bench's own classes read, where they are there."""
+    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
+    results = simulation.Results.load(path)
+    metrics = __import__("tau2.metrics.agent_metrics", fromlist=["compute_metrics"])
+    computed = metrics.compute_metrics(results)
+    return {
+        "simulations": len(results.simulations),
+        "average": float(computed.avg_reward),
+        "trials": max(simulation.trial for simulation in results.simulations) + 1,
+    }
+
+
+def step_of(episode: Tau2Episode, name: str, **arguments: Any) -> Step:
+    """One turn."""
+    return episode.step(ToolCall(name, arguments))
+
+
+if __name__ == "__main__":
+    asked = [word.split(":") for word in sys.argv[1:]]
+    print(json.dumps([try_domain(domain, split, int(most)) for domain, split, most in asked]))

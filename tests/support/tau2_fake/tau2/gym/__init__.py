@@ -1,0 +1,1 @@
+"""Part of a test double; see the README beside the package."""

@@ -1,0 +1,232 @@
+"""Cards of agents: tables of tasks and failures that can be recomputed, and claims that cannot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.cards import CardFacts, build_card, lint_card
+from refiner_core.cards.agent_results import agent_protocol_words
+from refiner_core.cards.agents import agent_data_lines
+from refiner_core.cards.curve import training_curve
+from refiner_core.cards.evidence import evidence_text
+from refiner_core.cards.lint import check_card
+from refiner_core.cards.lint.names import metric_of
+from refiner_core.cards.numbers import card_numbers
+from refiner_core.cards.results import model_index, progression_tables, result_tables
+from refiner_core.evaluation.episodes import evaluate_episodes
+from tests.support.playing import (
+    Desk,
+    Player,
+    agent_config,
+    by_attempt,
+    task_rows,
+    world_seed,
+    write_tasks,
+)
+from tests.support.stage_io import FolderStageIO
+
+B0, B1, O0, O1 = (f"{d}/{d}-test-00{i}" for d in ("bookings", "orders") for i in (0, 1))
+BASE = {B0: ("expert", "flawed", "nothing", "nothing"), O1: ("expert",) * 4}
+OWN = {
+    B0: ("expert", "expert", "nothing", "expert"),
+    B1: ("words", "nothing", "expert", "flawed"),
+    O1: ("expert",) * 4,
+}
+CONFIG = agent_config(evaluate__temperature=0.8, evaluate__top_k=20)
+
+
+def measured(root: Path, name: str, played: Any, fails: frozenset[int]) -> dict[str, Any]:
+    player_of = task_rows(CONFIG, _tokenizer(), 2)
+    player = Player(CONFIG, player_of, by_attempt(played))
+    return evaluate_episodes(
+        CONFIG,
+        data_dir=write_tasks(root / "data", player_of),
+        data_digest="d" * 64,
+        model_ref="builtin:tiny",
+        model_name=name,
+        output_dir=root / name,
+        io=FolderStageIO(root / f"{name}-io"),
+        generator=player,
+        tokenizer=player.tokenizer,
+        environment=Desk(CONFIG, fails),
+    )
+
+
+def _tokenizer() -> Any:
+    from refiner_core.models.tokenizer import build_tokenizer
+
+    return build_tokenizer()
+
+
+def facts_of(*results: dict[str, Any], **changes: Any) -> CardFacts:
+    entries = [e for r in results for e in (*r["evaluations"], *r["reference"])]
+    given: dict[str, Any] = {
+        "repo_id": "somebody/desk-agent",
+        "config": CONFIG,
+        "stage": "grpo",
+        "step": 100,
+        "final": True,
+        "command": "refiner run tiny",
+        "evaluations": entries,
+        "protocols": {k: v for r in results for k, v in r["protocols"].items()},
+    }
+    return CardFacts(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
+    root = tmp_path_factory.mktemp("cards")
+    fails = frozenset(world_seed(CONFIG, "sampled", *place) for place in ((B0, 2), (O1, 0)))
+    base = measured(root, "base", BASE, frozenset())
+    return facts_of(base, measured(root, "grpo", OWN, fails))
+
+
+def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
+    main = next(t for t in result_tables(facts) if "sampled" in str(t.title) and "pass" in t.about)
+    assert "4 held-out tasks × 4 attempts per task" in main.about
+    assert "top_k 20" in main.about
+    assert "user: scripted" in main.about
+    assert "pass^k that all of k do" in main.about
+    assert main.header == ("metric", "base", "ends at once (floor)", "**GRPO (this model)**")
+    rows = {str(row[0]): [str(c) for c in row[1:]] for row in main.rows}
+    assert rows["`pass@1`"][0].startswith("0.312")
+    assert rows["`pass@4/orders`"][0].endswith("n = 2")
+    assert rows["`pass@2`"][1] == "—", "one attempt has no pass@2"
+    assert "`pass@2/orders`" not in rows
+    assert "`pass^1`" not in rows, "it is pass@1 by another name"
+    assert "`success`" not in rows, "it is pass@1 by another name"
+    assert "n = 4" in str(main.title)
+
+
+def test_a_user_that_is_another_one_than_in_training_is_said() -> None:
+    known = {"environment": {"name": "tau2", "user": {"model": "gpt-4.1", "temperature": 0.0}}}
+    said = agent_protocol_words(known, [], "qwen3-32b")
+    assert "user: `gpt-4.1`, temperature 0.0 (another one than in training)" in said
+    assert "another one" not in agent_protocol_words(known, [], "gpt-4.1")
+
+
+def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
+    """Demonstrations that name no task may be at any of them."""
+    split = {"held_out_questions": 5, "questions": 9}
+    sft = {"read": 8, "kept": 7, "domains": {"retail": 7}}
+    kinds = [("sft", "Demonstrations")]
+    data = {"split": split, "sft": sft}
+    said = str(agent_data_lines(facts_of(reports={"data": data}), kinds)[-1])
+    assert said.endswith("none of them is trained on.")
+    data = {"split": split, "sft": {**sft, "unnamed_task": 3}}
+    said = str(agent_data_lines(facts_of(reports={"data": data}), kinds)[-1])
+    assert said.endswith("as far as demonstrations name their tasks: 3 demonstrations name none.")
+    assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
+
+
+def test_the_course_of_a_training_tells_episodes_not_answers(facts: CardFacts) -> None:
+    """66 `tokens per rollout` beside 21 sampled ones: most are what tools and the user said."""
+    curves = {
+        name: [[1, 1.0], [2, 2.0]]
+        for name in ("scores", "episodes/success", "episodes/turns", "val/sequence_lengths")
+    }
+    known = replace(facts, stage="grpo", reports={**facts.reports, "grpo": {"curves": curves}})
+    curve = training_curve(known)
+    assert curve is not None
+    assert curve.header == (
+        *("step", "reward", "share solved", "turns"),
+        "tokens per episode, with those of tools and user",
+    )
+
+
+def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
+    found = [t for t in result_tables(facts) if str(t.title).startswith("Why attempts fail")]
+    table = next(t for t in found if "sampled" in str(t.title))
+    rows = {str(row[0]): [str(c) for c in row[1:]] for row in table.rows}
+    assert rows["attempts"] == ["16", "4", "16"]
+    assert rows["ended by an error of the infrastructure, counted as none"] == ["0", "0", "2"]
+    own = [int(cells[2]) for label, cells in rows.items() if label != "attempts"]
+    assert sum(own) == 16
+
+
+def test_a_card_of_an_agent_is_fit_to_be_published(facts: CardFacts) -> None:
+    evidence = evidence_text(facts, ())
+    card = build_card(facts)
+    assert lint_card(card, evidence) == []
+    assert lint_card(card) == [], "nor does anything contradict itself"
+    assert "fewer than 4 valid attempts" in card
+    numbers = {n.fact for n in card_numbers(facts) if n.section == "Results"}
+    assert any(fact.endswith(".numerator") for fact in numbers)
+    assert all(record is None for record in {n.record for n in card_numbers(facts)})
+
+
+def test_the_index_has_the_few_numbers_that_stand_for_it(facts: CardFacts) -> None:
+    (index,) = model_index(facts)
+    names = {m["type"] for r in index["results"] for m in r["metrics"]}
+    assert names == {"pass@1_first", "pass@1", "pass@4", "pass^4"}
+    assert {r["task"]["name"] for r in index["results"]} == {"tool use over several turns"}
+    said = [m["name"] for r in index["results"] for m in r["metrics"]]
+    assert all("tasks" in name for name in said)
+
+
+def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
+    renamed = [
+        {**e, "stage": {"base": "grpo-step50"}.get(e["stage"], e["stage"])}
+        for e in facts.evaluations
+    ]
+    (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
+    assert first.header[:3] == ("step", "`pass@1_first`", "`pass@1`")
+    assert [str(row[0]) for row in first.rows] == ["step 50", "**step 100 (this model)**"]
+
+
+def changed(card: str, row: str, old: str, new: str) -> str:
+    lines = card.split("\n")
+    place = next(i for i, line in enumerate(lines) if line.startswith(f"| `{row}` |"))
+    assert old in lines[place]
+    lines[place] = lines[place].replace(old, new, 1)
+    return "\n".join(lines)
+
+
+def test_a_number_that_no_attempts_give_is_refused(facts: CardFacts) -> None:
+    card = build_card(facts)
+    sampled = card[card.index("sampled decoding") :]
+    head = card[: card.index("sampled decoding")]
+    shown = re.search(r"\| `pass@1` \| (\d\.\d{3})", sampled)
+    assert shown is not None
+    wrong = head + changed(sampled, "pass@1", shown[1], "0.330")
+    problems = " ".join(lint_card(wrong, evidence_text(facts, ())))
+    assert "0.330" in problems
+    # Of 5 tasks with 4 attempts each nothing is 14.3 %, with or without evidence.
+    alone = (
+        "# x\n\n4 attempts per task.\n\n| model | n | pass@1 |\n|---|---|---|\n| a | 5 | 14.3% |\n"
+    )
+    assert any("14.3" in p for p in lint_card(alone))
+    uneven = alone.replace("4 attempts per task.", "4 attempts per task; some have fewer than 4 "
+                           "valid attempts.")  # fmt: skip
+    assert not any("share" in p for p in lint_card(uneven.replace("14.3", "13.3")))
+    assert any("share" in p for p in lint_card(alone.replace("14.3", "13.3")))
+
+
+def test_a_claim_across_protocols_is_refused(facts: CardFacts) -> None:
+    """The base's number is of one protocol, the model's of another: nothing is "4x better"."""
+    text = (
+        "# Agent\n\nA 4x improvement of pass@1 over the base model.\n\n"
+        "## Greedy, n = 70, protocol `aaaaaaaaaaaa`\n\n| metric | base |\n|---|---|\n"
+        "| pass@1 | 14.3% |\n\n"
+        "## Sampled, n = 100, protocol `bbbbbbbbbbbb`\n\n| metric | this model |\n|---|---|\n"
+        "| pass@1 | 57.0% |\n"
+    )
+    found = [f for f in check_card(text) if f.is_error]
+    assert any(f.rule == "comparison" for f in found), found
+
+
+def test_pass_hat_k_may_not_rise_and_pass_at_k_may_not_fall() -> None:
+    table = "# x\n\n| model | pass^1 | pass^2 |\n|---|---|---|\n| a | 40.0% | 50.0% |\n"
+    assert any("cannot pass more often" in p for p in lint_card(table))
+    assert not any("cannot pass" in p for p in lint_card(table.replace("50.0", "30.0")))
+    named = {m: metric_of(m) for m in ("pass@1_first", "pass@4/retail", "pass^4")}
+    assert {name: m.key for name, m in named.items() if m is not None} == {
+        "pass@1_first": "pass@1_first",
+        "pass@4/retail": "pass@4",
+        "pass^4": "pass^4",
+    }

@@ -1,0 +1,672 @@
+"""The desk: tasks that can be solved and only by doing them right, users who have to be asked,
+rules that hold, and an answer to everything that a model may call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.environment_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.data import synthetic_words as world
+from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, draw_tasks, words
+from refiner_core.environments.desk.episode import DeskEpisode
+from refiner_core.environments.desk.expert import FLAWS
+from refiner_core.environments.desk.registry import DOMAINS
+from refiner_core.environments.desk.tasks import own_tasks
+from refiner_core.environments.desk.user import PATIENCE
+from refiner_core.environments.protocol import (
+    FAILURES,
+    HasExpert,
+    Message,
+    Step,
+    Task,
+    TellsProgress,
+    ToolCall,
+)
+
+#: SHA-256 over every task and what right and flawed episodes of it look like. Where this test
+#: fails, episodes end otherwise than before: raise VERSION in desk/tasks.py, then put the new hash.
+PINNED = {"1": "2e310fdabd8f2400191c036cec204f9ef00fa5973e231eaed296792b20fcafe8"}
+CONFIG = EnvironmentConfig(name="desk")
+DESK = DeskEnvironment(CONFIG, UserConfig())
+ALL = own_tasks()
+
+
+def of_family(domain: str, family: str) -> Task:
+    return next(t for t in ALL if t.domain == domain and t.data["family"] == family)
+
+
+def say(content: str) -> ToolCall:
+    return ToolCall("respond", {"content": content})
+
+
+def played(task: Task, calls: Iterable[ToolCall], seed: int = 0) -> tuple[DeskEpisode, list[Step]]:
+    """An episode with these calls, up to its end."""
+    episode = DESK.episode(task)
+    episode.reset(seed)
+    steps: list[Step] = []
+    for call in calls:
+        steps.append(episode.step(call))
+        if steps[-1].done:
+            break
+    return episode, steps
+
+
+def solution(task: Task) -> list[ToolCall]:
+    return [ToolCall(name, arguments) for name, arguments in task.data["solution"]]
+
+
+def without(calls: list[ToolCall], *names: str) -> list[ToolCall]:
+    return [call for call in calls if call.name not in names]
+
+
+# Tasks and experts ------------------------------------------------------------------------------
+
+
+def test_the_expert_solves_every_task_whatever_the_seed() -> None:
+    for task in ALL:
+        for seed in range(3):
+            episode, steps = played(task, DESK.expert(task, seed, flawed=False), seed)
+            outcome = episode.outcome()
+            assert outcome.reward == 1.0, (task.id, outcome)
+            assert outcome.success
+            assert outcome.failure is None
+            assert steps[-1].done
+            assert all(not step.tool_error for step in steps), task.id
+            assert 3 <= len(steps) <= 9
+
+
+def test_a_flawed_expert_never_solves_one_and_fails_in_many_ways() -> None:
+    failures: Counter[str | None] = Counter()
+    for task in ALL:
+        for seed in range(3):
+            calls = DESK.expert(task, seed, flawed=True)
+            episode, steps = played(task, calls, seed)
+            assert not episode.outcome().success, (task.id, seed)
+            assert episode.outcome().reward == 0.0
+            assert steps[-1].done, "a demonstration ends"
+            failures[episode.outcome().failure] += 1
+    assert set(failures) == {"rule_broken", "wrong_argument", "gave_up", "incomplete"}
+    assert min(failures.values()) > 20
+
+
+def test_each_flaw_is_made_somewhere_and_the_seed_decides() -> None:
+    task = of_family("bookings", "cancel_fee")
+    made = {json.dumps([c.as_json() for c in DESK.expert(task, s, flawed=True)]) for s in range(40)}
+    assert len(made) >= len(FLAWS)
+    again = DESK.expert(task, 3, flawed=True)
+    assert again == DESK.expert(task, 3, flawed=True)
+
+
+def test_there_are_tens_of_tasks_in_every_domain_and_split() -> None:
+    assert DESK.domains() == ("bookings", "orders", "devices")
+    for split, least in (("train", 40), ("test", 20)):
+        tasks = DESK.tasks(split)
+        assert [t.domain for t in tasks] == sorted(
+            (t.domain for t in tasks), key=DESK.domains().index
+        )
+        for domain in DESK.domains():
+            mine = [t for t in tasks if t.domain == domain]
+            assert len(mine) >= least
+            assert len({t.data["family"] for t in mine}) == len(DOMAINS[domain].families) >= 6
+    assert len({t.id for t in ALL}) == len(ALL)
+
+
+def entities(task: Task) -> set[str]:
+    """Names, ids, rooms and items of a task."""
+    text = json.dumps(task.data)
+    found = set(re.findall(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", text))
+    values = re.findall(r"\b(\w{4}) (\w{4})\b", text)
+    heads, tails = set(world.VALUE_HEADS), set(world.VALUE_TAILS)
+    return found | {f"{a} {b}" for a, b in values if a in heads and b in tails}
+
+
+def test_no_entity_of_a_held_out_task_was_ever_in_training() -> None:
+    seen: dict[str, str] = {}
+    for task in ALL:
+        assert len(entities(task)) >= 3
+        for entity in entities(task):
+            assert seen.setdefault(entity, task.id) == task.id, "an entity stands in two tasks"
+
+
+def test_further_tasks_can_be_drawn_and_are_solved_too() -> None:
+    tasks = draw_tasks("orders", 30, seed=5, world="pretrain")
+    assert tasks == draw_tasks("orders", 30, seed=5, world="pretrain")
+    assert tasks[:10] == draw_tasks("orders", 10, seed=5, world="pretrain")
+    assert {t.id for t in tasks}.isdisjoint({t.id for t in draw_tasks("orders", 30, seed=6)})
+    known = set().union(*(entities(task) for task in ALL))
+    for task in tasks:
+        assert entities(task).isdisjoint(known)
+        assert played(task, solution(task))[0].outcome().success
+
+
+def test_tasks_texts_and_rules_are_what_the_version_promises() -> None:
+    digest = hashlib.sha256(desk_digest(CONFIG).encode())
+    for task in ALL:
+        for flawed in (False, True):
+            calls = DESK.expert(task, 1, flawed=flawed)
+            episode, steps = played(task, calls, 1)
+            transcript = (
+                [c.as_json() for c in calls],
+                [m.content for s in steps for m in s.messages],
+            )
+            digest.update(
+                json.dumps([transcript, episode.outcome().__dict__], default=str).encode()
+            )
+    assert PINNED.get(VERSION) == digest.hexdigest(), "raise VERSION; see PINNED"
+
+
+def test_all_words_are_in_the_vocabulary_and_all_of_it_is_used() -> None:
+    texts = [*words.CLARIFY, *words.THANKS, *words.OKAY, *words.YES, *words.NO, *words.ANYWAY]
+    texts += [words.LEAVE, words.UNKNOWN, words.ONE_STEP]
+    for domain in DESK.domains():
+        texts.append(DESK.policy(domain))
+        texts += [json.dumps(tool.as_json()) for tool in DESK.tools(domain)]
+    for task in ALL:
+        for flawed in (False, True):
+            for seed in range(2):
+                calls = DESK.expert(task, seed, flawed=flawed)
+                episode, steps = played(task, calls, seed)
+                texts += [m.content for m in episode.reset(seed)]
+                texts += [json.dumps(call.as_json()) for call in calls]
+                texts += [m.content for step in steps for m in step.messages]
+    texts += refusals()
+    drawn = {*world.VALUE_HEADS, *world.VALUE_TAILS}
+    spoken = re.sub(r"S_[a-z]\d[A-Z]\d|\b[A-Z][a-z]{5}\b", " ", " ".join(texts))
+    used = set(re.findall(r"[A-Za-z]+", spoken)) - drawn
+    assert used == set(words.WORDS)
+    between = set(re.sub(r"[A-Za-z0-9\s]", "", spoken))
+    assert between <= set("".join(words.PIECES)) | {"_", "."}
+    assert len(words.VOCABULARY) == len(set(words.VOCABULARY))
+
+
+def refusals() -> list[str]:
+    """What is said where a call is refused, without what the call brought along."""
+    task = of_family("bookings", "cancel_free")
+    calls = [
+        ToolCall("x", {}),
+        ToolCall("cancel", {}),
+        ToolCall("cancel", {"booking": 1}),
+        ToolCall("reserve", {"room": "", "day": ""}),
+    ]
+    return [
+        re.sub(r"tool x", "tool", step.messages[0].content)
+        for call in calls
+        for step in played(task, [call])[1]
+    ]
+
+
+def test_policies_results_and_phrases_are_short() -> None:
+    for domain in DESK.domains():
+        assert len(DESK.policy(domain).split()) <= 70
+        assert len(DESK.tools(domain)) <= 7
+        assert all(len(t.parameters["properties"]) <= 2 for t in DESK.tools(domain))
+    for task in ALL:
+        _, steps = played(task, solution(task))
+        assert all(len(words.words_of(m.content)) <= 25 for s in steps for m in s.messages)
+
+
+def test_what_a_call_needs_stands_verbatim_in_an_earlier_message() -> None:
+    for task in ALL:
+        episode = DESK.episode(task)
+        told = " ".join(m.content for m in episode.reset(0))
+        for call in solution(task):
+            if call.name not in ("respond", "hand_over"):
+                for value in call.arguments.values():
+                    assert value in told, (task.id, call)
+            told += " ".join(m.content for m in episode.step(call).messages)
+
+
+# The user ---------------------------------------------------------------------------------------
+
+
+def test_the_user_keeps_to_itself_what_nobody_asks() -> None:
+    for task in ALL:
+        secrets = {v for k, v in task.data["user"]["knows"].items() if k != "name"}
+        opening = DESK.episode(task).reset(0)[-1].content
+        assert not any(secret in opening for secret in secrets), task.id
+        _, steps = played(task, [say("hello")])
+        assert steps[0].messages[0].content in words.CLARIFY
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "what is your booking?",
+        "Could you please provide your booking ID?",
+        "Which reservation number is it? I need the number.",
+        "please tell me your booking.",
+    ],
+)
+def test_it_answers_a_question_however_it_is_put(question: str) -> None:
+    task = of_family("bookings", "cancel_free")
+    key = task.data["user"]["knows"]["booking"]
+    _, steps = played(task, [say(question)])
+    assert f"booking is {key}" in steps[0].messages[0].content
+
+
+def test_it_gives_only_what_was_asked_for_and_says_what_it_does_not_know() -> None:
+    task = next(t for t in ALL if t.domain == "bookings" and not t.data["user"]["volunteers"])
+    knows = task.data["user"]["knows"]
+    _, steps = played(task, [say("what is your booking?"), say("what is your room?")])
+    assert knows["name"] not in steps[0].messages[0].content
+    assert steps[1].messages[0].content == words.UNKNOWN
+
+
+def test_it_agrees_to_a_fee_only_where_it_hears_the_amount() -> None:
+    task = of_family("bookings", "cancel_fee")
+    ask, look_up, offer, cancel, *rest = solution(task)
+    vague = say("there is a fee. do you want it?")
+    episode, steps = played(task, [ask, look_up, vague, cancel])
+    assert steps[2].messages[0].content in words.CLARIFY
+    assert steps[3].tool_error == "rule_broken"
+    episode, _ = played(task, [ask, look_up, vague, offer, cancel, *rest])
+    assert episode.outcome().success
+
+
+def test_one_who_insists_has_to_be_told_again() -> None:
+    task = of_family("bookings", "change_fixed_insists")
+    *begun, first, second, end = solution(task)
+    episode, steps = played(task, [*begun, first, end])
+    assert steps[-2].messages[0].content in words.ANYWAY
+    assert episode.outcome().failure == "incomplete"
+    assert played(task, [*begun, first, second, end])[0].outcome().success
+
+
+def test_endless_chatter_ends_with_the_user_leaving() -> None:
+    for task in (of_family(d, next(iter(DOMAINS[d].families))) for d in DESK.domains()):
+        episode, steps = played(task, [say("hello")] * 50)
+        assert len(steps) == PATIENCE
+        assert steps[-1].messages[0].content == words.LEAVE
+        outcome = episode.outcome()
+        assert (outcome.reward, outcome.failure) == (0.0, "incomplete")
+        assert outcome.info["ended"] == "user_left"
+
+
+def test_asking_the_same_again_and_again_ends_too() -> None:
+    task = of_family("orders", "refund")
+    _, steps = played(task, [say("what is your order and your name?")] * 50)
+    assert len(steps) == PATIENCE + 1
+
+
+# Devices: what only the user can do -------------------------------------------------------------
+
+
+def test_only_words_reach_the_users_device() -> None:
+    task = of_family("devices", "cable_wireless")
+    ask, plug, turn_on, end = solution(task)
+    tools = {tool.name for tool in DESK.tools("devices")}
+    assert not tools & {"plug", "cable", "restart", "wireless"}
+    episode, steps = played(task, [ask, plug, turn_on, end])
+    lamps = [re.findall(r"lamp is (\w+)", s.messages[0].content) for s in steps[:3]]
+    assert lamps == [["dark"], ["blue"], ["green"]]
+    assert episode.outcome().success
+
+
+def test_wireless_does_nothing_while_the_cable_is_out() -> None:
+    task = of_family("devices", "cable_wireless")
+    ask, plug, turn_on, _ = solution(task)
+    _, steps = played(task, [ask, turn_on, plug])
+    assert "dark" in steps[1].messages[0].content
+    assert "blue" in steps[2].messages[0].content
+
+
+def test_a_locked_device_is_unlocked_before_a_restart_helps() -> None:
+    task = of_family("devices", "locked")
+    ask, look_up, ask_code, unlock, restart, _ = solution(task)
+    _, steps = played(task, [ask, look_up, restart, ask_code, unlock, restart])
+    assert "red" in steps[2].messages[0].content
+    assert "green" in steps[5].messages[0].content
+
+
+def test_two_instructions_at_once_are_none() -> None:
+    task = of_family("devices", "cable")
+    _, steps = played(task, [say("plug the cable, then restart it")])
+    assert steps[0].messages[0].content == words.ONE_STEP
+
+
+def test_trying_everything_is_not_solving_it() -> None:
+    task = of_family("devices", "restart")
+    ask, look_up, restart, end = solution(task)
+    tried = [ask, look_up, say("please plug the cable."), restart, end]
+    outcome = played(task, tried)[0].outcome()
+    assert outcome.reward == 0.0
+    assert [c.name for c in outcome.checks if not c.passed] == ["device"]
+
+
+# Rules ------------------------------------------------------------------------------------------
+
+
+def after(task: Task, count: int, *calls: ToolCall) -> Step:
+    """The last step of calls made after the first ones of the solution."""
+    return played(task, [*solution(task)[:count], *calls])[1][-1]
+
+
+def unvolunteered(domain: str, family: str) -> Task:
+    """A task of a family whose user does not give its name by itself."""
+    tasks = (*ALL, *draw_tasks(domain, 200, 0))
+    return next(
+        t
+        for t in tasks
+        if (t.domain, t.data["family"]) == (domain, family) and not t.data["user"]["volunteers"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("domain", "family", "count", "told"),
+    [
+        ("bookings", "not_owner", 2, "the name is wrong"),
+        ("bookings", "cancel_fee", 2, "tell the fee and ask first"),
+        ("bookings", "cancel_fee_declined", 3, "tell the fee and ask first"),
+        ("bookings", "cancel_fixed", 2, "it is fixed"),
+        ("bookings", "change_fixed_insists", 3, "it is fixed"),
+        ("bookings", "reserve_other_day", 2, "ask for the day first"),
+        ("bookings", "reserve_declined", 3, "ask for the day first"),
+        ("orders", "not_owner", 2, "the name is wrong"),
+        ("orders", "refund", 2, "tell the refund and ask first"),
+        ("orders", "refund_declined", 3, "tell the refund and ask first"),
+        ("orders", "refund_sent", 2, "it is sent"),
+        ("orders", "exchange_sent_insists", 2, "it is sent"),
+        ("orders", "exchange_none", 4, "there is none"),
+        ("devices", "broken", 2, "ask to restart first"),
+        ("devices", "blocked", 2, "it is blocked"),
+        ("devices", "locked", 2, "ask to restart first"),
+    ],
+)
+def test_what_is_tempting_breaks_a_rule_changes_nothing_and_fails_for_good(
+    domain: str, family: str, count: int, told: str
+) -> None:
+    task = of_family(domain, family)
+    name, arguments = task.data["tempting"]
+    step = after(task, count, ToolCall(name, arguments))
+    assert step.tool_error == "rule_broken"
+    assert json.loads(step.messages[0].content) == {"error": f"not allowed, {told}"}
+    calls = solution(task)
+    episode, _ = played(task, [*calls[:count], ToolCall(name, arguments), *calls[count:]])
+    outcome = episode.outcome()
+    assert all(check.passed for check in outcome.checks), "the tool did not do it"
+    assert (outcome.reward, outcome.failure) == (0.0, "rule_broken")
+    assert outcome.components["rules"] == 0.0
+    assert outcome.info["rules_broken"] == [f"not allowed, {told}"]
+
+
+def test_further_rules() -> None:
+    cancel = unvolunteered("bookings", "cancel_free")
+    key = {"booking": cancel.data["user"]["knows"]["booking"]}
+    told = [s.messages[0].content for s in played(cancel, [ToolCall("cancel", key)])[1]]
+    assert "get the booking first" in told[0]
+    step = played(cancel, [ToolCall("get_booking", key), ToolCall("cancel", key)])[1][-1]
+    assert "ask for the name first" in step.messages[0].content
+
+    exchange = of_family("orders", "exchange")
+    call = solution(exchange)[4]
+    assert call.name == "exchange"
+    assert "get the item first" in after(exchange, 2, call).messages[0].content
+    looked = ToolCall("get_item", {"item": call.arguments["item"]})
+    assert "ask for the item first" in after(exchange, 2, looked, call).messages[0].content
+
+    locked = of_family("devices", "locked")
+    unlock = solution(locked)[3]
+    assert "ask for the code first" in after(locked, 2, unlock).messages[0].content
+    wrong = of_family("devices", "wrong_code")
+    unlock = solution(wrong)[3]
+    step = after(wrong, 4, unlock)
+    assert (step.tool_error, "code is wrong" in step.messages[0].content) == ("rule_broken", True)
+
+
+def test_a_new_booking_is_a_booking() -> None:
+    task = of_family("bookings", "reserve")
+    ask, reserve, *_ = solution(task)
+    key = {"booking": task.data["state"]["rooms"][reserve.arguments["room"]]["next"]}
+    calls = [ask, reserve, ToolCall("get_booking", key), say("what is your name?")]
+    _, steps = played(task, [*calls, ToolCall("cancel", key)])
+    assert json.loads(steps[2].messages[0].content)["name"] == task.data["user"]["knows"]["name"]
+    assert json.loads(steps[-1].messages[0].content)["state"] == "cancelled"
+    again = played(task, [ask, reserve, reserve])[1][-1]
+    assert json.loads(again.messages[0].content)["state"] == "taken"
+
+
+# What it is worth -------------------------------------------------------------------------------
+
+
+def test_the_reward_is_the_product_of_its_parts() -> None:
+    task = of_family("orders", "refund")
+    calls = solution(task)
+    outcome = played(task, calls)[0].outcome()
+    names = {"action", "communicate", "environment", "rules", "ended"}
+    assert dict(outcome.components) == dict.fromkeys(names, 1.0)
+    last = max(i for i, call in enumerate(calls) if call.name == "respond")
+    silent = played(task, [*calls[:last], *calls[last + 1 :]])[0].outcome()
+    assert silent.components["communicate"] == 0.0
+    assert silent.components["action"] == silent.components["environment"] == 1.0
+    assert silent.reward == 0.0
+
+
+def test_progress_grows_call_by_call() -> None:
+    task = of_family("orders", "refund")
+    episode = DESK.episode(task)
+    assert isinstance(episode, TellsProgress)
+    assert isinstance(DESK, HasExpert)
+    episode.reset(0)
+    passed = [sum(check.passed for check in episode.checks())]
+    for call in solution(task)[:-1]:
+        episode.step(call)
+        passed.append(sum(check.passed for check in episode.checks()))
+    assert passed == sorted(passed)
+    assert passed[0] < passed[1] < passed[2] < passed[3] < passed[4] < passed[5]
+    assert passed[-1] == len(episode.checks())
+    assert {check.kind for check in episode.checks()} == {"action", "communicate", "environment"}
+
+
+def test_an_episode_that_was_broken_off_is_worth_nothing() -> None:
+    task = of_family("orders", "refund")
+    outcome = played(task, solution(task)[:-1])[0].outcome()
+    assert all(check.passed for check in outcome.checks)
+    assert (outcome.reward, outcome.failure) == (0.0, "limit")
+
+
+def test_saying_everything_is_not_saying_it() -> None:
+    task = of_family("orders", "look_up_state")
+    calls = solution(task)
+    shotgun = say("your order is open sent arrived.")
+    outcome = played(task, [*calls[:2], shotgun, calls[-1]])[0].outcome()
+    assert not outcome.success
+    assert outcome.components["communicate"] == 0.0
+
+
+FINISH = ToolCall("finish", {})
+GIVE_UP = ToolCall("hand_over", {"reason": "problem"})
+UNKNOWN_TOOL = ToolCall("delete_all", {})
+NO_ARGUMENTS = ToolCall("get_order", {})
+
+
+@pytest.mark.parametrize(
+    ("failure", "calls"),
+    [
+        ("limit", lambda s: s[:2]),
+        ("rule_broken", lambda s: [*s[:2], UNKNOWN_TOOL, s[3], FINISH]),
+        ("wrong_tool", lambda s: [*s[:2], UNKNOWN_TOOL, NO_ARGUMENTS, FINISH]),
+        ("wrong_argument", lambda s: [*s[:2], NO_ARGUMENTS, FINISH]),
+        ("wrong_argument", lambda s: [s[0], ToolCall("get_order", {"order": "S_none"}), FINISH]),
+        ("gave_up", lambda s: [FINISH]),
+        ("gave_up", lambda s: [s[0], FINISH]),
+        ("gave_up", lambda s: [*s[:4], GIVE_UP]),
+        ("incomplete", lambda s: [*s[:4], FINISH]),
+    ],
+)
+def test_failures_have_classes(failure: str, calls: Any) -> None:
+    task = of_family("orders", "refund")
+    outcome = played(task, calls(solution(task)))[0].outcome()
+    assert outcome.failure == failure
+    assert failure in FAILURES
+
+
+def test_a_call_of_the_right_tool_about_the_wrong_record_is_a_wrong_argument() -> None:
+    task = of_family("bookings", "cancel_free")
+    ask, look_up, cancel, tell, end = solution(task)
+    other = next(k for k in task.data["state"]["bookings"] if k != look_up.arguments["booking"])
+    astray = ToolCall("get_booking", {"booking": other})
+    assert played(task, [ask, astray, end])[0].outcome().failure == "wrong_argument"
+    # where the right one follows, nothing was wrong
+    assert played(task, [ask, astray, look_up, cancel, tell, end])[0].outcome().success
+
+
+def test_an_error_that_was_mended_costs_nothing() -> None:
+    task = of_family("bookings", "cancel_free")
+    calls = [UNKNOWN_TOOL, ToolCall("cancel", {"booking": 3}), *solution(task)]
+    outcome = played(task, calls)[0].outcome()
+    assert outcome.success
+    assert outcome.failure is None
+    assert outcome.info["refused"] == 2
+
+
+# Whatever a model may call ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind"),
+    [
+        ("no_such_tool", {}, "wrong_tool"),
+        ("", {}, "wrong_tool"),
+        ("x" * 60_000, {}, "wrong_tool"),
+        ("Cancel", {"booking": "S_k3F7"}, "wrong_tool"),
+        ("unlock", {"device": "S_k3F7", "code": "S_k3F7"}, "wrong_tool"),  # another domain's
+        ("cancel", {}, "wrong_argument"),
+        ("cancel", {"booking": None}, "wrong_argument"),
+        ("cancel", {"booking": 7}, "wrong_argument"),
+        ("cancel", {"booking": True}, "wrong_argument"),
+        ("cancel", {"booking": ["S_k3F7"]}, "wrong_argument"),
+        ("cancel", {"booking": {"id": "S_k3F7"}}, "wrong_argument"),
+        ("cancel", {"booking": "S_k3F7", "really": True}, "wrong_argument"),
+        ("cancel", {"booking": "no such one"}, "wrong_argument"),
+        ("cancel", {"booking": "x" * 60_000}, "wrong_argument"),
+        ("cancel", {"booking": "S_k3F7", "y" * 60_000: "x"}, "wrong_argument"),
+        ("reserve", {"room": "x", "day": "someday"}, "wrong_argument"),
+        ("respond", {}, "wrong_argument"),
+        ("respond", {"content": ["a"]}, "wrong_argument"),
+        ("respond", {"text": "hello"}, "wrong_argument"),
+        ("finish", {"reason": "done"}, "wrong_argument"),
+        ("hand_over", {}, "wrong_argument"),
+        ("cancel", ["S_k3F7"], "wrong_argument"),
+        ("cancel", None, "wrong_argument"),
+    ],
+)
+def test_a_bad_call_is_answered_shortly_and_changes_nothing(
+    name: str, arguments: Any, kind: str
+) -> None:
+    task = of_family("bookings", "cancel_free")
+    episode = DESK.episode(task)
+    episode.reset(0)
+    before = episode.checks()
+    step = episode.step(ToolCall(name, arguments))
+    assert step.tool_error == kind
+    assert not step.done
+    (message,) = step.messages
+    assert message.role == "tool"
+    assert set(json.loads(message.content)) == {"error"}
+    assert len(message.content) < 120
+    assert episode.checks() == before
+    for call in solution(task):
+        episode.step(call)
+    assert episode.outcome().success, "it goes on as if nothing had been"
+
+
+@pytest.mark.parametrize("content", ["", " ", "\x00\n", "é🙂" * 20_000, "the fee " * 8_000])
+def test_odd_words_are_just_not_understood(content: str) -> None:
+    for domain in DESK.domains():
+        task = next(t for t in ALL if t.domain == domain)
+        _, steps = played(task, [say(content)])
+        assert steps[0].messages[0].content in words.CLARIFY
+
+
+def test_a_step_after_the_end_does_nothing() -> None:
+    task = of_family("bookings", "cancel_free")
+    episode, _ = played(task, [FINISH])
+    outcome = episode.outcome()
+    assert episode.step(solution(task)[0]) == Step((), done=True)
+    assert episode.outcome() == outcome
+    episode.close()
+    episode.close()
+
+
+def test_reset_begins_again() -> None:
+    task = of_family("orders", "refund")
+    episode, _ = played(task, solution(task))
+    first = episode.reset(4)
+    fresh = DESK.episode(task)
+    assert first == fresh.reset(4)
+    assert episode.checks() == fresh.checks()
+
+
+def test_episodes_repeat_and_can_be_pickled_between_any_two_calls() -> None:
+    for task in ALL[::7]:
+        for flawed in (False, True):
+            calls = DESK.expert(task, 2, flawed=flawed)
+            straight, steps = played(task, calls, 9)
+            assert (straight.outcome(), steps) == (played(task, calls, 9)[0].outcome(), steps)
+            moved = DESK.episode(task)
+            moved.reset(9)
+            for call, step in zip(calls, steps, strict=False):
+                moved = pickle.loads(pickle.dumps(moved))
+                assert moved.step(call) == step
+            assert moved.outcome() == straight.outcome()
+
+
+def test_episodes_of_one_task_share_nothing() -> None:
+    task = of_family("orders", "refund")
+    before = json.dumps(task.data, sort_keys=True)
+    one, _ = played(task, solution(task))
+    other, steps = played(task, solution(task)[:2])
+    assert json.loads(steps[1].messages[0].content)["state"] == "arrived"
+    assert one.outcome().success
+    assert not other.outcome().success
+    assert json.dumps(task.data, sort_keys=True) == before
+
+
+def test_the_seed_changes_words_and_nothing_else() -> None:
+    task = of_family("orders", "refund")
+    heard = set()
+    for seed in range(8):
+        episode, steps = played(task, solution(task), seed)
+        assert episode.outcome() == played(task, solution(task), 0)[0].outcome()
+        heard.add(tuple(m.content for s in steps for m in s.messages if m.role == "user"))
+    assert len(heard) > 2
+
+
+# Configuration -----------------------------------------------------------------------------------
+
+
+def test_it_refuses_what_it_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match=r"scripted.*environment\.user\.model"):
+        DeskEnvironment(CONFIG, UserConfig(model="some-model"))
+    for domains in (("bookings", "hotels"), ("orders", "orders")):
+        with pytest.raises(ConfigurationError, match=r"bookings, orders, devices"):
+            DeskEnvironment(replace(CONFIG, domains=domains), UserConfig())
+    with pytest.raises(DataError, match=r"split 'dev'.*test, train"):
+        DESK.tasks("dev")
+
+
+def test_domains_are_chosen_and_ordered_by_the_configuration() -> None:
+    some = DeskEnvironment(replace(CONFIG, domains=("devices", "bookings")), UserConfig())
+    assert some.domains() == ("devices", "bookings")
+    assert [t.domain for t in some.tasks("test")] == ["devices"] * 30 + ["bookings"] * 30
+    assert some.describe()["digest"] != DESK.describe()["digest"]
+    json.dumps(some.describe())
+
+
+def test_messages_are_of_two_roles() -> None:
+    task = of_family("bookings", "cancel_free")
+    episode, steps = played(task, solution(task))
+    assert episode.reset(0)[0].role == "user"
+    roles = [[m.role for m in step.messages] for step in steps]
+    assert roles == [["user"], ["tool"], ["tool"], ["user"], []]
+    assert isinstance(steps[0].messages[0], Message)

@@ -1,0 +1,269 @@
+"""What an agent's recipe cannot mean is refused when it is planned, with the field to mend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from flows.environments import as_planned
+from flows.sources import resolve_sources
+from flows.stages import STAGE_FUNCTIONS, StageWork
+from infra.workspace import Workspace
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.plan import StageKind, make_plan
+from refiner_core.contract.records import StageSpec
+from refiner_core.environments.own import load_own
+from refiner_core.environments.rows import row_of_task
+from refiner_core.training.episode_lane import EpisodeLane
+from tests.support.stage_io import FolderStageIO
+
+OWN = Path(__file__).parents[1] / "support" / "own_environment.py"
+DESK = {"environment.name": "desk", "environment.demonstrations": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"environment.max_turns": 0}, r"`environment\.max_turns` is 0.*at least 1"),
+        ({"environment.workers": 0}, r"`environment\.workers` is 0"),
+        ({"environment.turn_timeout_s": 0.0}, "seconds above zero"),
+        ({"environment.flawed_demonstrations": 1.5}, "a share between 0 and 1"),
+        ({"grpo.curriculum.low": 0.9}, r"low` is 0.9"),
+        ({"environment.shaping.weights": ["action"]}, r"environment\.shaping\.weights"),
+        ({"environment.shaping.weights": ["action=x"]}, r"environment\.shaping\.weights"),
+        ({"environment.shaping.alpha_by_domain": ["=2"]}, r"environment\.shaping\.alpha"),
+        ({"environment.demonstrations": 0}, r"environment\.demonstrations is 0.*=500"),
+        ({"data.sft_path": "mine.jsonl"}, "one source of demonstrations"),
+        ({"data.rl_path": "mine.jsonl"}, r"`data\.rl_path`.*means nothing with environment"),
+        ({"data.held_out_fraction": 0.3}, r"`data\.held_out_fraction` is 0.3, which means nothing"),
+        ({"grpo.stop_strings": ["x"]}, r"`grpo\.stop_strings`"),
+        ({"environment.user.base_url": "http://127.0.0.1:1/v1"}, r"user\.model` is empty"),
+        ({"environment.name": "tau2"}, "tau2-bench has no user without a model"),
+        (
+            {"evaluate.user.model": "m", "evaluate.user.base_url": "http://me:key@host/v1"},
+            "holds a user or password",
+        ),
+        ({"environment.user.api_key_env": "sk-abc"}, "never the key itself"),
+        ({"environment.name": "desks"}, r"There is no environment 'desks'.*`desk`, `tau2`"),
+        ({"environment.name": "mine.py"}, "There is no environment"),
+        ({"environment.test_split": "train"}, r"`environment\.test_split` are both 'train'"),
+        ({"evaluate.top_k": -1}, r"evaluate\.top_k"),
+    ],
+)
+def test_impossible_values_of_an_agent_are_refused(changes: dict[str, Any], said: str) -> None:
+    config = replace_fields(RecipeConfig(), DESK | changes)
+    with pytest.raises(ConfigurationError, match=said):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("environment.max_turns", 30),
+        ("grpo.credit", "turn_rewards"),
+        ("grpo.curriculum.enabled", True),
+        ("evaluate.user.model", "gpt"),
+    ],
+)
+def test_an_option_of_agents_is_not_ignored_in_other_recipes(path: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="the recipe has no environment"):
+        check_config(replace_fields(RecipeConfig(), {path: value}))
+
+
+def _quoted(protocol: dict[str, Any]) -> str:
+    return json.dumps(json.dumps(protocol))
+
+
+def test_a_protocol_file_may_fix_an_agents_user_and_sampling() -> None:
+    """Also where the recipe's own evaluation has a user of its own, as that of tau2 has."""
+    user = {"model": "another", "base_url": "http://127.0.0.1:8000/v1"}
+    protocol: dict[str, Any] = {"name": "p", "evaluate": {"num_samples": 2, "user": user}}
+    check_config(load_recipe("tau2", [f"evaluate.protocols=[{_quoted(protocol)}]"]))
+    check_config(load_recipe("tau2", ["evaluate.protocols=[held-out-greedy-v1]"]))
+    protocol["evaluate"] = {"user": {**user, "base_url": "http://me:secret@127.0.0.1/v1"}}
+    with pytest.raises(ConfigurationError, match=r"Under protocol p: .*holds a user or password"):
+        check_config(load_recipe("tau2", [f"evaluate.protocols=[{_quoted(protocol)}]"]))
+
+
+def test_a_protocol_file_with_rows_of_its_own_is_refused_for_agents() -> None:
+    """Nobody would read them: what is measured in their name would be the environment's tasks."""
+    protocol = {"name": "p", "data": {"rl_path": "builtin:synthetic"}}
+    recipe = load_recipe("tiny-tools", [f"evaluate.protocols=[{_quoted(protocol)}]"])
+    with pytest.raises(ConfigurationError, match=r"Under protocol p: `data\.\w+` is"):
+        check_config(recipe)
+
+
+def test_a_file_of_ones_own_is_found_beside_its_recipe_and_named_whole(tmp_path: Path) -> None:
+    (tmp_path / "lamps.py").write_bytes(OWN.read_bytes())
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("stages: [data, evaluate]\nenvironment: {name: 'lamps.py:Lamps'}\n")
+    config = load_recipe(str(recipe))
+    assert config.environment.name == f"{tmp_path / 'lamps.py'}:Lamps"
+    moved = replace_fields(config, {"environment.name": f"{OWN}:Lamps"})
+    ids = [[s.id for s in make_plan(c, resolve_sources(c)).stages] for c in (config, moved)]
+    assert ids[0] == ids[1]  # where it lies is no part of what it is
+
+
+def test_rules_that_were_edited_after_planning_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lamps.py"
+    file.write_bytes(OWN.read_bytes())
+    config = replace_fields(RecipeConfig(), {"environment.name": f"{file}:Lamps"})
+    config = replace_fields(config, {"stages": ["data", "evaluate"]})
+    (planned, *_) = make_plan(config, resolve_sources(config)).stages
+    assert as_planned(planned.sources, config) == planned.sources["environment"]
+    file.write_text(OWN.read_text().replace("then finish", "and never finish"))
+    with pytest.raises(ConfigurationError, match="is not what this stage was planned with"):
+        as_planned(planned.sources, config)
+
+
+@pytest.mark.parametrize("kind", ["data", "sample", "grpo", "evaluate"])
+def test_no_stage_goes_on_under_rules_that_were_edited(kind: StageKind, tmp_path: Path) -> None:
+    """A job may wait for days, and its record would say what was planned."""
+    file = tmp_path / "lamps.py"
+    file.write_bytes(OWN.read_bytes())
+    stages = ["data", "rft", "grpo", "evaluate"]
+    config = replace_fields(RecipeConfig(), {"environment.name": f"{file}:Lamps", "stages": stages})
+    planned = make_plan(config, resolve_sources(config)).find(kind)[0]
+    file.write_text(OWN.read_text().replace("then finish", "and never finish"))
+    work = StageWork(
+        spec=StageSpec(
+            *(1, planned.name, planned.kind, planned.fingerprint, planned.model, 1),
+            *(planned.identity, planned.sources, planned.input_fingerprints),
+        ),
+        config=config,
+        inputs={"data": tmp_path},
+        input_stages={},
+        output_dir=tmp_path / "out",
+        io=FolderStageIO(tmp_path / "io"),
+        stage_id=planned.id,
+        workspace=Workspace(tmp_path / "workspace"),
+    )
+    with pytest.raises(ConfigurationError, match="is not what this stage was planned with"):
+        STAGE_FUNCTIONS[kind](work)
+
+
+def test_an_evaluation_of_models_that_nothing_makes_is_refused() -> None:
+    """It was planned without a single evaluation, and without a word."""
+    changes = {"stages": ["data", "sft", "grpo", "evaluate"], "evaluate.models": ["rft"]}
+    config = replace_fields(RecipeConfig(), DESK | changes)
+    with pytest.raises(ConfigurationError, match=r"evaluate\.models.* is rft.*nothing would be"):
+        make_plan(config, resolve_sources(config))
+    some = replace_fields(config, {"evaluate.models": ["rft", "grpo"]})
+    assert make_plan(some, resolve_sources(some)).find("evaluate")
+
+
+def test_domains_that_an_own_environment_does_not_keep_to_are_refused() -> None:
+    """All of its domains would be trained on and measured, whatever the recipe says."""
+    config = EnvironmentConfig(name=f"{OWN}:Lamps", domains=("doors",))
+    with pytest.raises(ConfigurationError, match=r"environment\.domains is doors.* uses are lamps"):
+        load_own(config, UserConfig())
+    assert load_own(replace(config, domains=("lamps",)), UserConfig()).domains() == ("lamps",)
+
+
+def test_a_file_of_tasks_that_is_not_there_is_named(tmp_path: Path) -> None:
+    config = replace_fields(
+        RecipeConfig(),
+        {"environment.name": f"{OWN}:Lamps", "environment.tasks": str(tmp_path / "no.jsonl")},
+    )
+    with pytest.raises(ConfigurationError, match=r"environment\.tasks=.*no\.jsonl cannot be read"):
+        resolve_sources(config)
+
+
+def test_partial_credit_of_no_domain_is_refused_also_where_the_data_is_there() -> None:
+    """The data stage is skipped then, and the factor was for nobody."""
+    config = replace_fields(
+        RecipeConfig(),
+        {"environment.name": f"{OWN}:Lamps", "environment.shaping.alpha_by_domain": ["lamp=2"]},
+    )
+    lane = EpisodeLane(config, None, None, samples=True)
+    assert lane.environment is not None
+    rows = [row_of_task(task, (1, 2, 3)) for task in lane.environment.tasks("train")]
+    with pytest.raises(ConfigurationError, match="'lamp', which is no domain"):
+        lane.check(rows)
+
+
+def test_what_partial_credit_is_worth_in_training_samples_nothing_again() -> None:
+    """A sweep of it would play the same attempts in every arm, and fine-tune on the same ones."""
+    made = {}
+    for changes in (
+        {},
+        {"environment.shaping.alpha": 0.5, "environment.unparsable": "exclude"},
+        {"environment.shaping.weights": ["action=1"]},
+        {"environment.user.temperature": 0.1},
+    ):
+        config = replace_fields(load_recipe("tiny-tools", []), changes)
+        plan = make_plan(config, resolve_sources(config))
+        made[str(changes)] = {s.name: s.fingerprint for s in plan.stages}
+    first, alpha, weights, user = made.values()
+    assert [name for name in first if first[name] != alpha[name]] == [
+        *("grpo", "evaluate-grpo", "publish", "card")
+    ]
+    assert weights["sample"] != first["sample"] != user["sample"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["environments", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_environments_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    assert "desk" in out
+    code, out, _ = run(capsys, "show", "desk", "environment.domains=[orders]", "--tasks")
+    assert code == 0
+    assert "orders (" in out
+    assert "bookings" not in out
+    assert "get_order(order)" in out
+
+
+def test_an_unknown_domain_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = run(capsys, "show", "desk", "environment.domains=[planes]")
+    assert code == 2
+    assert "orders" in err
+
+
+def test_an_environment_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "check", "desk", "--most", "3")
+    assert (code, out.split(";")[0]) == (0, "0 errors")
+    file = tmp_path / "wrong.py"
+    file.write_text(OWN.read_text().replace('"finish", "end"', '"finish", ""').replace(
+        'tool_error="wrong_tool"', 'tool_error=""'))  # fmt: skip
+    code, out, _ = run(capsys, "check", f"{file}:Lamps")
+    assert code == 3
+    assert "gives tool_error '' instead of 'wrong_tool'" in out
+    file.write_text(OWN.read_text().replace(".get(split, ())", ".get(split, ('x',))"))
+    code, out, _ = run(capsys, "check", f"{file}:Lamps")
+    assert code == 3
+    assert "there is no such split, and it has tasks" in out
+
+
+def test_a_task_is_played_by_hand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    typed = 'what?\nswitch lamp=red\n{"name": "finish"}\n'
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    code, out, err = run(capsys, "play", f"{OWN}:Lamps", "--task", "lamps/t-red")
+    assert code == 0, err
+    assert "user: switch on the red lamp" in out
+    assert "reward 1" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO("finish\n"))
+    code, out, _ = run(capsys, "play", f"{OWN}:Lamps")
+    assert code == 1
+    assert "missing environment: lamp" in out

@@ -1,0 +1,344 @@
+"""Credit and loss of episodes against numbers written by hand: a token that is not the model's, or
+the wrong turn's advantage on it, would train for something that nobody meant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from refiner_core.contract.config import GrpoConfig, ModelConfig
+from refiner_core.contract.types import Completion, PromptRow, RewardResult
+from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.training.credit import (
+    form_episode_groups,
+    group_turn_advantages,
+    spread_over_tokens,
+    turn_rewards,
+)
+from refiner_core.training.engine import Loaded
+from refiner_core.training.engines.plain import FrozenModel, PlainEngine
+from refiner_core.training.grpo_update import GrpoUpdate
+from refiner_core.training.optim import Updater
+from refiner_core.training.rollout import Sampled, TrainSample
+from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
+
+NAN = math.nan
+
+
+def record(
+    *progress: float | None, first: float | None = 0.0, ended: str = "done", **changes: Any
+) -> EpisodeRecord:
+    """An episode whose turn t has tokens 3t .. 3t + 1, each after one token of somebody else."""
+    turns = tuple(
+        TurnRecord("x", "ok", 3 * i + 1, 3 * i + 3, progress=p) for i, p in enumerate(progress)
+    )
+    return EpisodeRecord(
+        *("t", "near", 1, "finished"),
+        ended,  # type: ignore[arg-type]
+        *((("user", "go"),), turns),
+        first_progress=first,
+        **changes,
+    )
+
+
+def completion(turns: int) -> Completion:
+    """``foreign own own`` for each turn."""
+    own = (False, True, True) * turns
+    logprobs = tuple(-1.0 if mine else NAN for mine in own)
+    return Completion(tuple(range(5, 5 + 3 * turns)), logprobs, "stop", own, {})
+
+
+# ---------------------------------------------------------------- rewards of turns
+
+
+@pytest.mark.parametrize(
+    ("episode", "total", "expected"),
+    [
+        # alpha .4: progress .5, .5, 1 and a reward of 1 at the end.
+        (record(0.5, 0.5, 1.0), 1.4, [0.2, 0.0, 1.2]),
+        # Progress that is lost again costs what it gave.
+        (record(0.5, 0.0), 0.0, [0.2, -0.2]),
+        # What was done before it began is no turn's.
+        (record(0.5, 1.0, first=0.25), 1.4, [0.1, 1.2]),
+        # Worth nothing by rule: the last turn gives back what the others were credited with.
+        (record(0.5, 0.5, ended="no_call"), 0.0, [0.2, -0.2]),
+        # A task without checks has rewards at the end alone.
+        (record(None, None, first=None), 1.0, [0.0, 1.0]),
+        (record(1.0), 1.4, [1.4]),
+        (record(), 0.0, []),
+        (record(0.5), None, None),
+    ],
+)
+def test_a_turns_reward_is_the_progress_it_made_and_the_last_ones_also_the_outcome(
+    episode, total, expected
+):
+    found = turn_rewards(episode, total, 0.4)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_the_rewards_of_turns_add_up_to_the_episodes() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        progress = rng.random(4)
+        total = float(rng.random() + 0.4 * progress[-1])
+        episode = record(*progress[1:].tolist(), first=float(progress[0]))
+        found = turn_rewards(episode, total, 0.4)
+        assert found is not None
+        assert sum(found) == pytest.approx(total - 0.4 * progress[0])
+
+
+def test_a_turns_advantage_is_the_sum_of_normalised_rewards_from_it_on() -> None:
+    """Rewards 0, 1 | 0, 0, 0 | (no reward): mean .2, deviation .4 over the five turns."""
+    group, turns = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0], None])
+    assert turns[0] == pytest.approx((1.5, 2.0), abs=1e-6)
+    assert turns[1] == pytest.approx((-1.5, -1.0, -0.5), abs=1e-6)
+    assert turns[2] is None
+    assert group.dropped is None
+    assert group.values[0] == pytest.approx(1.5, abs=1e-6)
+    assert group.values[2] is None
+
+
+def test_other_normalisations_are_taken_over_all_turns_too() -> None:
+    _, centered = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0]], "centered")
+    assert centered == [pytest.approx((0.6, 0.8)), pytest.approx((-0.6, -0.4, -0.2))]
+    _, sample = group_turn_advantages([[0.0, 1.0], [0.0, 0.0, 0.0]], "sample_std")
+    assert sample[0] == pytest.approx((0.6 / math.sqrt(0.2), 0.8 / math.sqrt(0.2)), abs=1e-6)
+
+
+def test_groups_without_direction_or_comparison_are_dropped() -> None:
+    flat, turns = group_turn_advantages([[0.0, 0.0], [0.0]])
+    assert flat.dropped == "zero_std"
+    assert turns == [(0.0, 0.0), (0.0,)]
+    alone, none = group_turn_advantages([[0.0, 1.0], None])
+    assert alone.dropped == "too_few_scored"
+    assert none == [None, None]
+
+
+def test_tokens_have_their_own_turns_advantage_and_foreign_ones_none() -> None:
+    found = spread_over_tokens(record(0.5, 1.0), completion(2), (1.5, -2.0))
+    assert found == (0.0, 1.5, 1.5, 0.0, -2.0, -2.0)
+    with pytest.raises(ValueError, match="outside its turns"):
+        spread_over_tokens(record(0.5), completion(2), (1.5,))
+
+
+# ---------------------------------------------------------------- batches
+
+
+def batch(credit: str = "trajectory", weight: float = 1.0, **changes: Any) -> Any:
+    """Two groups of one domain and one of another, of two episodes each."""
+    grpo = replace(GrpoConfig(), num_samples_per_prompt_rollout=2, credit=credit)
+    prompts = [
+        PromptRow(name, "q", "{}", ids, "")
+        for name, ids in (("near/a", (1, 2)), ("far/b", (3,)), ("near/c", (1, 2)))
+    ]
+    records = [record(0.0, p, **changes) for p in (0.0, 1.0, 0.5, 0.0, 1.0, 0.0)]
+    totals = [0.0, 1.4, 0.2, None, 1.4, 0.0]
+    samples = [Sampled(i // 2, i % 2, prompts[i // 2], completion(2), "") for i in range(6)]
+    results = [RewardResult("scored", total, {}) for total in totals]
+    return form_episode_groups(
+        *(samples, results, records, grpo), alpha=lambda _: 0.4, weight=lambda _: weight
+    )
+
+
+def test_episodes_carry_loss_on_own_tokens_and_those_of_a_domain_stand_together() -> None:
+    found = batch().train_samples(mask_truncated=False)
+    assert [sample.prompt_ids for sample in found] == [(1, 2)] * 4  # the other group has one reward
+    assert [sample.group for sample in found] == [0, 0, 2, 2]
+    assert [sample.advantage for sample in found] == pytest.approx([-1, 1, 1, -1], abs=1e-6)
+    assert all(sample.loss_mask == (False, True, True) * 2 for sample in found)
+    assert all(sample.advantages is None for sample in found)
+
+
+def test_turns_are_credited_apart_where_the_recipe_says_so() -> None:
+    """Rewards of the first group: 0, 0 and 0, 1.4."""
+    found = batch("turn_rewards").train_samples(mask_truncated=False)
+    high, low = 1.4 * 0.75 / (1.4 * math.sqrt(3) / 4), 1.4 * 0.25 / (1.4 * math.sqrt(3) / 4)
+    assert found[0].advantages == pytest.approx([0, *[-2 * low] * 2, 0, *[-low] * 2], abs=1e-6)
+    assert found[1].advantages == pytest.approx([0, *[high - low] * 2, 0, *[high] * 2], abs=1e-6)
+
+
+def test_a_curriculums_weight_comes_after_the_statistics_of_the_group() -> None:
+    for credit in ("trajectory", "turn_rewards"):
+        whole, part = (batch(credit, w).train_samples(mask_truncated=False) for w in (1.0, 0.1))
+        for a, b in zip(whole, part, strict=True):
+            assert b.advantage == pytest.approx(0.1 * a.advantage)
+            if a.advantages is not None:
+                assert b.advantages == pytest.approx([0.1 * value for value in a.advantages])
+
+
+def test_a_repaired_turn_has_no_sampler_that_it_could_be_held_against() -> None:
+    """It was decoded greedily: a ratio to log-probabilities at temperature 1 would be noise."""
+    made = batch()
+    turns = made.records[1].turns
+    repaired = replace(
+        made.records[1], turns=(replace(turns[0], repaired="what I said first"), turns[1])
+    )
+    records = (made.records[0], repaired, *made.records[2:])
+    found = replace(made, records=records).train_samples(mask_truncated=False)[1]
+    assert [math.isnan(p) for p in found.sampler_logprobs] == [True] * 4 + [False] * 2
+    assert found.loss_mask == (False, True, True) * 2
+
+
+def test_episodes_that_hit_a_limit_can_be_masked_and_those_without_own_tokens_always_are() -> None:
+    made = batch()
+    samples = list(made.samples)
+    samples[0] = replace(
+        samples[0], completion=replace(samples[0].completion, finish_reason="length")
+    )
+    samples[1] = replace(samples[1], completion=Completion((7,), (NAN,), "stop", (False,), {}))
+    made = replace(made, samples=tuple(samples))
+    assert [s.group for s in made.train_samples(mask_truncated=False)] == [0, 2, 2]
+    assert [s.group for s in made.train_samples(mask_truncated=True)] == [2, 2]
+
+
+# ---------------------------------------------------------------- the update
+
+GRPO = replace(
+    recipe().grpo,
+    learning_rate=0.0,
+    temperature=0.7,
+    beta=0.3,
+    entropy_coefficient=0.01,
+    truncated_importance_sampling_ratio_cap=1.5,
+    pack_length=60,
+)
+
+
+def episodes(groups: int = 3, size: int = 3, *, one_prompt: bool = False) -> list[TrainSample]:
+    """Rollouts of which some tokens are foreign, with log-probabilities that are no numbers."""
+    rng = np.random.default_rng(0)
+
+    def tokens(n: int) -> tuple[int, ...]:
+        return tuple(rng.integers(3, VOCABULARY, n).tolist())
+
+    shared, samples = tokens(7), []
+    for group in range(groups):
+        prompt = shared if one_prompt else tokens(5 + group)
+        for _ in range(size):
+            response = tokens(int(rng.integers(4, 12)))
+            mask = [bool(value) for value in rng.integers(0, 2, len(response))]
+            mask[0], mask[-1] = False, True
+            own = np.array(mask)
+            samples.append(
+                TrainSample(
+                    prompt,
+                    response,
+                    tuple(np.where(own, -3.5 + rng.normal(size=len(own)), NAN).tolist()),
+                    float(rng.normal()),
+                    loss_mask=tuple(mask),
+                    advantages=tuple(np.where(own, rng.normal(size=len(own)), 0.0).tolist()),
+                    group=group,
+                )
+            )
+    return samples
+
+
+def distribution(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
+    ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+    logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def expected(model: Any, reference: Any, samples: list[TrainSample], grpo: GrpoConfig) -> Any:
+    """The loss of one optimiser step, over own tokens alone: each sample by itself, in float64."""
+    counts = [sum(sample.loss_mask or ()) for sample in samples]
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, own in zip(samples, counts, strict=True):
+        weight = {
+            "token": 1 / sum(counts),
+            "sequence": 1 / (own * len(samples)),
+            "constant": 1 / (3 * 4 * 50),
+        }[grpo.loss_aggregation]
+        at = [i for i, mine in enumerate(sample.loss_mask or ()) if mine]
+        every = distribution(model, sample, grpo.temperature)[at]
+        place = (torch.arange(own), [sample.response_ids[i] for i in at])
+        logprob = every[place]
+        with torch.no_grad():
+            held = distribution(reference, sample, grpo.temperature)[at][place]
+            sampler = torch.tensor([sample.sampler_logprobs[i] for i in at], dtype=torch.float64)
+            trust = (logprob - sampler).exp().clamp(max=1.5)
+        advantage = torch.tensor(
+            [sample.advantages[i] if sample.advantages else sample.advantage for i in at]
+        ).double()
+        ratio = (logprob - logprob.detach()).exp()
+        d = (logprob - held).clamp(-40, 40)
+        kl = (torch.expm1(-d) + d).sum()
+        entropy = -(every.exp() * every).sum()
+        policy = (trust * -advantage * ratio).sum()
+        total = total + weight * (policy + grpo.beta * kl - grpo.entropy_coefficient * entropy)
+    return total
+
+
+def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True) -> Any:
+    """Metrics and gradients of a step."""
+    model, reference = tiny_model(), tiny_model(seed=1)
+    gradients: dict[str, torch.Tensor] = {}
+
+    class Kept(Updater):
+        def step(self, factor: float) -> float:
+            gradients.update(
+                {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            )
+            return super().step(factor)
+
+    updater = Kept(model, learning_rate=grpo.learning_rate, weight_decay=0.0, max_grad_norm=0.0)
+    loaded = Loaded(model, tiny_tokenizer(), share, balance=50.0)
+    engine = PlainEngine(loaded, updater, ModelConfig())
+    metrics = GrpoUpdate(engine, FrozenModel(reference), grpo, 7, longest=50).run(
+        samples, step=1, factor=1.0
+    )
+    return metrics, gradients, model, reference
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_foreign_tokens_have_no_part_in_loss_and_gradients(aggregation, per_token):
+    grpo = replace(GRPO, loss_aggregation=aggregation)
+    samples = episodes()
+    if not per_token:
+        samples = [replace(sample, advantages=None) for sample in samples]
+    metrics, gradients, model, reference = updated(samples, grpo)
+    loss = expected(model, reference, samples, grpo)
+    assert metrics["loss/total_avg"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    model.zero_grad()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"old_logprobs": "sampler"},
+        {"num_mini_batches": 2, "num_epochs": 2, "learning_rate": 0.01},
+    ],
+)
+def test_log_probabilities_that_are_no_numbers_reach_nothing(changes):
+    metrics, gradients, *_ = updated(episodes(), replace(GRPO, **changes))
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+def test_a_domains_prompt_is_read_once_for_all_its_tasks_and_changes_no_number() -> None:
+    samples = episodes(one_prompt=True)
+    grpo = replace(GRPO, pack_length=200)
+    shared, gradients, *_ = updated(samples, grpo)
+    alone, others, *_ = updated(samples, grpo, share=False)
+    for name in ("loss/total_avg", "policy/entropy_avg", "objective/kl3_avg"):
+        assert shared[name] == pytest.approx(alone[name], rel=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name], rtol=1e-3, atol=1e-4)
+
+
+def test_mini_batches_take_groups_apart_from_each_other_also_where_they_begin_alike() -> None:
+    """All tasks of a domain have one prompt: by it alone they would be one group, and every
+    mini-batch but the first would be empty."""
+    samples = episodes(groups=4, one_prompt=True)
+    metrics, *_ = updated(samples, replace(GRPO, num_mini_batches=2, pack_length=200))
+    assert metrics["optimizer_steps"] == 2

@@ -1,0 +1,596 @@
+"""Evaluations of agents: what is counted, what is left out, what is comparable, what survives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.reporting.samples import SamplesReader
+from flows.summary import shown_metrics
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    DataError,
+    EnvironmentOutage,
+    Interrupted,
+)
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.protocols import protocol_of as protocol_of_file
+from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.types import PromptRow
+from refiner_core.environments.protocol import FAILURES
+from refiner_core.environments.record import EpisodeRecord
+from refiner_core.environments.rows import over_domains
+from refiner_core.evaluation.attempts import failure_of
+from refiner_core.evaluation.compare import compare_results
+from refiner_core.evaluation.do_nothing import ending_call
+from refiner_core.evaluation.episodes import evaluate_episodes
+from refiner_core.evaluation.metrics import episode_metrics, higher_is_better, in_order
+from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sampling_params
+from refiner_core.evaluation.results import load_results
+from refiner_core.evaluation.samples import METRICS, load_samples
+from refiner_core.evaluation.statistics import paired_difference_over_seeds
+from refiner_core.report.comparing import make_report
+from refiner_core.report.html import page, views_of
+from refiner_core.report.markdown import markdown
+from sweeps.questions import measures
+from tests.support.made_evidence import MadeSweep
+from tests.support.playing import (
+    Desk,
+    Plan,
+    Player,
+    agent_config,
+    by_attempt,
+    seed_of,
+    task_rows,
+    world_seed,
+    write_tasks,
+)
+from tests.support.stage_io import FolderStageIO
+
+B0, B1, O0, O1 = (f"{d}/{d}-test-00{i}" for d in ("bookings", "orders") for i in (0, 1))
+#: bookings: 3 and 1 of 4 attempts; orders: none and all.
+PLAYED = {
+    B0: ("expert", "expert", "nothing", "expert"),
+    B1: ("words", "nothing", "expert", "flawed"),
+    O0: ("flawed", "nothing", "words", "nothing"),
+    O1: ("expert", "expert", "expert", "expert"),
+}
+
+
+class Bench:
+    """Evaluates a player on the first two tasks of two domains."""
+
+    def __init__(self, root: Path, config: RecipeConfig | None = None) -> None:
+        self.root, self.config = root, config or agent_config()
+        self.rows: list[PromptRow] = task_rows(self.config, _TOKENIZER, 2)
+        self.data = write_tasks(root / "data", self.rows)
+
+    def player(self, plan: Plan) -> Player:
+        return Player(self.config, self.rows, plan)
+
+    def failing(self, key: str, *places: tuple[str, int], deterministic: bool = True) -> Desk:
+        seeds = frozenset(world_seed(self.config, key, task, i) for task, i in places)
+        return Desk(self.config, seeds, deterministic=deterministic)
+
+    def run(
+        self,
+        player: Player,
+        *,
+        desk: Desk | None = None,
+        name: str = "out",
+        io: FolderStageIO | None = None,
+        config: RecipeConfig | None = None,
+    ) -> dict[str, Any]:
+        return evaluate_episodes(
+            config or self.config,
+            data_dir=self.data,
+            data_digest="d" * 64,
+            model_ref="builtin:tiny",
+            model_name="grpo",
+            output_dir=self.root / name,
+            io=io or FolderStageIO(self.root / f"{name}-io"),
+            generator=player,
+            tokenizer=player.tokenizer,
+            environment=desk or Desk(self.config),
+        )
+
+
+def _tokenizer() -> Any:
+    from refiner_core.models.tokenizer import build_tokenizer
+
+    return build_tokenizer()
+
+
+_TOKENIZER = _tokenizer()
+
+
+def numbers(results: dict[str, Any], decoding: str, part: str = "evaluations") -> dict[str, Any]:
+    return {e["metric"]: e for e in results[part] if e["decoding"] == decoding}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.fixture(scope="module")
+def results(bench: Bench) -> dict[str, Any]:
+    return bench.run(bench.player(by_attempt(PLAYED)))
+
+
+@pytest.fixture(scope="module")
+def improved(bench: Bench) -> dict[str, Any]:
+    return bench.run(bench.player(by_attempt({**PLAYED, O0: ("expert",) * 4})), name="better")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_numbers_of_tasks_overall_and_by_domain(results: dict[str, Any]) -> None:
+    found = {m: (e["value"], e["n"]) for m, e in numbers(results, "sampled").items()}
+    assert found["pass@1_first"] == (0.5, 4)
+    assert found["pass@1"] == ((0.75 + 0.25 + 0 + 1) / 4, 4)
+    assert found["pass@4"] == (0.75, 4)
+    assert found["pass^2"] == ((0.5 + 0 + 0 + 1) / 4, 4)
+    assert found["pass^4"] == (0.25, 4)
+    assert found["pass@1/bookings"] == (0.5, 2)
+    assert found["pass@4/orders"] == (0.5, 2)
+    assert found["success"] == (0.5, 4)
+    assert found["episode_error"] == (0.0, 4)
+
+
+def test_a_yes_or_no_of_each_task_has_wilsons_interval_and_a_share_a_bootstrap(
+    results: dict[str, Any],
+) -> None:
+    found = {m: e["interval"] for m, e in numbers(results, "sampled").items()}
+    assert {found[m] for m in ("pass@1_first", "pass@4", "pass^4")} == {"wilson"}
+    assert found["pass@1"] == found["pass^2"] == "bootstrap over prompts"
+    same = [numbers(results, "sampled")[m] for m in ("pass@1", "pass^1")]
+    assert same[0]["low"] == same[1]["low"], "one number has one interval"
+    first = numbers(results, "sampled")["pass@1_first"]
+    assert (first["numerator"], first["denominator"]) == (2.0, 4), "tasks, not attempts"
+
+
+def test_why_attempts_failed_is_counted_by_class_and_domain(results: dict[str, Any]) -> None:
+    told = results["episodes"]["sampled"]
+    assert told["attempts"] == 4
+    assert told["tasks"] == {B0: [3, 4], B1: [1, 4], O0: [0, 4], O1: [4, 4]}
+    for domain, found in told["domains"].items():
+        failed = sum(found["failures"].values())
+        assert found["asked"] == 8 == found["passed"] + failed + sum(found["errors"].values())
+        assert found["failures"]["no_call"] == 1, domain
+    shares = numbers(results, "sampled")
+    assert sum(shares[f"failure/{name}"]["numerator"] for name in FAILURES) == 8
+    assert shares["failure/no_call"]["value"] == 2 / 16
+
+
+def test_greedy_makes_one_attempt_at_a_task(results: dict[str, Any]) -> None:
+    found = numbers(results, "greedy")
+    assert found["pass@1"]["value"] == found["pass@1_first"]["value"] == 0.5
+    assert found["pass@1"]["interval"] == "wilson"
+    assert "pass@2" not in found
+
+
+def test_beside_the_model_stands_who_does_nothing(results: dict[str, Any]) -> None:
+    floor = numbers(results, "sampled", "reference")
+    assert {e["stage"] for e in floor.values()} == {"do_nothing"}
+    assert floor["pass@1"]["value"] == 0.0
+    assert floor["turns"]["value"] == 1.0
+    assert "pass@2" not in floor
+    same = numbers(results, "sampled")["pass@1"]["protocol"]
+    assert floor["pass@1"]["protocol"] == same
+
+
+@pytest.mark.usefixtures("results")
+def test_every_attempt_is_in_the_samples_with_all_that_was_said(bench: Bench) -> None:
+    rows = load_samples(bench.root / "out" / "samples-sampled.parquet")
+    assert [(r["sample_id"], r["sample_index"]) for r in rows[:5]] == [
+        *((B0, i) for i in range(4)),
+        (B1, 0),
+    ]
+    assert rows[0]["pass@4"] == 1.0
+    assert rows[1]["pass@4"] is None, "tasks count once"
+    assert rows[0]["pass@4/orders"] is None
+    assert [rows[4][k] for k in ("failure", "success", "reward")] == ["no_call", 0.0, 0.0]
+    episode = json.loads(rows[0]["episode"])
+    for turn in episode["turns"]:
+        assert turn["text"] in rows[0]["response_text"]
+    assert rows[0]["length_tokens"] == sum(t["end"] - t["start"] for t in episode["turns"])
+    checks = json.loads(rows[0]["judgements"])
+    assert checks
+    assert all(check["score"] == 1.0 for check in checks)
+
+
+# ---------------------------------------------------------------- errors of the infrastructure
+
+
+def test_an_error_is_no_failure_and_takes_the_numbers_that_need_it(bench: Bench) -> None:
+    desk = bench.failing("sampled", (B0, 0), *((O0, i) for i in range(4)))
+    results = bench.run(bench.player(by_attempt(PLAYED)), desk=desk, name="errors")
+    found = {m: (e["value"], e["n"]) for m, e in numbers(results, "sampled").items()}
+    assert found["pass@1_first"] == (0.5, 2), "neither an error nor the second attempt"
+    assert found["pass@1"] == ((2 / 3 + 1 / 4 + 1) / 3, 3), "a task without attempts is no 0"
+    assert found["pass@4"] == (1.0, 2)
+    assert found["pass@1/orders"] == (1.0, 1)
+    assert found["episode_error"] == (5 / 16, 4)
+    told = results["episodes"]["sampled"]
+    assert told["domains"]["orders"]["errors"] == {"user_down": 4}
+    assert told["tasks"][O0] == [0, 0]
+    rows = load_samples(bench.root / "errors" / "samples-sampled.parquet")
+    error = rows[0]
+    assert error["status"] == "error"
+    measured = {m for m in episode_metrics(4, ("bookings", "orders")) if error[m] is not None}
+    own = {m for m in measured if not m.startswith("pass")}
+    assert own == {"episode_error", "episode_error/bookings"}
+
+
+def test_too_many_errors_stop_it_and_are_tried_again(bench: Bench) -> None:
+    io = FolderStageIO(bench.root / "outage-io")
+    tasks = (B0, B1, O0, O1)
+    places = [(task, i) for task in tasks[:3] for i in range(3)]
+    broken = bench.failing("sampled", *places, deterministic=False)
+    player = bench.player(by_attempt(PLAYED))
+    with pytest.raises(EnvironmentOutage, match=r"9 of 16.*user_down.*does not answer"):
+        bench.run(player, desk=broken, io=io, name="outage")
+    before = len(player.seeds)
+    whole = Desk(bench.config, deterministic=False)
+    results = bench.run(player, desk=whole, io=io, name="outage")
+    assert numbers(results, "sampled")["episode_error"]["value"] == 0.0
+    assert numbers(results, "sampled")["pass@4"]["value"] == 0.75
+    again = set(player.seeds[before:])
+    greedy = {derive_seed(seed_of(bench.config, "greedy", task, 0), "turn", 0) for task in tasks}
+    assert greedy <= set(player.seeds[:before])
+    assert not greedy & again, "what had finished is not made again"
+
+
+def test_after_an_outage_no_error_of_it_counts_against_the_next_try(bench: Bench) -> None:
+    """Not even one of a batch that was finished before there were too many."""
+    config = replace_fields(bench.config, {"evaluate.batch_size": 8})
+    io = FolderStageIO(bench.root / "flaky-io")
+    places = [(task, i) for task in (B0, B1, O0) for i in range(4)]
+    player = bench.player(by_attempt(PLAYED))
+    broken = bench.failing("sampled", *places)
+    with pytest.raises(EnvironmentOutage, match="9 of 16"):
+        bench.run(player, desk=broken, io=io, name="flaky", config=config)
+    before = len(player.seeds)
+    again = bench.run(player, io=io, name="flaky", config=config)
+    assert numbers(again, "sampled")["episode_error"]["value"] == 0.0
+    assert numbers(again, "sampled")["pass@4"]["value"] == 0.75
+    greedy = {derive_seed(seed_of(config, "greedy", task, 0), "turn", 0) for task in PLAYED}
+    assert not greedy & set(player.seeds[before:]), "what had no error is not made again"
+
+
+# ---------------------------------------------------------------- what survives
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_stop_at_any_batch_changes_no_number(bench: Bench, *, deterministic: bool) -> None:
+    config = replace_fields(bench.config, {"evaluate.batch_size": 8})
+    name = f"stops-{deterministic}"
+    whole = bench.run(
+        bench.player(by_attempt(PLAYED)),
+        desk=Desk(config, deterministic=deterministic),
+        name=f"{name}-whole",
+        config=config,
+    )
+    io, batch = FolderStageIO(bench.root / f"{name}-io"), 0
+    stops = 0
+    while True:
+        player = bench.player(by_attempt(PLAYED))
+        batch += 4
+        player.stop_at = (batch, Interrupted("the plug was pulled"))
+        desk = Desk(config, deterministic=deterministic)
+        try:
+            again = bench.run(player, desk=desk, name=name, io=io, config=config)
+        except Interrupted:
+            stops += 1
+            continue
+        break
+    assert stops >= 2
+    assert again == whole
+    for file in ("samples-sampled.parquet", "samples-do_nothing.parquet"):
+        one, other = (load_samples(bench.root / n / file) for n in (name, f"{name}-whole"))
+        assert _without_times(one) == _without_times(other)
+
+
+def _without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for row in rows:
+        episode = json.loads(row["episode"])
+        for turn in episode["turns"]:
+            turn["seconds"] = 0.0
+        found.append({**row, "episode": episode})
+    return found
+
+
+def test_without_tasks_there_is_no_table_of_nothing(bench: Bench, tmp_path: Path) -> None:
+    empty = Bench(tmp_path)
+    write_tasks(tmp_path / "data", [])
+    with pytest.raises(DataError, match="no tasks"):
+        empty.run(bench.player(by_attempt({})))
+
+
+def test_few_tasks_are_of_all_domains(bench: Bench) -> None:
+    """Tasks stand domain by domain: the first ones would be of one domain, and called overall."""
+    config = replace_fields(bench.config, {"evaluate.max_prompts": 2})
+    results = bench.run(bench.player(by_attempt(PLAYED)), name="few", config=config)
+    assert set(results["episodes"]["greedy"]["tasks"]) == {B0, O0}
+    ids = [B0, B1, "bookings/2", O0, O1, "orders/2", "orders/3", "orders/4", "orders/5"]
+    rows = [replace(bench.rows[0], sample_id=one) for one in ids]
+    chosen = [[row.sample_id for row in over_domains(rows, most)] for most in range(1, 10)]
+    assert chosen[2] == [B0, O0, O1]
+    assert chosen[5] == [B0, B1, O0, O1, "orders/2", "orders/3"]
+    assert chosen[8] == ids == [row.sample_id for row in over_domains(rows, None)]
+    assert all(set(few) < set(more) for few, more in pairwise(chosen))
+
+
+def test_the_reward_decides_what_a_success_is() -> None:
+    """As in training and rejection sampling, whatever reason an environment gives beside it."""
+    record = EpisodeRecord("a", "d", 1, "finished", "done", (), (), reward=1.0, failure="gave_up")
+    assert record.success
+    assert failure_of(record) == ""
+    assert failure_of(replace(record, reward=0.5)) == "gave_up"
+    assert failure_of(replace(record, reward=0.5, failure=None)) == "incomplete"
+    assert failure_of(replace(record, reward=0.0, ended="no_call")) == "no_call"
+
+
+# ---------------------------------------------------------------- protocols
+
+
+def test_rules_of_ones_own_are_part_of_the_protocol(bench: Bench, tmp_path: Path) -> None:
+    """Also where their version was forgotten: numbers under other rules are not compared."""
+    file = tmp_path / "shop.py"
+    config = replace_fields(bench.config, {"environment.name": f"{file}:Shop"})
+    found = []
+    for text in ("RULE = 1\n", "RULE = 2\n"):
+        file.write_text(text)
+        found.append(protocol_of(config, bench.rows))
+    assert found[0].fingerprint != found[1].fingerprint
+    assert str(tmp_path) not in json.dumps([one.as_json() for one in found])
+
+
+def protocol_of(config: RecipeConfig, rows: Sequence[PromptRow]) -> Any:
+    return episode_protocol(config, Desk(config), rows, "sampled", "d" * 64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment.max_turns": 9},
+        {"environment.repairs": 0},
+        {"grpo.max_token_length": 4096},
+        {"grpo.response_length": 99},
+        {"evaluate.top_k": 20},
+        {"evaluate.temperature": 0.8},
+        {"evaluate.num_samples": 8},
+        {"environment.domains": ["bookings"]},
+    ],
+)
+def test_what_changes_numbers_changes_the_protocol(bench: Bench, change: dict[str, Any]) -> None:
+    changed = replace_fields(bench.config, change)
+    one, other = (protocol_of(c, bench.rows) for c in (bench.config, changed))
+    assert one.fingerprint != other.fingerprint
+    assert one.environment["version"] == "1"
+    assert one.name.startswith("held-out/sampled/desk@1-")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"judge.model": "other"},
+        {"reward.verification_reward": 3.0},
+        {"environment.unparsable": "exclude"},
+        {"environment.workers": 3},
+        {"environment.shaping.alpha": 0.9},
+        {"evaluate.batch_size": 3},
+    ],
+)
+def test_what_does_not_leaves_it(bench: Bench, change: dict[str, Any]) -> None:
+    changed = replace_fields(bench.config, change)
+    one, other = (protocol_of(c, bench.rows) for c in (bench.config, changed))
+    assert one.fingerprint == other.fingerprint
+
+
+def test_weights_of_checks_are_part_of_what_they_weigh_alone(bench: Bench) -> None:
+    changed = replace_fields(bench.config, {"environment.shaping.weights": ["action=1"]})
+    one, other = protocol_of(bench.config, bench.rows), protocol_of(changed, bench.rows)
+    assert one.fingerprint == other.fingerprint
+    mine, theirs = one.with_reward(bench.config), other.with_reward(changed)
+    assert mine.fingerprint != theirs.fingerprint
+
+
+def test_protocols_of_answers_are_what_they_were() -> None:
+    """Fingerprints that stand in published cards, recorded before there were agents."""
+    rows = [PromptRow("a", "q", "p", (1, 2, 3), "[]")]
+    config = RecipeConfig()
+    greedy, sampled = (make_protocol(config, rows, d, "d" * 64) for d in ("greedy", "sampled"))
+    assert (greedy.fingerprint, sampled.fingerprint) == ("58dda3a4ddfa", "8c1713e69950")
+    assert greedy.with_reward(config).fingerprint == "a03fcbd9bbef"
+    assert "environment" not in sampled.as_json()
+    assert sampling_params(config, "sampled").top_k == 0
+
+
+def test_the_sampled_decoding_draws_from_the_likeliest_where_it_is_asked_to(bench: Bench) -> None:
+    answers = replace_fields(RecipeConfig(), {"evaluate.top_k": 20})
+    assert sampling_params(answers, "sampled").top_k == 20
+    assert sampling_params(answers, "greedy").top_k == 0
+    config = replace_fields(bench.config, {"evaluate.top_k": 20, "evaluate.decoding": ["sampled"]})
+    player = bench.player(by_attempt(PLAYED))
+    bench.run(player, config=config, name="top-k")
+    assert {p.top_k for p in player.params if p.temperature > 0} == {20}
+
+
+def test_a_user_that_is_another_one_than_in_training_is_said(bench: Bench) -> None:
+    config = replace_fields(
+        bench.config,
+        {"evaluate.user.model": "judge-70b", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
+    )
+    results = bench.run(bench.player(by_attempt(PLAYED)), config=config, name="users")
+    assert results["users"]["same"] is False
+    assert results["users"]["evaluation"]["model"] == "judge-70b"
+    assert "127.0.0.1" not in json.dumps(results), "where a user is asked is nobody's matter"
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+@pytest.mark.usefixtures("results", "improved")
+def test_two_models_are_compared_task_by_task_and_within_a_domain(bench: Bench) -> None:
+    found = {
+        (r["decoding"], r["metric"]): r
+        for r in compare_results([bench.root / "better"], [bench.root / "out"])
+    }
+    assert found["sampled", "pass@4"]["difference"] == 0.25
+    by_domain = found["sampled", "pass@4/orders"]
+    assert (by_domain["difference"], by_domain["n"], by_domain["excluded"]) == (0.5, 2, 0)
+
+
+@pytest.mark.usefixtures("results")
+def test_numbers_of_two_protocols_are_refused(bench: Bench) -> None:
+    other = replace_fields(bench.config, {"environment.max_turns": 5})
+    bench.run(bench.player(by_attempt(PLAYED)), name="other-way", config=other)
+    with pytest.raises(ConfigurationError, match=r"environment\.max_turns"):
+        compare_results([bench.root / "out"], [bench.root / "other-way"])
+
+
+def test_tasks_of_other_domains_are_not_left_out_of_a_domains_number() -> None:
+    rows = [{"sample_id": f"{d}/{i}", "pass@4/a": 1.0 if d == "a" else None}
+            for d in "ab" for i in range(3)]  # fmt: skip
+    found = paired_difference_over_seeds([rows], [rows], "pass@4/a")
+    assert (found.n, found.excluded) == (3, 0)
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_names_say_which_way_is_good() -> None:
+    assert [higher_is_better(m) for m in ("pass^4/orders", "reward", "turns")] == [True, True, None]
+    worse = ("failure/no_call", "episode_error/orders", "uncited")
+    assert [higher_is_better(m) for m in worse] == [False] * 3
+    assert in_order(reversed(METRICS)) == list(METRICS)
+    told = episode_metrics(2, ("a",))
+    assert in_order(told) == list(told)
+
+
+def test_results_can_be_read_back(bench: Bench, results: dict[str, Any]) -> None:
+    assert load_results(bench.root / "out") == json.loads(json.dumps(results))
+
+
+# ---------------------------------------------------------------- what reads them
+
+
+@pytest.mark.usefixtures("results")
+def test_reports_read_tasks_domains_and_the_first_attempts(bench: Bench) -> None:
+    reader = SamplesReader()
+    file = bench.root / "out" / "samples-sampled.parquet"
+    means = reader.means(file)
+    assert list(means.metrics) == [
+        m for m in episode_metrics(4, ("bookings", "orders")) if m in set(means.metrics)
+    ]
+    prompts, row = means.about("pass@4/orders")
+    assert prompts == (O0, O1)
+    assert row is not None
+    assert row.tolist() == [0.0, 1.0]
+    shown = reader.rows(file, [B1])
+    assert [r["sample_index"] for r in shown] == [0, 1, 2, 3]
+    assert reader.rubrics(file) is None
+
+
+def test_arms_of_agents_are_compared_by_domain_with_their_failures(
+    bench: Bench, results: dict[str, Any], improved: dict[str, Any]
+) -> None:
+    made = MadeSweep(("before", "after"), seeds=(1,))
+    told = {}
+    for arm, found, folder in (("before", results, "out"), ("after", improved, "better")):
+        means = SamplesReader().means(bench.root / folder / "samples-sampled.parquet")
+        values = dict(zip(means.metrics, means.values, strict=True))
+        made.add(arm, 1, values, prompts=means.prompts, protocol=AGENT)
+        told[f"evaluate-grpo-{arm}-1"] = found["episodes"]["sampled"]
+    made.evaluations = {
+        stage: replace(e, measured=tuple(replace(m, episodes=told[stage]) for m in e.measured))
+        for stage, e in made.evaluations.items()
+    }
+    report = make_report(made.evidence())
+    assert report.primary is not None
+    assert report.primary.key.metric == "pass@1"
+    assert report.primary.key.judge == "desk 1, user: scripted"
+    by_metric = {c.key.metric: c for c in report.comparisons}
+    after = next(n for n in by_metric["pass@4/orders"].numbers if n.arm == "after")
+    assert (after.difference, after.n, after.excluded) == (0.5, 2, 0)
+    assert by_metric["failure/no_call"].higher_is_better is False
+    assert {f.sample_id for f in report.flips} == {O0}
+    assert [views for views, _ in views_of(report)][:3] == ["summary", "arms", "attempts"]
+    (orders,) = (r for r in report.attempts if (r.arm, r.domain) == ("before", "orders"))
+    assert (orders.asked, orders.passed, sum(orders.failures.values())) == (8, 4, 4)
+    assert "1 seed × 4 tasks" in page(report)
+    assert "## Why attempts fail" in markdown(report)
+
+
+def test_the_closing_table_of_a_run_names_the_largest_k() -> None:
+    numbers = [{"metric": m} for m in episode_metrics(8, ("a",))]
+    assert list(shown_metrics(numbers))[:4] == ["pass@1_first", "pass@1", "pass@8", "pass^8"]
+    assert "oracle" in shown_metrics([{"metric": "oracle"}])
+
+
+def test_who_does_nothing_says_goodbye_where_nothing_ends_an_episode(bench: Bench) -> None:
+    class Endless(Desk):
+        finish = ""
+
+    call = ending_call(Endless(bench.config), "orders")
+    assert (call.name, dict(call.arguments)) == ("respond", {"content": "Goodbye."})
+    assert ending_call(Desk(bench.config), "orders").name == "finish"
+
+
+def test_a_protocol_file_fixes_the_user_only_where_it_names_one() -> None:
+    recipe = replace_fields(
+        agent_config(),
+        {"evaluate.user.model": "mine", "evaluate.user.base_url": "http://127.0.0.1:9/v1"},
+    )
+    silent = protocol_of_file({"name": "a-v1", "evaluate": {"num_samples": 2}})
+    assert silent.over(recipe).evaluate.user == recipe.evaluate.user
+    user = {"model": "gpt-4.1", "temperature": 0.0}
+    named = protocol_of_file({"name": "b-v1", "evaluate": {"user": user, "top_k": 20}})
+    fixed = named.over(recipe).evaluate
+    assert (fixed.user.model, fixed.user.max_tokens, fixed.top_k) == ("gpt-4.1", 512, 20)
+    assert fixed.user.base_url == "http://127.0.0.1:9/v1", "where it is asked is the recipe's"
+    assert "evaluate.user.model" in named.fixed
+    assert "evaluate.user.model" not in silent.fixed
+
+
+def test_arms_that_change_the_environment_change_their_yardstick() -> None:
+    """A sweep may vary how an agent is trained, not with whom it is then measured."""
+    config = agent_config()
+    part = {f: measures(f, "pass@1", config) for f in YARDSTICK}
+    assert part == YARDSTICK
+    assert measures("environment.shaping.weights", "partial", config)
+    apart = agent_config(evaluate__user__model="another")
+    assert not measures("environment.user.model", "pass@1", apart)
+
+
+YARDSTICK = {
+    "environment.max_turns": True,
+    "environment.user.model": True,
+    "evaluate.user.temperature": True,
+    "evaluate.top_k": True,
+    "environment.shaping.alpha": False,
+    "environment.shaping.weights": False,
+    "environment.unparsable": False,
+    "environment.demonstrations": False,
+    "judge.model": False,
+    "grpo.credit": False,
+}
+AGENT = {
+    "split": "held-out",
+    "decoding": "sampled",
+    "judge": {},
+    "rubrics": {},
+    "reward": None,
+    "environment": {"name": "desk", "version": "1", "user": "scripted"},
+}

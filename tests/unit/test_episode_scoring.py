@@ -1,0 +1,266 @@
+"""What an episode is worth: a wrong number here trains for something else, and nobody notices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infra.failures import classify
+from refiner_core.contract.environment_config import (
+    CurriculumConfig,
+    EnvironmentConfig,
+    ShapingConfig,
+)
+from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
+from refiner_core.contract.shaping import check_curriculum
+from refiner_core.environments.protocol import Check
+from refiner_core.environments.record import EpisodeRecord, TurnRecord, record_from_json
+from refiner_core.environments.scoring import (
+    Curriculum,
+    alpha_of,
+    check_shaping,
+    check_weights,
+    partial_score,
+    require_episodes,
+    shaped_reward,
+)
+
+TAU2 = ShapingConfig(
+    alpha=0.25,
+    alpha_by_domain=("retail=0.8", "airline=1", "telecom=1.6"),
+    weights_by_domain=("telecom.action=0.35", "telecom.communicate=0.35", "telecom.environment=.3"),
+)
+
+
+def checks(**kinds: tuple[int, int]) -> tuple[Check, ...]:
+    """``kind=(passed, all)``."""
+    return tuple(
+        Check(kind, f"{kind}-{i}", i < passed)
+        for kind, (passed, total) in kinds.items()
+        for i in range(total)
+    )
+
+
+def record(**changes: Any) -> EpisodeRecord:
+    """A finished episode of two turns: actions 2/4 and what had to be said."""
+    made = checks(action=(2, 4), communicate=(1, 1))
+    values: dict[str, Any] = {
+        "task_id": "r-1",
+        "domain": "retail",
+        "seed": 1,
+        "status": "finished",
+        "ended": "done",
+        "first_messages": (("user", "hello"),),
+        "turns": (
+            TurnRecord("a", "ok", 3, 5, {"name": "look", "arguments": {}}, repaired="what"),
+            TurnRecord("b", "ok", 8, 9, {"name": "no", "arguments": {}}, tool_error="wrong_tool"),
+        ),
+        "reward": 0.0,
+        "partial": 0.5,
+        "checks": tuple(vars(check) for check in made),
+        "components": {"db": 0.0, "communicate": 1.0},
+        "failure": "incomplete",
+    }
+    return EpisodeRecord(**(values | changes))
+
+
+# ---------------------------------------------------------------- partial credit
+
+
+@pytest.mark.parametrize(
+    ("domain", "kinds", "expected"),
+    [
+        ("retail", {"action": (2, 4), "communicate": (1, 1)}, 0.4 / 0.65),
+        ("retail", {"action": (2, 4)}, 0.5),
+        ("retail", {"action": (2, 4), "environment": (1, 2)}, 0.5),
+        ("retail", {"action": (4, 4), "communicate": (0, 2), "environment": (1, 1)}, 0.85),
+        ("telecom", {"action": (2, 4), "communicate": (1, 1)}, 0.525 / 0.7),
+        ("telecom", {"action": (0, 1), "communicate": (0, 1), "environment": (1, 1)}, 0.3),
+    ],
+)
+def test_partial_is_the_weighted_share_of_the_kinds_that_are_there(domain, kinds, expected):
+    assert partial_score(checks(**kinds), check_weights(TAU2, domain)) == pytest.approx(expected)
+
+
+def test_the_seeds_own_number() -> None:
+    made = checks(action=(2, 4), communicate=(1, 1))
+    assert round(partial_score(made, check_weights(TAU2, "retail")) or 0, 4) == 0.6154
+
+
+def test_a_task_without_checks_that_count_has_no_partial_score() -> None:
+    weights = check_weights(TAU2, "retail")
+    assert partial_score((), weights) is None
+    assert partial_score(checks(nl_assertion=(1, 2)), weights) is None
+    assert partial_score(checks(nl_assertion=(0, 2), action=(1, 1)), weights) == 1.0
+
+
+def test_alpha_has_a_factor_by_domain() -> None:
+    found = [alpha_of(TAU2, domain) for domain in ("retail", "airline", "telecom", "another")]
+    assert found == pytest.approx([0.2, 0.25, 0.4, 0.25])
+
+
+def test_a_domain_keeps_the_general_weight_of_kinds_that_it_does_not_name() -> None:
+    shaping = ShapingConfig(weights_by_domain=("home.office.action=0.1",))
+    assert check_weights(shaping, "home.office") == {
+        "action": 0.1,
+        "communicate": 0.15,
+        "environment": 0.35,
+    }
+    assert check_weights(shaping, "home")["action"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"alpha": -0.1}, "environment.shaping.alpha"),
+        ({"alpha": float("nan")}, "environment.shaping.alpha"),
+        ({"alpha_by_domain": ("retail",)}, "environment.shaping.alpha_by_domain"),
+        ({"alpha_by_domain": ("retail=much",)}, "environment.shaping.alpha_by_domain"),
+        ({"alpha_by_domain": ("=1",)}, "environment.shaping.alpha_by_domain"),
+        ({"alpha_by_domain": ("a=1", "a=2")}, "environment.shaping.alpha_by_domain"),
+        ({"weights": ("action=-1",)}, "environment.shaping.weights"),
+        ({"weights": ("action=inf",)}, "environment.shaping.weights"),
+        ({"weights": ("action=0",)}, "environment.shaping.weights"),
+        ({"weights": ()}, "environment.shaping.weights"),
+        ({"weights_by_domain": ("telecom=1",)}, "environment.shaping.weights_by_domain"),
+        ({"weights_by_domain": ("telecom.=1",)}, "environment.shaping.weights_by_domain"),
+        (
+            {"weights": ("action=1",), "weights_by_domain": ("a.action=0",)},
+            "environment.shaping.weights_by_domain",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_meant_name_their_field(changes, named):
+    with pytest.raises(ConfigurationError, match=named):
+        check_shaping(replace(ShapingConfig(), **changes))
+
+
+def test_the_settings_of_the_seed_are_taken() -> None:
+    check_shaping(TAU2)
+    check_shaping(ShapingConfig())
+    check_curriculum(CurriculumConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"min_attempts": 0}, "min_attempts"),
+        ({"low": 0.8}, "low"),
+        ({"high": 1.5}, "high"),
+        ({"low_weight": -1.0}, "low_weight"),
+        ({"high_weight": float("inf")}, "high_weight"),
+    ],
+)
+def test_a_curriculum_that_cannot_be_meant_names_its_field(changes, named):
+    with pytest.raises(ConfigurationError, match=f"grpo.curriculum.{named}"):
+        check_curriculum(replace(CurriculumConfig(), **changes))
+
+
+# ---------------------------------------------------------------- the reward
+
+
+def test_the_total_is_reward_and_alpha_times_partial_and_all_parts_are_told() -> None:
+    found = shaped_reward(record(), EnvironmentConfig(shaping=TAU2))
+    assert found.status == "scored"
+    assert found.total == pytest.approx(0.2 * 0.4 / 0.65)
+    assert found.components == pytest.approx(
+        {
+            "reward": 0.0,
+            "partial": 0.4 / 0.65,
+            "alpha": 0.2,
+            "success": 0.0,
+            "turns": 2.0,
+            "repairs": 1.0,
+            "tool_errors": 1.0,
+            "environment_db": 0.0,
+            "environment_communicate": 1.0,
+        }
+    )
+    solved = record(
+        reward=1.0, failure=None, checks=tuple(map(vars, checks(action=(4, 4)))), domain="telecom"
+    )
+    assert shaped_reward(solved, EnvironmentConfig(shaping=TAU2)).total == pytest.approx(1.4)
+
+
+def test_a_task_without_checks_is_worth_its_reward() -> None:
+    found = shaped_reward(record(checks=(), reward=1.0), EnvironmentConfig(shaping=TAU2))
+    assert found.total == 1.0
+    assert "partial" not in found.components
+
+
+def test_a_last_turn_that_is_no_call_is_worth_nothing_whatever_was_done_before() -> None:
+    """Otherwise a policy would be paid for calls that it cannot finish."""
+    broken = record(ended="no_call", failure="no_call", reward=1.0)
+    found = shaped_reward(broken, EnvironmentConfig(shaping=TAU2))
+    assert (found.status, found.total) == ("malformed", 0.0)
+    assert found.components["partial"] == pytest.approx(0.4 / 0.65)
+
+
+def test_left_out_on_purpose_is_told_apart_from_errors() -> None:
+    excluded = shaped_reward(
+        record(ended="no_call", failure="no_call"), EnvironmentConfig(unparsable="exclude")
+    )
+    failed = shaped_reward(
+        record(status="error", ended="error", reward=None, error_kind="user_down", error="gone"),
+        EnvironmentConfig(),
+    )
+    assert (excluded.status, excluded.total) == ("unscored", None)
+    assert (failed.status, failed.total) == ("unscored", None)
+    require_episodes([excluded] * 9 + [failed], 0.1, of="episodes of a step")
+    with pytest.raises(EnvironmentOutage) as met:
+        require_episodes([excluded] * 2 + [failed] * 2, 0.4, of="episodes of a step")
+    assert "2 of 4 episodes of a step: user_down (2 times); for one: gone" in str(met.value)
+    assert "environment.max_error_share" in str(met.value)
+    outcome = classify(met.value)
+    assert (outcome.failure, outcome.decision, outcome.exit_code) == (
+        *("environment_outage", "resume"),
+        7,
+    )
+
+
+def test_a_stored_episode_can_be_scored_with_other_weights() -> None:
+    stored = json.loads(json.dumps(record().as_json()))
+    other = EnvironmentConfig(shaping=ShapingConfig(alpha=1.0, weights=("communicate=1",)))
+    assert shaped_reward(record_from_json(stored), other).total == 1.0
+
+
+# ---------------------------------------------------------------- curriculum
+
+
+def test_tasks_that_teach_little_weigh_less_after_enough_attempts() -> None:
+    curriculum = Curriculum(CurriculumConfig(enabled=True))
+    for task, attempts, successes in (
+        ("few", 4, 4),
+        ("easy", 5, 4),
+        ("hard", 5, 1),
+        ("between", 5, 3),
+        ("at the upper edge", 8, 6),
+        ("at the lower edge", 8, 2),
+    ):
+        curriculum.count(task, attempts, successes)
+    assert [curriculum.weight(task) for task in ("new", "few", "easy", "hard", "between")] == [
+        *(1.0, 1.0, 0.1, 0.5, 1.0)
+    ]
+    assert curriculum.weight("at the upper edge") == curriculum.weight("at the lower edge") == 1.0
+
+
+def test_counters_survive_a_checkpoint() -> None:
+    curriculum = Curriculum(CurriculumConfig(enabled=True))
+    curriculum.count("easy", 3, 3)
+    again = Curriculum(CurriculumConfig(enabled=True))
+    again.restore(json.loads(json.dumps(curriculum.state())))
+    again.count("easy", 2, 2)
+    assert again.state() == {"easy": [5, 5]}
+    assert curriculum.state() == {"easy": [3, 3]}
+    assert again.weight("easy") == 0.1
+    again.restore(None)
+    assert again.state() == {}
+
+
+def test_a_curriculum_that_is_off_counts_and_weighs_nothing() -> None:
+    curriculum = Curriculum(CurriculumConfig())
+    curriculum.count("easy", 50, 50)
+    assert curriculum.weight("easy") == 1.0

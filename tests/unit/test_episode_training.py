@@ -1,0 +1,416 @@
+"""GRPO on episodes: what is trained on, what is said of it, and that no interruption is seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import EnvironmentConfig, RecipeConfig
+from refiner_core.contract.environment_config import CurriculumConfig, ShapingConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    DataError,
+    EnvironmentOutage,
+    Interrupted,
+    UnsupportedError,
+)
+from refiner_core.contract.training_checks import check_training
+from refiner_core.contract.types import Completion, PromptRow
+from refiner_core.data.prepared import load_prompts
+from refiner_core.environments.record import record_from_json
+from refiner_core.environments.scoring import shaped_reward
+from refiner_core.training.in_flight import IN_FLIGHT
+from tests.support.counting import CountingEpisode
+from tests.support.episode_training import (
+    CallingSampler,
+    EpisodeRun,
+    Troubled,
+    recipe,
+    save_inputs,
+    save_rows,
+)
+
+STEPS = 3
+EPISODES = 6 * STEPS
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    return save_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _calls():
+    """What samples is lent the grammar of calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        backend = "refiner_core.generation.transformers_backend.TransformersGenerator"
+        patch.setattr(backend, CallingSampler)
+        yield
+
+
+@pytest.fixture
+def new(inputs, tmp_path):
+    def make(name: str = "run", environment: dict[str, Any] | None = None, **grpo: Any):
+        return EpisodeRun(inputs, tmp_path / name, recipe(environment, **grpo))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def straight(inputs, tmp_path_factory):
+    """A run without interruptions: itself, its report, its outcome."""
+    run = EpisodeRun(inputs, tmp_path_factory.mktemp("straight"), recipe())
+    report = run()
+    return run, report, run.outcome()
+
+
+# ---------------------------------------------------------------- what a step is
+
+
+def test_rollouts_keep_all_that_a_reward_and_a_loss_can_be_recomputed_from(straight):
+    run, _, outcome = straight
+    seen = set()
+    for rows in outcome["rollouts"].values():
+        assert len(rows) == 6
+        for row in rows:
+            record = record_from_json(json.loads(row["episode"]))
+            result = shaped_reward(record, run.config.environment)
+            assert row["reward"] == result.total
+            assert row["status"] == result.status
+            assert row["reward/success"] == float(record.success)
+            assert [p is not None for p in row["logprobs"]] == row["own"]
+            assert len(row["own"]) == len(row["response_ids"])
+            inside = [False] * len(row["own"])
+            for turn in record.turns:
+                assert turn.seconds == 0.0  # no run repeats it
+                inside[turn.start : turn.end] = [True] * (turn.end - turn.start)
+            assert inside == row["own"]
+            seen |= {record.ended, record.success}
+    assert {"turn_limit", "done", True, False} <= seen
+
+
+def test_metrics_say_how_episodes_went(straight):
+    run, report, outcome = straight
+    for row in run.io.metrics():
+        rows = outcome["rollouts"][row["step"]]
+        records = [record_from_json(json.loads(r["episode"])) for r in rows]
+        solved = [record.success for record in records]
+        assert row["episodes/success"] == pytest.approx(sum(solved) / 6)
+        assert row["episodes/successes"] == sum(solved)
+        for domain in {record.domain for record in records}:
+            own = [r for r in records if r.domain == domain]
+            share = sum(r.success for r in own) / len(own)
+            assert row[f"episodes/success/{domain}"] == pytest.approx(share)
+            mean = sum(r.partial or 0 for r in own) / len(own)
+            assert row[f"episodes/partial/{domain}"] == pytest.approx(mean)
+        assert row["episodes/turns"] == pytest.approx(sum(len(r.turns) for r in records) / 6)
+        assert row["episodes/own_tokens"] == pytest.approx(sum(sum(r["own"]) for r in rows) / 6)
+        assert row["episodes/own_tokens"] + row["episodes/foreign_tokens"] == pytest.approx(
+            row["val/sequence_lengths"]
+        )
+        failed = sum(row[f"episodes/failed/{name}"] for name in ("limit", "no_call", "incomplete"))
+        assert failed == 6 - sum(solved)
+        stopped = sum(record.ended != "turn_limit" for record in records)
+        assert row["val/stop_rate"] == pytest.approx(stopped / 6)
+        assert row["time/tools_s"] >= 0
+    assert report["domains"]["near"]["attempts"] + report["domains"]["far"]["attempts"] == EPISODES
+    successes = sum(run.column("episodes/successes"))
+    assert sum(domain["successes"] for domain in report["domains"].values()) == successes > 0
+    assert report["counts"]["episodes/successes"] == successes
+    assert len(report["curves"]["episodes/success"]) == STEPS
+    own = sum(sum(r["own"]) for rows in outcome["rollouts"].values() for r in rows)
+    assert report["tokens"] == own
+
+
+def test_the_sampler_and_the_trainer_speak_of_the_same_tokens(straight):
+    """Own log-probabilities that are off by one, or a conversation tokenised again, would show."""
+    gaps = [gap for gap in straight[0].column("val/sampler_logprob_gap") if gap is not None]
+    assert gaps
+    assert max(gaps) < 1e-5
+
+
+def test_episodes_are_seeded_by_what_they_are(new, straight):
+    """A group is one task, and no two of its episodes are one."""
+    for rows in straight[2]["rollouts"].values():
+        for at in (0, 3):
+            group = rows[at : at + 3]
+            assert len({row["sample_id"] for row in group}) == 1
+            assert len({json.loads(row["episode"])["seed"] for row in group}) == 3
+    again = new(num_training_steps=1)
+    again()
+    assert again.io.rollouts()[1] == straight[2]["rollouts"][1]
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn_rewards"])
+def test_partial_credit_gives_direction_where_no_episode_succeeds(new, credit):
+    """The user of this environment wants what cannot be done within the turns."""
+    plain = new("plain", {"max_turns": 2, "shaping": ShapingConfig(alpha=0.0)})
+    shaped = new("shaped", {"max_turns": 2, "shaping": ShapingConfig(alpha=0.25)}, credit=credit)
+    plain()
+    shaped()
+    assert plain.column("episodes/successes") == shaped.column("episodes/successes") == [0] * STEPS
+    assert plain.column("groups/kept") == [0] * STEPS
+    assert sum(shaped.column("groups/kept")) > 0
+    rows = [row for rows in shaped.io.rollouts().values() for row in rows]
+    turns = {row["turn_advantages"] is None for row in rows}
+    assert turns == {credit == "trajectory"}
+
+
+def test_an_unparsable_end_fails_or_is_left_out_by_name(new):
+    failure = new("failure", {"repairs": 0})
+    exclude = new("exclude", {"repairs": 0, "unparsable": "exclude", "max_error_share": 0.0})
+    failed, excluded = failure(), exclude()
+    assert failed["counts"]["episodes/excluded"] == 0
+    assert failed["counts"]["samples/malformed"] > 0
+    assert excluded["counts"]["episodes/excluded"] > 0
+    assert excluded["counts"]["samples/malformed"] == 0
+    assert excluded["counts"]["episodes/errors"] == 0
+    for run, total in ((failure, 0.0), (exclude, None)):
+        ends = [
+            row["reward"]
+            for rows in run.io.rollouts().values()
+            for row in rows
+            if json.loads(row["episode"])["ended"] == "no_call"
+        ]
+        assert set(ends) == {total}
+
+
+def test_a_curriculum_weighs_by_the_attempts_before_and_counts_all(new):
+    section = CurriculumConfig(enabled=True, min_attempts=3, low=0.4, low_weight=0.5)
+    run = new(curriculum=section)
+    report = run()
+    attempts: dict[str, list[bool]] = {}
+    for _, rows in sorted(run.io.rollouts().items()):
+        for row in rows:
+            before = attempts.get(row["sample_id"], [])
+            rate = sum(before) / len(before) if before else None
+            wanted = 1.0 if rate is None else 0.1 if rate > 0.75 else 0.5 if rate < 0.4 else 1.0
+            assert row["curriculum_weight"] == wanted
+        for row in rows:
+            solved = json.loads(row["episode"])["reward"] == 1.0
+            attempts.setdefault(row["sample_id"], []).append(solved)
+    assert any(weight is not None for weight in run.column("curriculum/weight"))
+    assert sum(d["attempts"] for d in report["domains"].values()) == EPISODES
+
+
+# ---------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        {},
+        {"async_steps": 1},
+        {"active_sampling": True},
+        {"credit": "turn_rewards", "num_mini_batches": 2, "async_steps": 2},
+        {"curriculum": CurriculumConfig(enabled=True, min_attempts=3, low=0.4)},
+    ],
+    ids=["plain", "async", "active", "turns-async", "curriculum"],
+)
+def test_stopped_after_steps_it_resumes_bitwise(new, grpo):
+    whole, cut = new("whole", **grpo), new("cut", save_freq=100, **grpo)
+    report = whole()
+    for stop_at in (1, 2):
+        cut.io.stop_at = stop_at
+        with pytest.raises(Interrupted):
+            cut()
+    cut.io.stop_at = None
+    assert cut() == report
+    assert cut.outcome() == whole.outcome()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_broken_off_while_sampling_or_saving_it_ends_as_if_it_had_not_been(
+    new, monkeypatch, behind, straight
+):
+    run = new(async_steps=behind)
+    for at in (5, 20):
+        monkeypatch.setattr(CallingSampler, "fail_at", at)
+        with pytest.raises(RuntimeError, match="while generating"):
+            run()
+    monkeypatch.setattr(CallingSampler, "fail_at", None)
+    run.io.fail_save_at = 3
+    with pytest.raises(OSError, match="while saving"):
+        run()
+    run.io.fail_save_at = None
+    report = run()
+    if behind:
+        whole = new("whole", async_steps=behind)
+        assert whole() == report
+        assert run.outcome() == whole.outcome()
+    else:
+        assert report == straight[1]
+        assert run.outcome() == straight[2]
+
+
+def test_how_the_schedule_of_tools_falls_changes_nothing(new, straight, monkeypatch):
+    """Tools that are slow, and one thread for them instead of many."""
+    import time
+
+    step, n = CountingEpisode.step, [0]
+
+    def slowly(self: Any, call: Any) -> Any:
+        n[0] += 1
+        time.sleep(0.003 * (n[0] % 3))
+        return step(self, call)
+
+    monkeypatch.setattr(CountingEpisode, "step", slowly)
+    run = new(environment={"workers": 2})
+    assert run() == straight[1]
+    assert run.outcome() == straight[2]
+
+
+def test_what_is_in_flight_comes_back_with_whose_tokens_they_are(new):
+    run = new(async_steps=1)
+    run.io.stop_at = 2
+    with pytest.raises(Interrupted):
+        run()
+    kept = json.loads((run.io.root / "checkpoints/2" / IN_FLIGHT).read_bytes())
+    for ids, logprobs, _, own, episode in kept["flights"][0]["rounds"][0]["samples"]:
+        assert len(ids) == len(logprobs) == len(own)
+        assert [p is not None for p in logprobs] == [bool(mine) for mine in own]
+        assert record_from_json(episode).turns
+
+
+# ---------------------------------------------------------------- the infrastructure fails
+
+
+def test_few_errors_leave_groups_and_loss_and_are_counted_by_kind(new):
+    """Task 4 is of the first step."""
+    run = new(environment={"max_error_share": 0.5}, num_training_steps=1)
+    run.environment.down = {4}
+    report = run()
+    assert run.column("episodes/errors/user_down") == [3]
+    assert report["counts"]["episodes/errors"] == 3
+    assert report["counts"]["samples/unscored"] == 3
+    assert report["counts"]["groups/dropped_too_few_scored"] == 1
+    assert report["domains"].get("near", {"attempts": 0})["attempts"] % 3 == 0
+    assert sum(domain["attempts"] for domain in report["domains"].values()) == 3
+    rows = run.io.rollouts()[1]
+    assert [row["advantage"] for row in rows if row["sample_id"] == "near/t4"] == [None] * 3
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_an_outage_ends_the_stage_with_nothing_trained_on_it_and_the_next_attempt_samples_anew(
+    new, behind, straight
+):
+    run = new(environment={"max_error_share": 0.4}, async_steps=behind, save_freq=100)
+    made: list[str] = []
+
+    class Sick(Troubled):
+        def episode(self, task: Any) -> CountingEpisode:
+            made.append(task.id)
+            self.down = set(range(5)) if len(made) > 12 else set()
+            return super().episode(task)
+
+    run.environment = Sick()
+    with pytest.raises(
+        EnvironmentOutage, match=r"6 of 6 episodes of a step: user_down \(6 times\)"
+    ):
+        run()
+    assert run.io.checkpoint_steps() == [2]
+    run.environment = Troubled()
+    report = run()
+    assert report["counts"]["episodes/errors"] == 0
+    assert report["episodes"] == EPISODES
+    if not behind:  # with older policies the lost batch comes from newer weights than it would have
+        assert report == straight[1]
+        assert run.outcome() == straight[2]
+
+
+# ---------------------------------------------------------------- refused before anything is done
+
+
+class _NoProgress:
+    """An episode of which nothing is known before its end."""
+
+    def __init__(self, episode: CountingEpisode) -> None:
+        for name in ("reset", "step", "outcome", "close"):
+            setattr(self, name, getattr(episode, name))
+
+
+class _Silent(Troubled):
+    name = "silent"
+
+    def episode(self, task: Any) -> Any:
+        return _NoProgress(super().episode(task))
+
+
+def test_credit_by_turns_needs_an_environment_that_tells_progress(new):
+    run = new(credit="turn_rewards")
+    run.environment = _Silent()
+    with pytest.raises(ConfigurationError, match=r"grpo.credit is turn_rewards.*silent"):
+        run()
+    assert run.environment.made == run.environment.closed == 1  # at the first domain
+    fine = new("fine", num_training_steps=1)
+    fine.environment = _Silent()
+    assert fine()["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "grpo", "error", "says"),
+    [
+        ({}, {"pack_length": 399}, ConfigurationError, "grpo.pack_length=400"),
+        ({}, {"max_token_length": 20}, ConfigurationError, "grpo.max_token_length"),
+        ({"shaping": ShapingConfig(weights=("x",))}, {}, ConfigurationError, "shaping.weights"),
+        ({"nl_assertions": "judge"}, {}, ValueError, "rank 0, and no other, has the judge"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_sampled(
+    new, environment, grpo, error, says
+):
+    run = new(environment=environment, **grpo)
+    with pytest.raises(error, match=says):
+        run()
+    assert run.environment.made == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "grpo", "says"),
+    [
+        ("desk", {"max_token_length": 16384}, "grpo.pack_length=16384"),
+        ("tau2", {"credit": "turn_rewards"}, "grpo.credit=trajectory"),
+    ],
+)
+def test_what_is_known_beforehand_is_refused_when_a_plan_is_made(environment, grpo, says):
+    config = replace(
+        RecipeConfig(),
+        stages=("data", "sft", "grpo"),
+        environment=replace(EnvironmentConfig(), name=environment),
+    )
+    check_training(replace(config, grpo=replace(config.grpo, credit="trajectory")))
+    with pytest.raises(ConfigurationError, match=says):
+        check_training(replace(config, grpo=replace(config.grpo, **grpo)))
+
+
+def test_rows_that_are_no_tasks_are_refused(tmp_path, inputs):
+    run = EpisodeRun(tmp_path, tmp_path / "run", recipe())
+    rows = load_prompts(inputs / "data" / "rl_train.parquet")
+    save_rows(tmp_path, [*rows, PromptRow("q", "q", "text", (5, 6), "{}")])
+    with pytest.raises(DataError, match="q is no task of an environment"):
+        run()
+
+
+def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
+    from refiner_core.training.lane import open_lane
+
+    config = recipe({"nl_assertions": "judge"})
+    with pytest.raises(UnsupportedError, match="one process of a stage has it"):
+        open_lane(config, judge=None, rewards=None, environment=None, samples=True)
+    lane = open_lane(config, judge=None, rewards=None, environment=None, samples=False)
+    sampler = lane.sampler(object(), None)  # type: ignore[arg-type]  # it samples nothing
+    with pytest.raises(RuntimeError, match="samples nothing"):
+        sampler.complete([], [0], step=1, finished=lambda *_: None)
+
+
+def test_a_completion_without_a_record_is_no_episode() -> None:
+    from refiner_core.training.episodes import record_of
+    from refiner_core.training.rollout import Sampled
+
+    row = PromptRow("near/t0", "q", "{}", (1,), "")
+    with pytest.raises(ValueError, match="without the record"):
+        record_of(Sampled(0, 0, row, Completion((1,), (0.0,), "stop"), ""))

@@ -1,0 +1,123 @@
+"""Threads for tools: one that hangs holds nobody up, and does not keep a process from ending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from refiner_core.environments.workers import Ended, Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workers() -> Iterator[Callable[[int], Workers]]:
+    made: list[Workers] = []
+
+    def make(count: int) -> Workers:
+        made.append(Workers(count))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def all_of(workers: Workers, count: int) -> list[Ended]:
+    ended: list[Ended] = []
+    until = time.monotonic() + 30
+    while len(ended) < count and time.monotonic() < until:
+        ended += workers.ended(1.0)
+    assert len(ended) == count
+    return ended
+
+
+def test_what_work_gives_and_raises_comes_back_with_its_key(
+    workers: Callable[[int], Workers],
+) -> None:
+    pool = workers(2)
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    pool.submit(1, lambda: "one", 30.0)
+    pool.submit(2, lambda: 1 / 0, 30.0)
+    pool.submit(3, leave, 30.0)
+    ended = {one.key: one for one in all_of(pool, 3)}
+    assert ended[1].value == "one"
+    assert isinstance(ended[2].error, ZeroDivisionError)
+    assert isinstance(ended[3].error, SystemExit), "a tool that leaves ends no thread silently"
+    assert pool.ended(0.0) == []
+
+
+def test_urgent_work_is_done_before_what_has_waited_longer(
+    workers: Callable[[int], Workers],
+) -> None:
+    pool, order, free = workers(1), [], threading.Event()
+    pool.submit(0, lambda: free.wait(30), 30.0)
+    for key in (1, 2):
+        pool.submit(key, lambda key=key: order.append(key), 30.0, urgent=False)
+    for key in (3, 4):
+        pool.submit(key, lambda key=key: order.append(key), 30.0)
+    free.set()
+    all_of(pool, 5)
+    assert order == [3, 4, 1, 2]
+
+
+def test_late_work_is_told_once_and_its_place_is_taken(workers: Callable[[int], Workers]) -> None:
+    pool, free, back = workers(1), threading.Event(), threading.Event()
+    for key in (1, 2):
+        pool.submit(key, lambda: free.wait(30), 0.1, abandoned=back.set)
+    pool.submit(3, lambda: "done", 30.0)
+    ended = {one.key: one for one in all_of(pool, 3)}
+    assert [ended[key].late for key in (1, 2, 3)] == [True, True, False]
+    assert not back.is_set()
+    free.set()
+    assert back.wait(30), "what comes back late is told so, to clean up after itself"
+    assert pool.ended(0.2) == []
+
+
+def test_no_time_left_is_late_at_once_but_tells(workers: Callable[[int], Workers]) -> None:
+    pool, free = workers(1), threading.Event()
+    pool.submit(1, lambda: free.wait(30), 0.0)
+    (one,) = all_of(pool, 1)
+    free.set()
+    assert one.late
+
+
+def test_no_more_threads_than_asked_for_and_none_after_close() -> None:
+    before, free = set(threading.enumerate()), threading.Event()
+    pool = Workers(3)
+
+    def new() -> set[threading.Thread]:
+        # Not a count: a thread of a test before this one may end meanwhile.
+        return set(threading.enumerate()) - before
+
+    for key in range(10):
+        pool.submit(key, lambda: free.wait(30), 30.0)
+    assert len(new()) == 3
+    free.set()
+    all_of(pool, 10)
+    pool.close()
+    assert not new()
+
+
+def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    code = (
+        "import threading\n"
+        "from refiner_core.environments.workers import Workers\n"
+        "pool = Workers(1)\n"
+        "pool.submit(1, threading.Event().wait, 0.05)\n"
+        "print([one.late for one in pool.ended(30)])\n"
+        "pool.close()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[True]"), ended.stderr

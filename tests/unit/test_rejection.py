@@ -1,0 +1,326 @@
+"""Which attempts are kept: the rule and its vectors, scores as shares, loss on what ends a turn.
+
+What would break for a user: fine-tuning on answers that were cut off or that a judge never saw, the
+same answer eight times over, another choice after every restart, a model that never learns to end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.checks import check_config
+from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
+from refiner_core.contract.environment_config import EnvironmentConfig
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.placement import sampling_servers
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.sample_checks import sampling_notes
+from refiner_core.contract.services import asks_judge
+from refiner_core.contract.types import PromptRow
+from refiner_core.rejection.answers import highest_reward
+from refiner_core.rejection.episodes import with_ends_of_turns
+from refiner_core.rejection.report import Report, require_kept
+from refiner_core.rejection.selection import Candidate, choose
+from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
+
+
+def candidate(index: int, score: float | None, **changes: Any) -> Candidate:
+    partial = changes.pop("partial", score)
+    values: dict[str, Any] = {"flaw": "", "tools": None, "text": f"text {index}", **changes}
+    return Candidate(index=index, score=score, partial=partial, **values)
+
+
+def whys(candidates: list[Candidate], **rule: Any) -> list[str]:
+    return [choice.why for choice in choose(candidates, replace(SampleConfig(), **rule))]
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def test_every_full_success_is_kept_and_then_nothing_else() -> None:
+    found = [candidate(0, 1.0), candidate(1, 0.9), candidate(2, 1.0)]
+    assert whys(found) == ["full_success", "not_full", "full_success"]
+
+
+def test_a_sum_of_floats_that_is_one_up_to_rounding_is_a_full_success() -> None:
+    assert whys([candidate(0, 0.1 + 0.2 + 0.7 - 1e-12)]) == ["full_success"]
+
+
+def test_a_lower_threshold_makes_more_full_successes_and_prefers_the_better_ones() -> None:
+    found = [candidate(0, 0.8), candidate(1, 0.95), candidate(2, 0.7)]
+    assert whys(found, success=0.8, max_kept=1) == ["surplus", "full_success", "not_full"]
+
+
+def test_without_a_full_success_the_best_partial_is_kept_from_the_threshold_on() -> None:
+    found = [candidate(0, 0.5), candidate(1, 0.6), candidate(2, 0.55)]
+    assert whys(found) == ["not_best", "best_partial", "not_best"]
+    assert whys(found, min_partial=0.61) == ["not_best", "too_low", "not_best"]
+
+
+def test_a_threshold_above_one_keeps_full_successes_alone() -> None:
+    assert whys([candidate(0, 0.0, partial=1.0)], min_partial=2.0) == ["too_low"]
+
+
+def test_of_equal_ones_the_first_attempt_is_kept() -> None:
+    found = [candidate(0, 0.2), candidate(1, 0.7), candidate(2, 0.7)]
+    assert whys(found) == ["not_best", "best_partial", "not_best"]
+
+
+def test_an_episode_is_ranked_by_its_partial_score_and_not_by_its_reward() -> None:
+    found = [candidate(0, 0.0, partial=0.9), candidate(1, 0.0, partial=0.3)]
+    assert whys(found) == ["best_partial", "not_best"]
+
+
+def test_an_episode_whose_task_has_no_checks_is_no_best_partial() -> None:
+    assert whys([candidate(0, 0.0, partial=None)], min_partial=0.0) == ["too_low"]
+
+
+@pytest.mark.parametrize("flaw", ["error", "unscored", "malformed", "truncated", "no_reward"])
+def test_what_cannot_be_a_demonstration_is_never_kept(flaw: str) -> None:
+    found = [candidate(0, 1.0, flaw=flaw), candidate(1, 0.7)]
+    assert whys(found) == [flaw, "best_partial"]
+
+
+def test_successes_that_call_the_same_tools_in_the_same_order_are_one() -> None:
+    found = [
+        candidate(0, 1.0, tools=("find", "book")),
+        candidate(1, 1.0, tools=("find", "book")),
+        candidate(2, 1.0, tools=("book", "find")),
+    ]
+    assert whys(found) == ["full_success", "duplicate", "full_success"]
+    assert whys(found, distinct="none") == ["full_success"] * 3
+    assert whys(found, distinct="text") == ["full_success"] * 3
+
+
+def test_answers_that_are_the_same_text_are_one_by_tools_and_by_text() -> None:
+    found = [candidate(i, 1.0, text="same") for i in range(3)]
+    for distinct in ("tools", "text"):
+        assert whys(found, distinct=distinct) == ["full_success", "duplicate", "duplicate"]
+
+
+def test_a_duplicate_takes_no_place_of_max_kept() -> None:
+    found = [candidate(i, 1.0, text=text) for i, text in enumerate("aabc")]
+    assert whys(found, max_kept=2) == ["full_success", "duplicate", "full_success", "surplus"]
+
+
+def test_the_choice_does_not_depend_on_the_order_in_which_attempts_are_given() -> None:
+    found = [
+        candidate(0, 1.0, text="a"),
+        candidate(1, 0.9, text="b"),
+        candidate(2, 1.0, text="a"),
+        candidate(3, 0.9, text="c"),
+    ]
+    rule = {"success": 0.9, "max_kept": 2}
+    wanted = dict(zip(range(4), whys(found, **rule), strict=True))
+    for order in itertools.permutations(found):
+        assert dict(zip((c.index for c in order), whys(list(order), **rule), strict=True)) == wanted
+
+
+# ---------------------------------------------------------------- scores of answers
+
+
+def row(rubrics: Any = BOTH, text: str = EVIDENCE) -> PromptRow:
+    empty: dict[str, Any] = {"positive_rubrics": [], "negative_rubrics": []}
+    return PromptRow("p", "q", text, (1, 2), json.dumps(rubrics or empty))
+
+
+def test_the_highest_reward_is_what_a_perfect_answer_to_this_prompt_gets() -> None:
+    reward = RewardConfig(verification_reward=10.0, paper_citation_weight=0.2)
+    assert highest_reward(row(), reward) == pytest.approx(10.0)
+    # Without evidence there is no citation to earn: full marks there are 0.8 of it.
+    assert highest_reward(row(text="no evidence"), reward) == pytest.approx(8.0)
+    assert highest_reward(row(None), reward) == pytest.approx(10.0)
+    assert highest_reward(row(None, "no evidence"), reward) == 0.0
+
+
+def test_the_highest_reward_under_other_aggregations_is_reachable_and_no_more() -> None:
+    additive = RewardConfig(
+        verification_reward=1.0, paper_citation_weight=0.5, combination="additive"
+    )
+    assert highest_reward(row(), additive) == pytest.approx(1.5)
+    signed = RewardConfig(
+        verification_reward=1.0,
+        apply_paper_citation_reward=False,
+        rubric_aggregation="signed_mean",
+    )
+    # One rubric to meet and one not to: the mean of +1 and 0.
+    assert highest_reward(row(), signed) == pytest.approx(0.5)
+    negative = {"positive_rubrics": [], "negative_rubrics": [NEGATIVE]}
+    assert highest_reward(row(negative), signed) == 0.0
+    two = {"positive_rubrics": [POSITIVE, {**POSITIVE, "title": "P2"}], "negative_rubrics": []}
+    summed = replace(signed, rubric_aggregation="positive_sum")
+    assert highest_reward(row(two), summed) == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------- loss of episodes
+
+
+def test_the_end_of_each_turn_carries_loss_and_what_others_say_does_not() -> None:
+    end = (9,)
+    ids = [1, 2, 9, 5, 5, 3, 4, 9, 6]
+    own = [True, True, False, False, False, True, True, False, False]
+    found_ids, loss = with_ends_of_turns(ids, own, end, room=100)
+    assert found_ids == (1, 2, 9, 5, 5, 3, 4, 9)
+    assert loss == (True, True, True, False, False, True, True, True)
+
+
+def test_the_end_of_the_last_turn_is_appended_where_the_episode_lacks_it() -> None:
+    found = with_ends_of_turns([1, 2], [True, True], (9,), room=3)
+    assert found == ((1, 2, 9), (True, True, True))
+    # No more than a context holds: a pack of that length has to hold it.
+    assert with_ends_of_turns([1, 2], [True, True], (9,), room=2) == ((1, 2), (True, True))
+
+
+def test_an_end_that_the_model_sampled_itself_is_not_doubled() -> None:
+    ids, own = [1, 9, 5, 2, 9], [True, True, False, True, True]
+    assert with_ends_of_turns(ids, own, (9,), room=9) == (tuple(ids), tuple(own))
+
+
+def test_an_end_of_several_tokens_carries_loss_whole() -> None:
+    ids, own = [1, 8, 9, 5, 2], [True, False, False, False, True]
+    found_ids, loss = with_ends_of_turns(ids, own, (8, 9), room=9)
+    assert (found_ids, loss) == ((1, 8, 9, 5, 2, 8, 9), (True, True, True, False, True, True, True))
+
+
+# ---------------------------------------------------------------- nothing kept
+
+
+def test_a_stage_that_keeps_nothing_says_the_numbers_and_what_to_lower() -> None:
+    report = Report(SampleConfig(attempts=1), "answers").as_json()
+    report |= {
+        "attempts": {"total": 8, "measured": 6, "full": 0},
+        "prompts": {"total": 2, "full": 0, "partial": 0, "none": 2},
+        "score_mean": 0.25,
+        "not_kept": {"too_low": 2, "not_best": 4, "error": 2},
+    }
+    with pytest.raises(DataError) as refused:
+        require_kept(report)
+    text = str(refused.value)
+    assert "8 attempts at 2 prompts" in text
+    assert "0.250 on average" in text
+    assert "sample.success" in text
+    assert "sample.min_partial" in text
+    report["not_kept"] = {"truncated": 6, "error": 2}
+    with pytest.raises(DataError, match="train longer") as refused:
+        require_kept(report)
+    assert "lower sample" not in str(refused.value)
+
+
+# ---------------------------------------------------------------- plans
+
+
+RFT = RecipeConfig(
+    stages=("data", "rft"), rft=SftConfig(pack_length=8192), sample=SampleConfig(attempts=2)
+)
+
+
+def with_changes(config: RecipeConfig, **changes: Any) -> RecipeConfig:
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        part: Any = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: part})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sample__attempts": 0}, "sample.attempts"),
+        ({"sample__temperature": -0.1}, "sample.temperature"),
+        ({"sample__temperature": 0.0}, "sample.temperature"),
+        ({"sample__top_p": 0.0}, "sample.top_p"),
+        ({"sample__top_p": 1.5}, "sample.top_p"),
+        ({"sample__top_k": -1}, "sample.top_k"),
+        ({"sample__success": 0.0}, "sample.success"),
+        ({"sample__success": 1.1}, "sample.success"),
+        ({"sample__min_partial": -0.1}, "sample.min_partial"),
+        ({"sample__max_kept": 0}, "sample.max_kept"),
+        ({"sample__generation_batch_size": 0}, "sample.generation_batch_size"),
+        ({"sample__save_freq": 0}, "sample.save_freq"),
+        ({"rft__pack_length": 512}, "rft.pack_length"),
+        ({"rft__pack_length": 6200}, "rft.pack_length"),
+        ({"rft__nproc_per_node": 2}, "rft.gradient_accumulation_steps"),
+        ({"rft__optimizer": "muon", "rft__deepspeed_stage": 2}, "rft.optimizer"),
+        ({"rft__warmup_ratio": 1.5}, "rft.warmup_ratio"),
+        ({"grpo__max_token_length": 6000}, "grpo.max_token_length"),
+        ({"data__rl_path": None}, "data.rl_path"),
+        ({"data__all_held_out": True}, "data.all_held_out"),
+        (
+            {"sample__generation_backend": "vllm", "grpo__vllm_tensor_parallel_size": 2},
+            "sample.resources.gpus",
+        ),
+    ],
+)
+def test_sampling_that_cannot_work_is_refused_with_its_field(
+    changes: dict[str, Any], field: str
+) -> None:
+    check_config(RFT)
+    with pytest.raises(ConfigurationError) as refused:
+        check_config(with_changes(RFT, **changes))
+    assert field in str(refused.value)
+
+
+def test_partial_thresholds_above_one_are_allowed() -> None:
+    check_config(with_changes(RFT, sample__min_partial=2.0))
+
+
+def test_an_episode_must_fit_into_a_pack() -> None:
+    agent = replace(RFT, environment=EnvironmentConfig(name="desk"))
+    check_config(agent)
+    with pytest.raises(ConfigurationError, match=r"rft\.pack_length"):
+        check_config(with_changes(agent, rft__pack_length=8191))
+
+
+def test_answers_ask_the_judge_and_episodes_do_not() -> None:
+    agent = replace(RFT, environment=EnvironmentConfig(name="desk"))
+    assert asks_judge(RFT, "sample")
+    assert asks_judge(RFT)
+    assert not asks_judge(RFT, "rft")
+    assert not asks_judge(agent, "sample")
+    assert not asks_judge(agent)
+    judged = with_changes(agent, environment__nl_assertions="judge")
+    assert asks_judge(judged, "sample")
+    assert not asks_judge(replace(RFT, stages=("data", "sft")))
+
+
+def test_servers_of_sampling_take_all_gpus_because_nobody_trains() -> None:
+    def servers(gpus: int, width: int, engines: int = 1) -> tuple[tuple[int, ...], ...]:
+        resources = replace(RFT.sample.resources, gpus=gpus)
+        changed = with_changes(
+            RFT,
+            sample__resources=resources,
+            grpo__vllm_tensor_parallel_size=width,
+            grpo__vllm_num_engines=engines,
+        )
+        return sampling_servers(changed)
+
+    assert servers(4, 1) == ((0,), (1,), (2,), (3,))
+    assert servers(5, 2) == ((0, 1), (2, 3))
+    assert servers(0, 1, engines=2) == ((), ())
+    with pytest.raises(ConfigurationError):
+        servers(1, 2)
+
+
+def test_gpus_that_transformers_leaves_idle_are_said() -> None:
+    many = with_changes(RFT, sample__resources=replace(RFT.sample.resources, gpus=4))
+    assert any("uses one" in note for note in sampling_notes(many))
+    assert not sampling_notes(RFT)
+
+
+def test_grpo_starts_from_rft_and_rft_from_what_was_sampled() -> None:
+    sources = {"model": "m", "data.sft": "s", "data.rl": "r"}
+    config = replace(RFT, stages=("data", "sft", "rft", "grpo", "evaluate"))
+    plan = make_plan(config, sources)
+    stages = plan.by_name
+    assert stages["sample"].inputs == {"data": "data", "policy": "sft"}
+    assert stages["rft"].inputs == {"data": "sample", "policy": "sft"}
+    assert stages["grpo"].inputs == {"data": "data", "policy": "rft"}
+    assert {"evaluate-sft", "evaluate-rft", "evaluate-grpo"} <= set(stages)
+    more = make_plan(with_changes(config, sample__attempts=4), sources).by_name
+    same = [name for name in stages if more[name].id == stages[name].id]
+    assert same == ["data", "sft", "evaluate-base", "evaluate-sft"]

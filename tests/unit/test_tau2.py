@@ -1,0 +1,739 @@
+"""The adapter to tau2-bench, on a double of the package in the shapes of its version 1.0.
+
+The double's user really asks a server over HTTP, its orchestrator and evaluation really play. With
+REFINER_TAU2_PYTHON set to the Python of an environment that has tau2-bench, the same conversations
+are played on the real package, too. Were this wrong, numbers of tau2-bench would be other numbers
+than the benchmark's, or outages of the user simulator would count as failures of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
+from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
+from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.shaping import alpha_of, check_weights
+from refiner_core.data.conversations import read_conversations
+from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall, WritesResults
+from refiner_core.environments.record import EpisodeRecord, record_from_json
+from refiner_core.environments.scoring import partial_score
+from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
+from refiner_core.environments.tau2.reward import failure_of, read_reward_info
+from refiner_core.models.tokenizer import build_tokenizer
+from tests.support.judge_server import JudgeServer, Reply
+from tests.support.tau2_contract import (
+    KEY_ENV,
+    STOP,
+    Talk,
+    YesJudge,
+    environment_at,
+    play,
+    said,
+    step_of,
+    try_domain,
+    user_at,
+)
+
+ROOT = Path(__file__).parents[2]
+DOUBLE = ROOT / "tests" / "support" / "tau2_fake"
+DATA = ROOT / "tests" / "data" / "tau2"
+KEY = "sk-not-a-real-key-2718"
+SEAT = ToolCall("set_seat", {"ticket_id": "T1", "seat": "7F"})
+DONE = ToolCall("done", {})
+
+
+def say(text: str) -> ToolCall:
+    return ToolCall("respond", {"content": text})
+
+
+@pytest.fixture(autouse=True)
+def tau2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The double in the place of the package, and nothing of it afterwards."""
+    monkeypatch.syspath_prepend(str(DOUBLE))
+    monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "data"))
+    monkeypatch.setenv(KEY_ENV, KEY)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    package._loaded.cache_clear()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "tau2"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def helpful() -> Iterator[str]:
+    """A user who wants a seat, and is content with whatever happens."""
+    with JudgeServer(Talk("A seat at the window, please.", "Thank you.")) as server:
+        yield server.base_url
+
+
+def split_of(number: str) -> str:
+    return {"0": "train", "1": "train", "2": "test", "3": "test", "4": "odd"}[number]
+
+
+def task_of(environment: Tau2Environment, number: str) -> Any:
+    tasks = environment.tasks(split_of(number))
+    return next(task for task in tasks if task.id == f"kiosk-{number}")
+
+
+# ---- whole conversations
+
+
+def test_every_task_can_be_solved_by_its_reference_and_read_by_its_own_tools() -> None:
+    facts = try_domain("kiosk", "train", 2)
+    assert facts["solved"] == facts["carried"] == [1.0, 1.0]
+    assert facts["idle"] == [0.0, 0.0]
+    assert facts["results"] == {"simulations": 6, "average": pytest.approx(4 / 6), "trials": 3}
+
+
+@pytest.mark.skipif(
+    "REFINER_TAU2_PYTHON" not in os.environ,
+    reason="REFINER_TAU2_PYTHON names no Python that has tau2-bench",
+)
+@pytest.mark.timeout(600)
+def test_the_real_package_behaves_as_the_double() -> None:
+    surroundings = {n: v for n, v in os.environ.items() if n != package.DATA_VARIABLE}
+    if "REFINER_TAU2_DATA" in os.environ:
+        surroundings[package.DATA_VARIABLE] = os.environ["REFINER_TAU2_DATA"]
+    command = [os.environ["REFINER_TAU2_PYTHON"], "-m", "tests.support.tau2_contract"]
+    done = subprocess.run(
+        [*command, "retail:test:3", "telecom:small:3"],
+        cwd=ROOT,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for facts in json.loads(done.stdout.splitlines()[-1]):
+        assert facts["solved"] == facts["carried"] == [1.0] * facts["tasks"]
+        assert sum(facts["idle"]) < facts["tasks"]
+        assert facts["results"]["simulations"] == 3 * facts["tasks"]
+
+
+def test_the_agent_reads_results_and_words_exactly(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    episode = environment.episode(task_of(environment, "0"))
+    assert episode.reset(1) == (Message("user", "A seat at the window, please."),)
+    found = step_of(episode, "find_ticket", ticket_id="T1")
+    assert found.messages == (Message("tool", '{"ticket_id": "T1", "seat": "3A"}'),)
+    assert step_of(episode, "respond", content="7F?").messages == (Message("user", "Thank you."),)
+    end = episode.step(DONE)
+    assert (end.messages, end.done) == ((), True)
+
+
+def test_words_that_look_like_a_call_are_said(helpful: str) -> None:
+    """The gym reads such an answer as a call; a model would be punished for quoting one."""
+    environment = environment_at(helpful, "kiosk")
+    episode = environment.episode(task_of(environment, "0"))
+    for text in ("set_seat(ticket_id='T1', seat='1A')", '{"name": "set_seat", "arguments": {}}'):
+        episode.reset(1)
+        assert episode.step(say(text)).messages == (Message("user", "Thank you."),)
+    assert not any(check.passed for check in episode.outcome().checks if check.kind == "action")
+
+
+def test_the_user_acts_on_their_side_and_the_agent_cannot() -> None:
+    press = {"name": "press_button", "arguments": '{"button": "green"}'}
+    with JudgeServer(Talk("The lamp is off.", said(None, [press]), "It is green now.")) as server:
+        environment = environment_at(server.base_url, "kiosk")
+        episode = environment.episode(task_of(environment, "1"))
+        episode.reset(1)
+        refused = step_of(episode, "press_button", button="green")
+        assert refused.tool_error == "wrong_tool"
+        answer = step_of(episode, "respond", content="Press the green button.")
+        assert answer.messages == (Message("user", "It is green now."),)
+        episode.step(DONE)
+        outcome = episode.outcome()
+        offered = [t["function"]["name"] for t in server.bodies[1]["tools"]]
+    assert offered == ["press_button"]
+    assert "press_button" not in [tool.name for tool in environment.tools("kiosk")]
+    assert outcome.success
+    assert outcome.failure is None
+    assert outcome.components == {"env_assertions": 1.0}
+    roles = [m["role"] for m in outcome.info["simulation"]["messages"]]
+    assert roles.count("tool") == 2  # what the agent does not see is in the record
+    assert "raw_data" not in json.dumps(outcome.info)
+
+
+def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    task = task_of(environment, "3")
+    episode = environment.episode(task)
+    before, last = episode.reset(1)
+    assert "assistant: Which seat would you like?" in before.content
+    assert last == Message("user", "7F, please.")
+    record, outcome = play(environment, task, [SEAT, DONE], pickled=True)
+    assert outcome.success
+    assert outcome.excluded == ()  # there are no assertions to be left out
+    assert record.tools == ("set_seat", "done")
+
+
+def test_the_simulated_user_gets_the_settings(helpful: str) -> None:
+    with JudgeServer(Talk("Hello.")) as server:
+        user = user_at(server.base_url, temperature=0.7, max_tokens=99)
+        environment = Tau2Environment(EnvironmentConfig(name="tau2", domains=("kiosk",)), user)
+        environment.episode(task_of(environment, "0")).reset(2**40 + 5)
+        body, headers = server.bodies[0], server.headers[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("user", 0.7, 99)
+    assert body["seed"] == 5
+    assert headers["Authorization"] == f"Bearer {KEY}"
+    assert "seat at the window" in body["messages"][0]["content"]
+
+
+# ---- how episodes fail
+
+
+@pytest.mark.parametrize(
+    ("calls", "failure"),
+    [
+        ([say("7F"), DONE], "gave_up"),
+        ([ToolCall("transfer_to_human_agents", {"summary": "no"}), DONE], "gave_up"),
+        ([SEAT, DONE], "incomplete"),
+        ([ToolCall("find_ticket", {"ticket_id": "T1"}), DONE], "incomplete"),
+        ([ToolCall("fly", {}), DONE], "wrong_tool"),
+        ([ToolCall("set_seat", {"ticket_id": "T9", "seat": "1A"}), DONE], "wrong_argument"),
+        ([ToolCall("set_seat", {"requestor": "user", "self": 1}), DONE], "wrong_argument"),
+        ([ToolCall("respond", {"text": "hello"}), DONE], "wrong_argument"),
+        ([ToolCall("respond", {"content": " "}), DONE], "wrong_argument"),
+        ([say("…")] * 2, "limit"),
+    ],
+)
+def test_failures_are_told_apart(calls: list[ToolCall], failure: str, helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk", max_turns=6)
+    _, outcome = play(environment, task_of(environment, "0"), calls)
+    assert (outcome.failure, outcome.success) == (failure, False)
+    assert {check.kind for check in outcome.checks} >= {"action", "communicate", "db"}
+
+
+def test_its_own_limit_ends_an_episode(helpful: str) -> None:
+    """`max_turns` is its `max_steps`, which counts every message."""
+    environment = environment_at(helpful, "kiosk", max_turns=5)
+    episode = environment.episode(task_of(environment, "0"))
+    episode.reset(1)
+    assert not episode.step(SEAT).done
+    assert episode.step(say("7F it is.")).done
+    outcome = episode.outcome()
+    assert (outcome.reward, outcome.failure) == (0.0, "limit")
+    assert outcome.info["simulation"]["termination_reason"] == "max_steps"
+    passed = {check.name: check.passed for check in outcome.checks}
+    assert (passed["seat_0"], passed["find_0"], passed["7F"]) == (True, False, True)
+
+
+def test_errors_without_end_end_an_episode(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    record, outcome = play(environment, task_of(environment, "0"), [ToolCall("fly", {})] * 50)
+    assert len(record.turns) == 10
+    assert outcome.failure == "limit"
+
+
+def test_a_user_may_end_an_episode() -> None:
+    with JudgeServer(Talk("Seat 7F, please.", f"Thanks. {STOP}")) as server:
+        environment = environment_at(server.base_url, "kiosk")
+        calls = [ToolCall("find_ticket", {"ticket_id": "T1"}), SEAT, say("It is 7F."), DONE]
+        record, outcome = play(environment, task_of(environment, "0"), calls)
+    assert len(record.turns) == 3
+    assert outcome.success
+    assert record.turns[-1].messages == (("user", f"Thanks. {STOP}"),)
+
+
+# ---- the user simulator's faults
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (Reply(500), "user_down"),
+        (Reply(429), "user_down"),
+        (Reply(401, body=json.dumps({"error": {"message": f"bad key {KEY}"}})), "user_down"),
+        (Reply(404), "user_down"),
+        (Reply(drop=True), "user_down"),
+        (said(" "), "user_off_script"),
+        (said(None), "user_off_script"),
+        (Reply(body='{"choices": []}'), "user_off_script"),
+        (said(None, [{"name": "press_button", "arguments": "{green"}]), "user_off_script"),
+        (said(None, [{"name": "press_button", "arguments": "{}"}]), "user_off_script"),
+        (said(None, [{"name": "press_button", "arguments": '{"button": "x"}'}]), "user_off_script"),
+        (said(f"Bye. {STOP}"), "user_off_script"),
+    ],
+)
+def test_what_the_user_does_wrong_is_no_failure_of_the_model(reply: Reply, kind: str) -> None:
+    """Of the last three, one calls tools that fail, and one calls tools without end."""
+    with JudgeServer(Talk(reply)) as server:
+        environment = environment_at(server.base_url, "kiosk", max_turns=1000)
+        with pytest.raises(InfrastructureError) as caught:
+            environment.episode(task_of(environment, "1")).reset(1)
+    assert caught.value.kind == kind
+    assert KEY not in str(caught.value)
+    assert caught.value.__cause__ is None  # a traceback would quote what the server said
+
+
+def test_a_user_that_takes_too_long_is_slow() -> None:
+    with JudgeServer(Talk(said("Well…", delay_s=5.0))) as server:
+        config = EnvironmentConfig(name="tau2", domains=("kiosk",))
+        environment = Tau2Environment(config, user_at(server.base_url, timeout_s=0.1))
+        with pytest.raises(InfrastructureError) as caught:
+            environment.episode(task_of(environment, "0")).reset(1)
+    assert caught.value.kind == "user_slow"
+
+
+def test_a_user_may_fall_silent_later() -> None:
+    with JudgeServer(Talk("Hello.", said(""))) as server:
+        environment = environment_at(server.base_url, "kiosk")
+        episode = environment.episode(task_of(environment, "0"))
+        episode.reset(1)
+        with pytest.raises(InfrastructureError) as caught:
+            episode.step(say("Hello."))
+    assert caught.value.kind == "user_off_script"
+
+
+# ---- assertions in plain language
+
+
+def test_assertions_are_left_out_and_that_is_said(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    _, outcome = play(environment, task_of(environment, "2"), [SEAT, say("7F."), DONE])
+    assert outcome.success
+    assert outcome.excluded == ("nl",)
+    assert outcome.components == {"db": 1.0}
+    assert environment.describe()["excluded"] == ["nl"]
+    assert "NL_ASSERTION" in environment.describe()["reward"]
+
+
+@pytest.mark.parametrize(("score", "reward"), [(1.0, 1.0), (0.5, 0.0), (0.0, 0.0)])
+def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful: str) -> None:
+    judge = YesJudge(score)
+    environment = environment_at(helpful, "kiosk", judge)
+    calls = [SEAT, say("Your seat is 7F."), DONE]
+    _, outcome = play(environment, task_of(environment, "2"), calls, pickled=True)
+    assert outcome.reward == outcome.components["nl"] == reward
+    assert outcome.excluded == ()
+    assert [check.passed for check in outcome.checks if check.kind == "nl"] == [reward == 1.0] * 2
+    asked = judge.requests
+    assert asked[0].reference == "The agent says which seat it is."
+    assert "assistant: Your seat is 7F." in asked[0].text
+    assert outcome.info["reward_info"]["reward_breakdown"]["NL_ASSERTION"] == reward
+    assert environment.describe()["excluded"] == []
+
+
+def test_a_judge_that_fails_is_no_number(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk", YesJudge(None))
+    with pytest.raises(InfrastructureError) as caught:
+        play(environment, task_of(environment, "2"), [SEAT, DONE])
+    assert caught.value.kind == "judge_failed"
+
+
+def test_a_task_of_which_nothing_would_be_measured_is_refused(helpful: str) -> None:
+    """Its reward would be 1 for whatever an agent does."""
+    with pytest.raises(DataError, match="kiosk 4"):
+        environment_at(helpful, "kiosk").tasks("odd")
+    judged = environment_at(helpful, "kiosk", YesJudge())
+    assert [task.id for task in judged.tasks("odd")] == ["kiosk-4"]
+
+
+def test_a_judge_is_needed_to_judge() -> None:
+    with pytest.raises(ConfigurationError, match="nl_assertions"):
+        Tau2Environment(EnvironmentConfig(name="tau2", nl_assertions="judge"), UserConfig())
+
+
+# ---- reward_info
+
+
+def shape(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((DATA / f"reward_info_{name}.json").read_text())
+    return values
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_reward_info_is_taken_apart(as_text: bool) -> None:
+    values = shape("full")
+    measured = read_reward_info(json.dumps(values) if as_text else values)
+    assert measured.reward == 0.0
+    assert measured.components == {
+        **{"db": 1.0, "env_assertions": 1.0, "action": 0.0, "communicate": 1.0}
+    }
+    kinds = [check.kind for check in measured.checks]
+    assert kinds == ["action"] * 4 + ["communicate", "environment", "db"]
+    assert [check.passed for check in measured.checks[:4]] == [True, True, False, False]
+    assert measured.checks[3].detail == 'the user: press_button({"button": "green"})'
+    weights = {"action": 0.5, "communicate": 0.15, "environment": 0.35}
+    assert partial_score(measured.checks, weights) == pytest.approx(0.75)
+    without = [check for check in measured.checks if check.kind != "environment"]
+    assert partial_score(without, weights) == pytest.approx(0.4 / 0.65, abs=1e-4)  # .6154
+
+
+def test_reward_info_without_checks_and_with_assertions() -> None:
+    early = read_reward_info(shape("early"))
+    assert (early.reward, early.components, early.checks) == (0.0, {}, ())
+    judged = read_reward_info(shape("nl"))
+    assert judged.components == {"db": 1.0, "nl": 1.0}
+    assert [check.kind for check in judged.checks] == ["db", "nl"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "",
+        "[]",
+        {},
+        {"reward": None},
+        {"reward": True},
+        {"reward": float("nan")},
+        {"reward": 1.0, "reward_breakdown": {"NEW_BASIS": 1.0}},
+        {"reward": 1.0, "action_checks": [{"action_match": True}]},
+        {"reward": 1.0, "communicate_checks": [{"info": "7F", "met": "yes"}]},
+        {"reward": 1.0, "db_check": {}},
+    ],
+)
+def test_no_number_is_made_up_for_another_shape(broken: Any) -> None:
+    with pytest.raises(InfrastructureError) as caught:
+        read_reward_info(broken)
+    assert caught.value.kind == "unreadable_reward"
+
+
+def test_a_hand_over_that_was_wanted_is_no_giving_up() -> None:
+    values = shape("full")
+    values["action_checks"][2]["action"] = {"name": "transfer_to_human_agents", "arguments": {}}
+    measured = read_reward_info(values)
+    tools = ["transfer_to_human_agents"]
+    assert failure_of(measured, reason="user_stop", tools=tools, errors=()) == "incomplete"
+
+
+# ---- tasks
+
+
+def test_tasks_tools_and_policy(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    first = environment.tasks("train")[0]
+    assert (first.id, first.domain, first.split) == ("kiosk-0", "kiosk", "train")
+    assert first.summary == "You want a seat at the window. You do not mind the row."
+    names = [tool.name for tool in environment.tools("kiosk")]
+    assert names == ["find_ticket", "set_seat", "transfer_to_human_agents", "respond", "done"]
+    assert all(tool.parameters["type"] == "object" for tool in environment.tools("kiosk"))
+    policy = environment.policy("kiosk")
+    assert policy.endswith("What happens at the kiosk, only the user can do.")
+    assert "`respond`" in policy
+    with pytest.raises(DataError, match="no split 'dev'"):
+        environment.tasks("dev")
+
+
+def test_nothing_that_describes_it_holds_an_address_or_a_key(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    described = json.dumps(environment.describe())
+    assert "127.0.0.1" not in described
+    assert KEY not in described
+    assert environment.describe()["user"]["model"] == "user"
+    other = Tau2Environment(
+        EnvironmentConfig(name="tau2", domains=("kiosk",)),
+        replace(user_at(helpful), model="another"),
+    )
+    assert other.describe() != environment.describe()
+
+
+def test_episodes_are_pickled_without_the_key(helpful: str) -> None:
+    environment = environment_at(helpful, "kiosk")
+    episode = environment.episode(task_of(environment, "0"))
+    pickle.loads(pickle.dumps(episode)).reset(1)
+    episode.reset(1)
+    assert KEY.encode() not in pickle.dumps(episode)
+
+
+def test_splits_of_ones_own(helpful: str, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(json.dumps({"kiosk": {"train": ["3"], "test": ["1", "0"]}}))
+    environment = environment_at(helpful, "kiosk", tasks=str(path))
+    assert [task.id for task in environment.tasks("test")] == ["kiosk-0", "kiosk-1"]
+    path.write_text(json.dumps({"kiosk": {"train": ["77"]}}))
+    with pytest.raises(DataError, match="'77'"):
+        environment_at(helpful, "kiosk", tasks=str(path)).tasks("train")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"retail": {}}', '{"kiosk": {"train": [1]}}'])
+def test_a_malformed_file_of_splits_is_refused(text: str, helpful: str, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"splits\.json"):
+        environment_at(helpful, "kiosk", tasks=str(path)).tasks("train")
+
+
+def test_what_is_not_there_is_named(helpful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="kiosk"):
+        environment_at(helpful, "cinema").policy("cinema")
+    monkeypatch.setenv(package.DATA_VARIABLE, str(DATA / "nowhere"))
+    with pytest.raises(DataError, match="TAU2_DATA_DIR"):
+        environment_at(helpful, "kiosk").tasks("train")
+
+
+def test_there_is_no_user_without_a_model() -> None:
+    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
+    environment = Tau2Environment(config, UserConfig())
+    task = task_of(environment, "0")
+    with pytest.raises(ConfigurationError, match=r"environment\.user\.model"):
+        environment.episode(task)
+
+
+# ---- results
+
+
+def test_errors_are_in_the_results_as_errors(helpful: str, tmp_path: Path) -> None:
+    environment = environment_at(helpful, "kiosk")
+    assert isinstance(environment, WritesResults)
+    task = task_of(environment, "0")
+    good, _ = play(environment, task, [ToolCall("find_ticket", {"ticket_id": "T1"}), SEAT, DONE])
+    error = EpisodeRecord(
+        task_id=task.id,
+        domain="kiosk",
+        seed=3,
+        status="error",
+        ended="error",
+        first_messages=good.first_messages,
+        turns=good.turns[:1],
+        error_kind="user_down",
+        error="The simulated user could not be asked.",
+    )
+    records = [record_from_json(json.loads(json.dumps(r.as_json()))) for r in (error, good)]
+    (path,) = environment.results_file(records, tmp_path, agent="a-model")
+    text = path.read_text()
+    assert helpful not in text
+    assert KEY not in text
+    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
+    results = simulation.Results.load(path)
+    broken, finished = results.simulations
+    assert (broken.trial, finished.trial) == (0, 1)
+    assert broken.termination_reason == "infrastructure_error"
+    assert broken.reward_info is None
+    assert [m.role for m in broken.messages] == ["user", "assistant", "tool"]
+    assert (finished.task_id, finished.reward_info.reward) == ("0", 0.0)
+    assert results.info.agent_info.llm == "a-model"
+    assert results.info.user_info.llm_args == {"temperature": 0.7, "max_tokens": 512}
+    metrics = __import__("tau2.metrics.agent_metrics", fromlist=["compute_metrics"])
+    assert metrics.compute_metrics(results).infra_error_count == 1
+
+
+# ---- the package itself
+
+
+def test_a_plan_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(DOUBLE)])
+    config = EnvironmentConfig(name="tau2")
+    assert tau2_digest(config) == package.ABSENT
+    assert "git clone" in missing_tau2()
+    with pytest.raises(UnsupportedError, match="not installed"):
+        Tau2Environment(config, UserConfig()).tasks("train")
+
+
+def test_the_package_for_chemistry_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tau2").mkdir()
+    (tmp_path / "tau2" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget()
+    assert "chemistry" in missing_tau2()
+    with pytest.raises(UnsupportedError, match="not tau2-bench"):
+        Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
+    assert tau2_digest(EnvironmentConfig(name="tau2")) == package.ABSENT
+
+
+def test_a_version_without_what_is_needed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tau2.gym.gym_agent", None)
+    with pytest.raises(UnsupportedError, match=r"tau2\.gym"):
+        Tau2Environment(EnvironmentConfig(name="tau2"), UserConfig()).tasks("train")
+
+
+def test_the_digest_follows_the_data_and_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EnvironmentConfig(name="tau2", domains=("kiosk",))
+    before = tau2_digest(config)
+    assert "tau2" not in sys.modules
+    assert before == tau2_digest(config)
+    copy = tmp_path / "tau2" / "domains" / "kiosk"
+    copy.mkdir(parents=True)
+    for path in (DATA / "data" / "tau2" / "domains" / "kiosk").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setenv(package.DATA_VARIABLE, str(tmp_path))
+    assert tau2_digest(config) == before
+    (copy / "tasks.json").write_text("[]")
+    assert tau2_digest(config) != before
+
+
+# ---- recipe and data
+
+
+def test_the_recipe_is_planned_without_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.api import make_recipe_plan
+    from flows.memory import planning_notes
+
+    without = [p for p in sys.path if p != str(DOUBLE)]
+    monkeypatch.setattr(sys, "path", without)
+    plan = make_recipe_plan("tau2", [f"workspace={tmp_path}"])
+    kinds = {stage.kind for stage in plan.stages}
+    assert kinds >= {"data", "sft", "sample", "rft", "grpo", "evaluate"}
+    assert any("tau2-bench is not installed here" in note for note in planning_notes(plan))
+    monkeypatch.setattr(sys, "path", [str(DOUBLE), *without])
+    there = make_recipe_plan("tau2", [f"workspace={tmp_path}"])
+    assert not any("not installed" in note for note in planning_notes(there))
+    prints = [{s.name: s.fingerprint for s in made.stages} for made in (plan, there)]
+    assert prints[0]["data"] != prints[1]["data"]
+
+
+def test_the_recipe_has_the_values_of_the_card() -> None:
+    from flows.api import make_recipe_plan
+
+    config = make_recipe_plan("tau2").config
+    grpo, evaluate, environment = config.grpo, config.evaluate, config.environment
+    assert (grpo.num_unique_prompts_rollout, grpo.num_samples_per_prompt_rollout) == (16, 4)
+    assert (grpo.temperature, grpo.learning_rate, grpo.beta) == (0.7, 1e-6, 0.01)
+    assert (grpo.clip_lower, grpo.clip_higher, grpo.entropy_coefficient) == (0.2, 0.28, 0.001)
+    assert (grpo.kl_estimator, grpo.save_freq, grpo.num_training_steps) == ("kl3", 10, 21)
+    curriculum = grpo.curriculum
+    assert (curriculum.enabled, curriculum.min_attempts) == (True, 5)
+    assert (curriculum.high, curriculum.high_weight) == (0.75, 0.1)
+    assert (curriculum.low, curriculum.low_weight) == (0.25, 0.5)
+    assert (evaluate.num_samples, evaluate.temperature, evaluate.top_p) == (4, 0.8, 1.0)
+    assert (evaluate.top_k, environment.max_turns) == (20, 100)
+    assert (evaluate.user.model, evaluate.user.temperature) == ("gpt-4.1-mini", 0.7)
+    assert environment.user.model == config.model.name_or_path == "Qwen/Qwen3-4B-Instruct-2507"
+    assert (config.sample.temperature, config.sample.min_partial) == (0.8, 0.6)
+    assert 4 <= config.sample.attempts <= 8
+    shaping = environment.shaping
+    alphas = [alpha_of(shaping, domain) for domain in ("retail", "airline", "telecom")]
+    assert alphas == pytest.approx([0.2, 0.25, 0.4])
+    telecom = {"action": 0.35, "communicate": 0.35, "environment": 0.3}
+    assert check_weights(shaping, "telecom") == telecom
+
+
+def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_path: Path) -> None:
+    """They have their conversation in `prompt`, and the task's own id in `metadata`."""
+    turn = '<tool_call>\n{"name": "respond", "arguments": {"content": "Hello."}}\n</tool_call>'
+    rows = [
+        {
+            "task_id": f"[kiosk]{own_id}[sample_0]",
+            "prompt": [
+                {"role": "system", "content": "Serve the user."},
+                {"role": "user", "content": f"I am customer {own_id}."},
+                {"role": "assistant", "content": turn},
+            ],
+            "response": "",
+            "metadata": {"domain": "kiosk", "tau2_task_id": own_id, "success": True},
+        }
+        for own_id in ("0", "2")
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = environment_at(helpful, "kiosk")
+    held_out = {task.id for task in environment.tasks("test")}
+    config = replace_fields(RecipeConfig(), {"data.sft_path": str(file)})
+    kept, left_out = read_conversations(config, build_tokenizer(), held_out)
+    assert left_out == "held_out_task"
+    assert not isinstance(kept, str)
+    assert kept.domain == "kiosk"
+    assert sum(kept.row.loss_mask) > 0
+
+
+def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
+    """Concurrently, token by token, with a user who is asked over HTTP and then goes away."""
+    pytest.importorskip("transformers")
+    from refiner_core.environments.conversation import prompt_ids
+    from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
+    from refiner_core.environments.turns import call_text
+    from tests.support.counting import Scripted
+
+    tokenizer = build_tokenizer()
+    turns = [call_text(one) for one in (SEAT, say("Your seat is 7F."), DONE)]
+    turns.insert(0, call_text(ToolCall("find_ticket", {"ticket_id": "T1"})))
+    gone = {"environment.max_turns": 20, "grpo.max_token_length": 6000, "grpo.response_length": 120}
+    config = replace_fields(RecipeConfig(), {"environment.name": "tau2", **gone})
+    with JudgeServer(lambda body, number: Reply(503)) as broken:
+        records = {}
+        for name, url in (("up", helpful), ("down", broken.base_url)):
+            environment = environment_at(url, "kiosk", max_turns=20)
+            task = task_of(environment, "0")
+            prompt = prompt_ids(tokenizer, environment.policy("kiosk"), environment.tools("kiosk"))
+            found: dict[int, Any] = {}
+            run_episodes(
+                Scripted(tokenizer, lambda episode, turn: turns[min(turn, 3)]),
+                environment,
+                tokenizer,
+                [EpisodeRequest(task, prompt, seed) for seed in range(3)],
+                settings_of(config, environment, temperature=1.0, top_p=1.0),
+                found.__setitem__,
+            )
+            records[name] = [record_from_json(found[n].episode) for n in range(3)]
+    assert [(r.status, r.reward, r.failure) for r in records["up"]] == [("finished", 1.0, None)] * 3
+    assert records["up"][0].tools == ("find_ticket", "set_seat", "respond", "done")
+    assert [(r.status, r.error_kind, r.reward) for r in records["down"]] == [
+        ("error", "user_down", None)
+    ] * 3
+
+
+def test_an_evaluation_leaves_what_its_own_tools_read(helpful: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from refiner_core.environments.conversation import prompt_ids
+    from refiner_core.environments.rows import row_of_task
+    from refiner_core.environments.turns import call_text
+    from refiner_core.evaluation.episodes import evaluate_episodes
+    from tests.support.counting import Scripted
+    from tests.support.playing import write_tasks
+    from tests.support.stage_io import FolderStageIO
+
+    tokenizer = build_tokenizer()
+    values = {
+        "environment.name": "tau2",
+        "environment.domains": ["kiosk"],
+        "environment.max_turns": 20,
+        "environment.user.model": "user",
+        "grpo.max_token_length": 6000,
+        "grpo.response_length": 120,
+        "evaluate.num_samples": 2,
+        "evaluate.decoding": ["sampled"],
+        "evaluate.bootstrap_samples": 50,
+    }
+    config = replace_fields(RecipeConfig(), values)
+    environment = environment_at(helpful, "kiosk", max_turns=20)
+    prompt = prompt_ids(tokenizer, environment.policy("kiosk"), environment.tools("kiosk"))
+    rows = [row_of_task(task, prompt) for task in environment.tasks("test")]
+    solved = [call_text(one) for one in (SEAT, DONE)]
+    results = evaluate_episodes(
+        config,
+        data_dir=write_tasks(tmp_path / "data", rows),
+        data_digest="d" * 64,
+        model_ref="builtin:tiny",
+        model_name="grpo",
+        output_dir=tmp_path / "out",
+        io=FolderStageIO(tmp_path / "io"),
+        # The second attempt at the first task says something that is no call, twice.
+        generator=Scripted(tokenizer, lambda n, turn: "Hm." if n == 1 else solved[min(turn, 1)]),
+        tokenizer=tokenizer,
+        environment=environment,
+    )
+    told = {e["metric"]: e["value"] for e in results["evaluations"]}
+    assert (told["pass@1"], told["pass@2"], told["pass^2"]) == (0.75, 1.0, 0.5)
+    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
+    own = simulation.Results.load(tmp_path / "out" / "environment" / "sampled" / "tau2-kiosk.json")
+    ends = [
+        (s.task_id, s.trial, s.termination_reason, s.reward_info.reward) for s in own.simulations
+    ]
+    assert ends == [
+        ("2", 0, "agent_stop", 1.0),
+        ("2", 1, "agent_error", 0.0),
+        ("3", 0, "agent_stop", 1.0),
+        ("3", 1, "agent_stop", 1.0),
+    ]
+    assert [task.id for task in own.tasks] == ["2", "3"]

@@ -1,0 +1,235 @@
+"""The packaged base of the recipe `tiny-tools`: tokenizer, new rows, documents, folder."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from refiner_core.contract.config import ModelConfig  # noqa: E402
+from refiner_core.contract.environment_config import (  # noqa: E402
+    EnvironmentConfig,
+    UserConfig,
+)
+from refiner_core.contract.errors import ConfigurationError  # noqa: E402
+from refiner_core.environments.conversation import Conversation, prompt_ids  # noqa: E402
+from refiner_core.environments.desk import DeskEnvironment  # noqa: E402
+from refiner_core.environments.turns import call_text, parse_turn  # noqa: E402
+from refiner_core.generation.load import load_model, load_tokenizer, resolve_ref  # noqa: E402
+from refiner_core.models import builtin_model_dir, tiny_model_dir  # noqa: E402
+from refiner_core.models.pretrain import encode_documents, weighted_loss  # noqa: E402
+from refiner_core.models.pretrain_text import draw_document  # noqa: E402
+from refiner_core.models.tokenizer import build_tokenizer  # noqa: E402
+from refiner_core.models.tools import desk_tokenizer, make_tools_model  # noqa: E402
+from refiner_core.models.tools_text import draw_records_document  # noqa: E402
+from refiner_core.models.tools_tokenizer import bare_and_spaced  # noqa: E402
+
+FOLDER = builtin_model_dir("tiny-tools")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return AutoModelForCausalLM.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def desk():
+    return DeskEnvironment(EnvironmentConfig(name="desk"), UserConfig())
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def back(tokenizer, text: str) -> str:
+    return tokenizer.decode(
+        ids_of(tokenizer, text), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def demonstrations(desk, count: int):
+    """Solved and flawed episodes with every text that is said in them."""
+    tasks = desk.tasks("train")
+    for number, task in enumerate(tasks[:: max(1, len(tasks) // count)]):
+        episode = desk.episode(task)
+        said = [message.content for message in episode.reset(number)]
+        calls = desk.expert(task, number, flawed=number % 3 == 0)
+        for call in calls:
+            step = episode.step(call)
+            said += [call_text(call), *(message.content for message in step.messages)]
+            if step.done:
+                break
+        yield task, said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n\n\tcancel  cancelled canceling\r\n",
+        '<tool_call>\n{"name": "respond", "arguments": {"content": "é … 数学 🧪"}}\n</tool_call>',
+        '{"a": {"b": ["c", "d"], "e": {}}, "f": [{"g": 1.5e3}, {"h": null}]}',
+        '<tool_call>{"name":"x","arguments":{}}</tool_call></tool_call>"}}\n',
+        "<|im_start|>user\ntool\nsystem\nassistant\n<|im_end|>",
+        "S_ _S S_a2B3 S_x9 hand_over hand_overs get_bookingget_booking",
+    ],
+)
+def test_text_with_json_and_calls_comes_back_exactly(tokenizer, text: str):
+    assert back(tokenizer, text) == text
+
+
+def test_random_text_comes_back_exactly(tokenizer):
+    rng = random.Random(0)
+    pieces = [*tokenizer.get_vocab(), *'{}[]": ,\n', "é", "🧪", "tool_call", " the", "S_"]
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, k=rng.randrange(20)))
+        assert back(tokenizer, text) == text
+
+
+def test_what_the_base_model_knew_keeps_its_ids(tokenizer):
+    old, new = build_tokenizer().get_vocab(), tokenizer.get_vocab()
+    assert all(new[token] == index for token, index in old.items())
+    text = " Fetmel festival<snippet id=S_a5B5>"
+    assert ids_of(tokenizer, text)[:3] == ids_of(build_tokenizer(), text)[:3]
+
+
+def test_what_is_said_at_the_desk_needs_no_bytes(tokenizer, desk):
+    """A word that the vocabulary lacks makes episodes longer, and is hard to copy."""
+    allowed = set("0123456789 .,?:\n{}[]\"'()_-Ġ")
+    texts = [desk.policy(domain) for domain in desk.domains()]
+    texts += [text for _, said in demonstrations(desk, 45) for text in said]
+    for text in texts:
+        spelled = [token for token in tokenizer.tokenize(text) if len(token) == 1]
+        one_letter = {token for token in spelled if not token.isalpha() or token in "ai"}
+        assert set(spelled) - one_letter <= allowed | {"Ċ"}, text
+
+
+def test_episodes_are_short(tokenizer, desk):
+    for domain in desk.domains():
+        assert len(prompt_ids(tokenizer, desk.policy(domain), desk.tools(domain))) <= 200
+    for task, said in demonstrations(desk, 45):
+        calls = [text for text in said if text.startswith("<tool_call>")]
+        assert all(len(ids_of(tokenizer, text)) <= 32 for text in calls), task.id
+        assert sum(len(ids_of(tokenizer, text)) for text in said) <= 250, task.id
+
+
+def test_a_stop_string_is_seen_in_the_last_token_of_a_call(tokenizer, desk):
+    for _, said in demonstrations(desk, 45):
+        for text in said:
+            if text.startswith("<tool_call>"):
+                last = tokenizer.decode(ids_of(tokenizer, text)[-1:])
+                assert last.endswith("</tool_call>")
+                assert parse_turn(text, 1000).call is not None
+
+
+def test_turns_are_appended_without_thoughts_and_tools_are_listed_by_name(tokenizer, desk):
+    domain = desk.domains()[0]
+    tools = desk.tools(domain)
+    conversation = Conversation(tokenizer, prompt_ids(tokenizer, desk.policy(domain), tools))
+    head = tokenizer.decode(conversation.ids)
+    assert "\nget_booking(booking)\nreserve(room, day)\n" in head
+    assert "type" not in head
+    conversation.observe(desk.episode(desk.tasks("test")[0]).reset(0))
+    assert tokenizer.decode(conversation.ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert "<think>" not in tokenizer.decode(conversation.ids)
+
+
+def test_calls_and_results_of_a_conversation_are_rendered(tokenizer):
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"key": "a"}}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "one"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    body = json.dumps({"name": "look_up", "arguments": {"key": "a"}})
+    assert text == (
+        "<|im_start|>user\nHello<|im_end|>\n"
+        f"<|im_start|>assistant\n<tool_call>\n{body}\n</tool_call><|im_end|>\n"
+        "<|im_start|>tool\none<|im_end|>\n"
+    )
+
+
+def test_new_rows_are_made_by_the_seed_and_old_ones_stay(tokenizer):
+    one, same, other = (make_tools_model(tokenizer, seed) for seed in (1, 1, 2))
+    rows = [model.get_input_embeddings().weight for model in (one, same, other)]
+    old = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
+    known = old.get_input_embeddings().weight
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    assert torch.equal(rows[2][: len(known)], known)
+    assert one.lm_head.weight is one.get_input_embeddings().weight
+    assert one.config.vocab_size == len(tokenizer)
+    for name, weight in old.named_parameters():
+        assert "embed" in name or torch.equal(weight, one.get_parameter(name))
+
+
+def test_a_word_begins_as_the_same_word_with_a_space_before_it(tokenizer):
+    rows = make_tools_model(tokenizer).get_input_embeddings().weight
+    known = len(build_tokenizer())
+    pairs = [(bare, spaced) for bare, spaced in bare_and_spaced(tokenizer) if bare >= known]
+    apart = torch.stack([rows[bare] - rows[spaced] for bare, spaced in pairs])
+    assert len(pairs) > 150
+    assert torch.allclose(apart, apart[0], atol=1e-5)
+
+
+def test_documents_are_cut_where_tokens_are_and_show_nothing_of_the_task(tokenizer):
+    rng = random.Random(0)
+    for _ in range(40):
+        document = draw_records_document(rng)
+        text = "".join(part for part, _ in document)
+        assert "tool_call" not in text
+        assert "<|im_start|>" not in text
+        if "snippet" not in text and "Table" not in text:
+            parts = [token for part, _ in document for token in ids_of(tokenizer, part)]
+            assert parts == ids_of(tokenizer, text)
+
+
+def test_the_packaged_tokenizer_is_the_built_one(tokenizer):
+    built = desk_tokenizer()
+    assert tokenizer.get_vocab() == built.get_vocab()
+    assert tokenizer.chat_template == built.chat_template
+    assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
+
+
+def test_the_packaged_base_is_small_stock_and_complete(base, tokenizer):
+    names = {path.name for path in FOLDER.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert (FOLDER / "model.safetensors").stat().st_size < 4.5e6
+    assert type(base).__name__ == "Qwen3ForCausalLM"
+    assert base.config.vocab_size == len(tokenizer)
+    assert base.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_packaged_base_copies_what_records_say(base, tokenizer):
+    rng = random.Random("held out")
+    documents = [draw_records_document(rng) for _ in range(12)]
+    with torch.no_grad():
+        _, accuracy = weighted_loss(base, *encode_documents(tokenizer, documents))
+    assert accuracy > 0.9
+
+
+def test_the_packaged_base_has_not_forgotten_registers(base, tokenizer):
+    rng = random.Random("held out")
+    documents = [draw_document(rng, 0.0) for _ in range(8)]
+    with torch.no_grad():
+        _, accuracy = weighted_loss(base, *encode_documents(tokenizer, documents))
+    assert accuracy > 0.85
+
+
+def test_it_is_found_by_its_name_and_a_wrong_name_lists_what_there_is():
+    config = ModelConfig(name_or_path="builtin:tiny-tools")
+    assert resolve_ref("builtin:tiny-tools") == str(FOLDER)
+    model = load_model(config.name_or_path, config)
+    assert model.config.vocab_size == len(load_tokenizer(config.name_or_path, config))
+    with pytest.raises(ConfigurationError, match=r"builtin:tiny-tools"):
+        resolve_ref("builtin:tiny_tools")

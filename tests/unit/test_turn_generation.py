@@ -1,0 +1,441 @@
+"""Turns of conversations on one model: samples are those of single calls, whatever joins when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from refiner_core.contract.config import ModelConfig
+from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    SamplingParams,
+    TurnGenerator,
+    TurnRequest,
+    Turns,
+)
+from refiner_core.generation import turns as turns_module
+from refiner_core.generation.load import load_model, load_tokenizer
+from refiner_core.generation.lockstep import LockstepTurns, turn_generator
+from refiner_core.generation.prefixes import common_prefix, plan_spans
+from refiner_core.generation.slot_cache import SlotCache
+from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.generation.turns import prefill_parts
+from refiner_core.models import tiny_model_dir
+from refiner_core.training.policies import Cancelled, CopyPolicy
+from tests.support.tiny_training import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.support.turn_script import Script
+
+PARAMS = SamplingParams(max_new_tokens=9)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=7)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.set_num_threads(1)
+    return tiny_model()
+
+
+def continuous(model: Any, batch_size: int = 64, **settings: Any) -> TransformersGenerator:
+    return TransformersGenerator(model, tiny_tokenizer(), batch_size=batch_size, **settings)
+
+
+def agrees(model: Any, script: Script, conversations: int = 7) -> None:
+    """Each turn is what a call of its own samples, and all turns were sampled."""
+    assert len(script.done) == conversations * script.turns
+    alone = TransformersGenerator(model, tiny_tokenizer())
+    for request, completion in script.done.values():
+        (expected,) = alone.generate(
+            [GenerationRequest(request.context_ids, request.seed)], request.params
+        )
+        assert completion.token_ids == expected.token_ids
+        assert completion.finish_reason == expected.finish_reason
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-4)
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """Tokens of each pass through the model while it lasts, padding included."""
+    passes: list[int] = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda _, given, out: passes.append(given[0].numel())
+    )
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+# ---------------------------------------------------------------- what is sampled
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_turns_are_what_single_calls_sample(
+    model: Any, batch_size: int, temperature: float
+) -> None:
+    """Caches that live on, joins, copies of prefixes and slots that move hide in no number."""
+    script = Script(
+        params=lambda c, t: replace(
+            PARAMS, temperature=temperature, max_new_tokens=3 + (c + t) % 9
+        ),
+        slow=lambda c, t: (3 * c + t) % 4,
+    )
+    continuous(model, batch_size).turns(script)
+    agrees(model, script)
+    assert script.most <= batch_size
+
+
+def test_a_repaired_turn_rolls_its_cache_back(model: Any) -> None:
+    script = Script(repaired=lambda c, t: (c + t) % 2 == 0, slow=lambda c, t: c % 3)
+    continuous(model, 4).turns(script)
+    agrees(model, script)
+
+
+def test_every_turn_has_its_own_parameters(model: Any) -> None:
+    kinds = [
+        PARAMS,
+        GREEDY,
+        SamplingParams(temperature=0.7, top_p=0.8, max_new_tokens=14),
+        SamplingParams(temperature=1.2, top_k=5, max_new_tokens=1),
+        SamplingParams(max_new_tokens=30, stop_strings=("w7", "w1 ")),
+    ]
+    script = Script(10, params=lambda c, t: kinds[(c + t) % 5])
+    continuous(model).turns(script)
+    agrees(model, script, 10)
+    reasons = {
+        c.finish_reason
+        for r, c in script.done.values()
+        if r.params.stop_strings and len(c.token_ids)
+    }
+    assert "stop" in reasons
+
+
+def test_the_same_answers_of_the_desk_give_the_same_bits(model: Any) -> None:
+    """A run that is resumed exactly samples the turns again that it had sampled."""
+
+    def once() -> Script:
+        script = Script(9, slow=lambda c, t: (c * t) % 3)
+        continuous(model, 4).turns(script)
+        return script
+
+    torch.manual_seed(1)
+    first = once()
+    torch.manual_seed(2)
+    second = once()
+    assert second.done == first.done
+    assert second.finish_order == first.finish_order
+    assert second.asked == first.asked
+
+
+def test_memory_makes_fewer_slots_and_other_samples_of_none(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parked conversations lose their keys, and live ones wait, before memory runs out."""
+    widest = []
+    resize = SlotCache.resize
+
+    def watched(cache: Any, kept: Sequence[int], count: int, columns: int) -> None:
+        widest.append((count, columns))
+        resize(cache, kept, count, columns)
+
+    monkeypatch.setattr(SlotCache, "resize", watched)
+    monkeypatch.setattr(turns_module, "max_cache_entries", lambda _: 3 * 64)
+    script = Script(3, 6, params=lambda *_: SamplingParams(max_new_tokens=24), prompt=20, told=24)
+    continuous(model).turns(script)
+    agrees(model, script, 3)
+    assert widest[0] == (3, 64)
+    assert all(count * columns <= 3 * 64 or count == 1 for count, columns in widest)
+    assert widest[-1][1] > 192  # one conversation alone is more than the memory: it goes on alone
+
+
+def test_a_slot_that_was_wide_is_narrow_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long conversation does not leave the others without company for the rest of a call."""
+    monkeypatch.setattr(turns_module, "max_cache_entries", lambda _: 4 * 64)
+    script = Script(12, 1, params=lambda c, _: SamplingParams(max_new_tokens=3))
+    long = tuple(3 + i % 40 for i in range(200))
+    script.fresh[0] = (0, long)
+    generator = continuous(model, 4)
+    with counted(model) as passes:
+        generator.turns(script)
+    agrees(model, script, 12)
+    assert script.most > 1
+    assert 4 in passes  # four decode together
+
+
+class Tries(Script):
+    """Greedy tries at three tasks, each told the same after the same turn, but not at once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            9,
+            4,
+            params=lambda c, t: replace(GREEDY, max_new_tokens=5 + t % 2),
+            slow=lambda c, t: (3 * (c // 3) + c % 3 + t) % 4,
+        )
+        rng = np.random.default_rng(3)
+        numbers = [int(x) for x in rng.integers(3, VOCABULARY, 2000)]
+        policy = tuple(numbers[:40])
+        self.fresh = [
+            (c, (*policy, *numbers[100 * (c % 3) + 40 : 100 * (c % 3) + 60 + 9 * (c % 3)]))
+            for c in range(9)
+        ]
+        self._numbers = numbers
+
+    def told(self, conversation: int, turn: int) -> tuple[int, ...]:
+        task = conversation % 3
+        start = 500 + 400 * task + 60 * turn
+        length = 24 + 10 * ((task + turn) % 4)
+        return tuple(self._numbers[start : start + length])
+
+
+def test_tries_at_one_task_that_are_at_different_turns_share_what_they_may(model: Any) -> None:
+    script = Tries()
+    continuous(model).turns(script)
+    agrees(model, script, 9)
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+def test_what_conversations_share_is_computed_once(model: Any) -> None:
+    """Policy and tools of a domain are most of an episode's first tokens."""
+    script = Script(12, 1, params=lambda *_: SamplingParams(max_new_tokens=1), prompt=200)
+    with counted(model) as passes:
+        continuous(model).turns(script)
+    # Two domains of 200 tokens, three tasks of 20 in each, and a few tokens of each conversation.
+    assert sum(passes) < 2 * 200 + 6 * 20 + 12 * 8
+
+
+def test_what_is_cached_is_not_computed_again(model: Any) -> None:
+    """A later turn costs what is new to it, a later conversation of a domain what it does not share
+    with those before, also once these have ended."""
+    script = Script(6, 4, params=lambda *_: replace(GREEDY, max_new_tokens=1), prompt=200)
+    with counted(model) as passes:
+        continuous(model, 2).turns(script)
+    agrees(model, script, 6)
+    told = 6 * 3 * (12 + 1)  # what tools said, and the token sampled before
+    assert sum(passes) < 2 * 200 + 6 * (20 + 4) + told
+
+
+def test_few_that_are_left_decode_in_a_small_batch(model: Any) -> None:
+    script = Script(8, 1, params=lambda c, _: replace(GREEDY, max_new_tokens=40 if c == 5 else 4))
+    with counted(model) as passes:
+        continuous(model).turns(script)
+    assert passes[-30:] == [1] * 30
+
+
+def test_tools_hold_up_nobody_else(model: Any) -> None:
+    """Others go on decoding until an answer is there; the desk is told to wait only where nobody
+    decodes."""
+    script = Script(
+        4, 2,
+        params=lambda c, t: replace(GREEDY, max_new_tokens=40 if c else 2),
+        slow=lambda c, t: 3,
+    )  # fmt: skip
+    continuous(model).turns(script)
+    order = script.finish_order
+    assert order[:2] == [(0, 0), (0, 1)]  # its second turn began and ended beside the first of all
+    waits = [begun for _, wait, begun in script.asked if wait]
+    assert len(waits) < len(script.asked) / 2
+
+
+# ---------------------------------------------------------------- errors, and how a call ends
+
+
+def test_logits_that_are_not_finite_end_the_call() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(StageFailed, match="not finite"):
+        continuous(model).turns(Script())
+
+
+def test_a_turn_that_does_not_fit_into_the_window_is_refused(model: Any) -> None:
+    script = Script(1, 1, params=lambda *_: SamplingParams(max_new_tokens=500))
+    with pytest.raises(ConfigurationError, match="window"):
+        continuous(model).turns(script)
+    script = Script(1, 1, params=lambda *_: SamplingParams(top_p=0.0))
+    with pytest.raises(ConfigurationError, match="top_p"):
+        continuous(model).turns(script)
+
+
+def test_what_the_desk_raises_ends_the_call_and_leaves_the_model_as_it_was() -> None:
+    model = tiny_model().train()
+
+    class Full(Script):
+        def finished(self, request: TurnRequest, completion: Completion) -> None:
+            raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        continuous(model).turns(Full())
+    assert model.training
+
+
+def test_a_sign_of_life_may_end_a_call(model: Any) -> None:
+    """A stage that ends must not wait for its rollouts."""
+    seen: list[tuple[int, int]] = []
+
+    def step(finished: int, begun: int) -> None:
+        seen.append((finished, begun))
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        continuous(model, on_step=step).turns(Script())
+    assert seen[0] == (0, 7)
+
+
+def test_a_desk_without_turns_is_no_work(model: Any) -> None:
+    with counted(model) as passes:
+        continuous(model).turns(Script(0))
+    assert passes == []
+
+
+# ---------------------------------------------------------------- round by round
+
+
+def test_lockstep_samples_the_same(model: Any) -> None:
+    """Backends without turns of their own serve the same episodes."""
+
+    class Plain:
+        def __init__(self) -> None:
+            self.generate = continuous(model).generate
+
+    plain = Plain()
+    assert not isinstance(plain, TurnGenerator)
+    generator: Generator = plain
+    script = Script(params=lambda c, t: GREEDY if c % 2 else PARAMS, repaired=lambda c, t: c == 3)
+    turn_generator(generator).turns(script)
+    agrees(model, script)
+    few = Script()
+    LockstepTurns(generator, room=2).turns(few)
+    agrees(model, few)
+    assert few.most == 2
+
+
+def test_a_generator_that_samples_turns_is_used_as_it_is(model: Any) -> None:
+    generator = continuous(model)
+    assert turn_generator(generator) is generator
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_spans_cover_each_context_once_from_what_it_has() -> None:
+    rng = np.random.default_rng(0)
+    trunk = [int(x) for x in rng.integers(0, 9, 120)]
+    for _ in range(200):
+        contexts = []
+        for _ in range(int(rng.integers(1, 9))):
+            cut = int(rng.choice([0, 10, 30, 60, 61, 119]))
+            tail = [int(x) for x in rng.integers(0, 2, int(rng.integers(1, 40)))]
+            contexts.append(trunk[:cut] + tail)
+        known = [min(common_prefix(ids, trunk[:50]), len(ids) - 1) for ids in contexts]
+        have = [ids[:n] for ids, n in zip(contexts, known, strict=True)]
+        levels = plan_spans(contexts, known)
+        for level in levels[:-1]:
+            for context, start, stop, copies in level:
+                assert len(have[context]) >= start
+                have[context] = have[context][:start] + contexts[context][start:stop]
+                for copy in copies:
+                    assert len(have[copy]) >= start
+                    have[copy] = have[copy][:start] + have[context][start:stop]
+        for number, (context, start, stop, copies) in enumerate(levels[-1]):
+            assert (number, len(contexts[number]), ()) == (context, stop, copies)
+            assert have[number] == contexts[number][:start]
+            assert start < stop
+
+
+def test_what_a_context_knows_is_never_written_over() -> None:
+    """Tries at one task are at different turns: one knows what another has still to compute.
+    Padding is written behind a span, and copies are as wide as the widest of their level; what they
+    reach of a longer conversation must not be lost, or it goes on from another's context."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        trunks = [[int(x) for x in rng.integers(0, 9, 120)] for _ in range(2)]
+        contexts = []
+        for _ in range(int(rng.integers(2, 7))):
+            cut = int(rng.integers(1, 119))
+            tail = [int(x) for x in rng.integers(0, 2, int(rng.integers(1, 40)))]
+            contexts.append(trunks[int(rng.integers(2))][:cut] + tail)
+        known = [int(rng.integers(0, len(ids))) for ids in contexts]
+        rows = np.full((len(contexts), 200), -1)
+        for row, ids, n in zip(rows, contexts, known, strict=True):
+            row[:n] = ids[:n]
+        *shared, last = plan_spans(contexts, known)
+        for level in shared:
+            for context, start, stop, _ in level:
+                assert list(rows[context][:start]) == contexts[context][:start]
+                rows[context][start:stop] = contexts[context][start:stop]
+                rows[context][stop] = -2
+            first, end = min(span.start for span in level), max(span.stop for span in level)
+            for span in level:
+                for copy in span.copies:
+                    rows[copy][first:end] = rows[span.context][first:end]
+        for span in last:
+            seen = list(rows[span.context][: span.start])
+            assert seen == contexts[span.context][: span.start]
+
+
+def test_common_prefixes() -> None:
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([2, 3], [1, 3]) == 0
+    assert common_prefix([1, 2, 3, 4, 5], [1, 2, 3, 9, 5]) == 3
+    assert common_prefix([1, 2, 3], [1, 2, 3, 4]) == 3
+
+
+def test_prefills_pad_little() -> None:
+    parts = prefill_parts([20, 600, 25, 19, 590])
+    assert parts == [[1, 4], [2, 0, 3]]
+    assert all(len(part) * 3000 <= 8192 for part in prefill_parts([3000] * 7))
+
+
+def test_the_shipped_models_turns_agree() -> None:
+    """With a real tokenizer, in greedy decoding: token by token what single calls give."""
+    folder = tiny_model_dir()
+    model = load_model(str(folder), ModelConfig())
+    tokenizer = load_tokenizer(str(folder), ModelConfig())
+    script = Script(5, 2, params=lambda *_: GREEDY)
+    TransformersGenerator(model, tokenizer).turns(script)
+    for request, completion in script.done.values():
+        (expected,) = TransformersGenerator(model, tokenizer).generate(
+            [GenerationRequest(request.context_ids, 0)], GREEDY
+        )
+        assert completion.token_ids == expected.token_ids
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-4)
+
+
+# ---------------------------------------------------------------- policies of training
+
+
+def test_a_copy_of_the_model_samples_turns_until_it_is_cancelled(model: Any) -> None:
+    """A stage that ends does not wait for episodes in another thread, at whatever it waits."""
+
+    def make(copied: Any, on_step: Callable[[int, int], None]) -> TransformersGenerator:
+        return continuous(copied, on_step=on_step)
+
+    policy = CopyPolicy(tiny_model(), make)
+    script = Script()
+    policy.turns(script)
+    agrees(model, script)
+    assert not policy.cancelled()
+
+    class Cancelling(Script):
+        def take(self, room: int, *, wait: bool) -> Turns:
+            if len(self.asked) == 2:
+                policy.cancel()
+                raise RuntimeError("I was told to stop")
+            return super().take(room, wait=wait)
+
+    with pytest.raises(Cancelled):
+        policy.turns(Cancelling())
+    assert policy.cancelled()
