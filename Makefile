@@ -42,6 +42,7 @@ format: setup  ## let ruff tidy up
 
 prove: setup  ## the long proofs: does it learn, come back, in any weather; do its statistics hold (over an hour)
 	$(BIN)/python -m tests.prove.learning
+	$(BIN)/python -m tests.prove.tools
 	$(BIN)/python -m tests.prove.step100
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
@@ -56,6 +57,7 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench sweeps
 	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report
+	$(BIN)/python -m tests.bench episodes
 	$(BIN)/python -m tests.bench packing
 	$(BIN)/python -m tests.bench grpo_step
 	$(BIN)/python -m tests.bench trainer
