@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.adopt import HOW_IN_WORDS, How, Source, adopt_checkpoint, write_recipe
-from infra.adopt_ours import FoundStage, adopt_stages, find_stages, is_ours
+from infra.adopting.checkpoint import HOW_IN_WORDS, How, Source, adopt_checkpoint, write_recipe
+from infra.adopting.ours import FoundStage, adopt_stages, find_stages, is_ours
 from infra.foreign.exports import missing_in
 from infra.foreign.sightings import Sighting, choose, sight
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import find_recipe, load_recipe

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.calls import (
+from flows.running.calls import (
     RunOutcome,
     Showing,
     begin_run,
@@ -24,9 +24,9 @@ from flows.calls import (
     with_room,
     work_on,
 )
-from flows.status import RunStatus, Watcher, find_run
-from infra.explain import StageForecast, observe_actions
-from infra.workspace import Workspace
+from flows.running.status import RunStatus, Watcher, find_run
+from infra.campaign.explain import StageForecast, observe_actions
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
@@ -34,7 +34,7 @@ from refiner_core.contract.records import RunRecord, from_json, to_json
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
-    from flows.cancelling import CancelOutcome
+    from flows.running.cancelling import CancelOutcome
 
 __all__ = [
     "RunOutcome",
@@ -112,7 +112,8 @@ def publish_run(
     use_server: bool = True,
     quiet: bool = False,
 ) -> RunOutcome:
-    """Work on a publication that :func:`flows.publish_by_hand.begin_publication` has recorded."""
+    """Work on a publication that :func:`flows.publishing.by_hand.begin_publication` has
+    recorded."""
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
     with in_folder_of(run):
         return work_on(plan, workspace, run, Showing(use_server, quiet, command))
@@ -177,7 +178,7 @@ def cancel_run(
     tell
         Hears what is waited for.
     """
-    from flows.cancelling import cancel
+    from flows.running.cancelling import cancel
 
     room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
     run = find_run(room, run_id)

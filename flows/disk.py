@@ -20,7 +20,7 @@ from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.stock import Stock
 from infra.disk.usage import Row, by_run_and_kind
 from infra.judgements.segments import summarise
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.placement import STAGES

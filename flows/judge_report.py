@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flows.judging import Endpoints, endpoints_by_hand
-from infra import atomic
-from infra.workspace import Workspace
-from refiner_core.contract.checks import check_config
+from flows.stages.judging import Endpoints, endpoints_by_hand
+from infra.store import atomic
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import canonical_json

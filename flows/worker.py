@@ -1,8 +1,8 @@
 """What a job runs: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
-job that the scheduler starts again gets the same command line; :mod:`infra.restart` finds out which
-attempt that means by then. On a job's further nodes it only starts ranks
+job that the scheduler starts again gets the same command line; :mod:`infra.jobs.restart` finds out
+which attempt that means by then. On a job's further nodes it only starts ranks
 (:mod:`infra.ranks.nodes`). The exit code is the one of
 :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
 """
@@ -13,18 +13,18 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from infra.attempt import AttemptRun
-from infra.logs import set_up_logging
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.logs import set_up_logging
+from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
 from infra.ranks.nodes import node_number, wait_for_work
-from infra.restart import AttemptClosed, attempt_to_run, job_of
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flows.stages import StageWork
+    from flows.stages.kinds import StageWork
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
-    from flows.judge_prompts import planned_prompts
-    from flows.rubric_sets import planned_rubrics
-    from flows.stages import STAGE_FUNCTIONS
+    from flows.stages.judge_prompts import planned_prompts
+    from flows.stages.kinds import STAGE_FUNCTIONS
+    from flows.stages.rubric_sets import planned_rubrics
 
     attempt.check_inputs()
     spec, config = attempt.spec, attempt.config
@@ -73,7 +73,7 @@ def _run(attempt: AttemptRun) -> dict[str, object]:
 
 def work_of(attempt: AttemptRun) -> StageWork:
     """All that the attempt's stage may use."""
-    from flows.stages import StageWork
+    from flows.stages.kinds import StageWork
 
     return StageWork(
         spec=attempt.spec,

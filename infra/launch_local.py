@@ -1,6 +1,6 @@
 """Submits one local job from a session of its own, notes it down, and ends.
 
-In: one JSON argument (what :class:`infra.local.LocalDispatcher` orders). Out: a running
+In: one JSON argument (what :class:`infra.jobs.local.LocalDispatcher` orders). Out: a running
 submitit job, and ``job.json`` with its id and process. It runs as a process of its own so that the
 job belongs to neither the terminal nor the process group of whoever ordered it, and so that the job
 is noted down even if the orchestrator is killed in between.
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import submitit
 
-from infra.atomic import write_json
-from infra.niceness import give_way
-from infra.processes import ProcessId
+from infra.jobs.niceness import give_way
+from infra.jobs.processes import ProcessId
+from infra.store.atomic import write_json
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
     """
     from flows.api import cancel_run
-    from flows.cancelling import outcome_json, outcome_lines
-    from flows.status import find_run
+    from flows.running.cancelling import outcome_json, outcome_lines
+    from flows.running.status import find_run
     from flows.sweeping.cancelling import cancel_sweep
     from flows.sweeping.names import newest_sweep, sweep_named
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)

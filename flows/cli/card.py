@@ -11,7 +11,7 @@ import click
 from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from flows.cards import Checked
+    from flows.cards.calls import Checked
 
 #: Exit code of a card that is wrong: bad data.
 _WRONG = 3
@@ -42,7 +42,7 @@ def check_command(target: str, evidence: Path | None, as_json: bool) -> int:
     and every difference is told with the fact and the record behind it. Of a folder, the files are
     checked by their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
     """
-    from flows.cards import check
+    from flows.cards.calls import check
 
     checked = check(target, evidence)
     with until_nobody_reads():
@@ -98,8 +98,8 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     `publish` or `card` stages, such as card-step50 (default: the last one). The same records give
     the same bytes: where it is not what was published, stderr says what has changed.
     """
-    from flows.cards import show
-    from infra.workspace import Workspace
+    from flows.cards.calls import show
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     shown = show(Workspace.read_only(where), rest)

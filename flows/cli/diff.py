@@ -29,7 +29,7 @@ def diff_command(
     from flows.diffing import diff_sides, find_side
     from flows.diffing.document import as_json as document
     from flows.diffing.text import difference_lines, next_commands
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, names = split_workspace(words)

@@ -13,7 +13,7 @@ from flows.cli.options import json_option, print_json, print_table, split_worksp
 if TYPE_CHECKING:
     from infra.disk.keeper import DiskKeeper
     from infra.disk.usage import Kind, Row, Size
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
 _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
@@ -40,7 +40,7 @@ def disk_command(
     """
     from flows.disk import disk_config
     from infra.disk.keeper import DiskKeeper
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)

@@ -100,7 +100,7 @@ def ask_command(
     a score, 1 when the judge gave none.
     """
     from flows.judge_report import ask_once
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, overrides = split_workspace(words)
     given = (question, answer, criterion)
@@ -119,8 +119,8 @@ def _wanted(
     words: Sequence[str], against: Sequence[str], sample: int | None, repeats: int
 ) -> Wanted:
     from flows.judge_report import Wanted
-    from flows.status import find_run
-    from infra.workspace import Workspace
+    from flows.running.status import find_run
+    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)

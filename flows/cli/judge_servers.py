@@ -25,7 +25,7 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
     """
     from infra.services.registry import services_of
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.contract.records import to_json
 
     where, rest = split_workspace(words)
@@ -42,7 +42,7 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _row(service: ServiceStatus) -> Sequence[str]:
-    from flows.console import duration
+    from flows.running.console import duration
 
     place = " on ".join(part for part in (service.url, service.node) if part)
     return (
@@ -66,7 +66,7 @@ def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     server starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
     from infra.services.registry import RUNNING, end_service, services_of
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)

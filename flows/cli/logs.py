@@ -14,7 +14,7 @@ import click
 from flows.cli.options import split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
 _FOLLOW_S = 0.5
 
@@ -28,7 +28,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
 
     With -f it goes over to the next attempt when there is one, and ends when the stage does.
     """
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     if not rest:
@@ -55,7 +55,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
 
 def _find(workspace: Workspace, stage: str, wanted: str | None) -> tuple[str, str]:
     """Ids of the stage and of the run that it was looked for in."""
-    from flows.status import find_run
+    from flows.running.status import find_run
     from refiner_core.contract.errors import ConfigurationError
     from refiner_core.contract.loading import suggest
 
@@ -147,7 +147,7 @@ class Follower:
 
     def _is_over(self, number: int) -> bool:
         """Whether nothing will come after attempt ``number - 1``, as far as one can tell."""
-        from infra.orchestrators import orchestrator_of
+        from infra.campaign.orchestrators import orchestrator_of
 
         if self._workspace.layout.stage(self._stage_id).result.exists():
             return True

@@ -11,8 +11,8 @@ from flows.cli.options import json_option, overrides_argument, print_json, print
 
 if TYPE_CHECKING:
     from flows.nightly.reading import Reading
-    from infra.nightly_records import NightlyRecords
-    from infra.workspace import Workspace
+    from infra.store.nightly_records import NightlyRecords
+    from infra.store.workspace import Workspace
     from refiner_core.nightly.values import Nightly
 
 file_argument = click.argument("file", metavar="FILE")
@@ -154,7 +154,7 @@ def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     from pathlib import Path
 
     from flows.nightly.page import page_text, write_page
-    from infra import atomic
+    from infra.store import atomic
 
     _, records, reading = _read(file, overrides)
     if out is None:
@@ -222,8 +222,8 @@ def _nightlies(files: tuple[str, ...], workspace: str | None) -> list[Nightly]:
 def _read(file: str, overrides: tuple[str, ...]) -> tuple[Workspace, NightlyRecords, Reading]:
     from flows.nightly.files import find_nightly, workspace_of
     from flows.nightly.reading import read_history
-    from infra.nightly_records import NightlyRecords
-    from infra.workspace import Workspace
+    from infra.store.nightly_records import NightlyRecords
+    from infra.store.workspace import Workspace
 
     nightly = find_nightly(file, overrides)
     workspace = Workspace.read_only(workspace_of(nightly))

@@ -55,10 +55,10 @@ class DiskWords(NamedTuple):
 def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
     from flows.api import forecast, plan_json
+    from flows.checking.memory import memory_json, planning_notes
     from flows.disk import Interval, planned_room, propose_fit, suggested_intervals
-    from flows.memory import memory_json, planning_notes
     from infra.disk.keeper import gib
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     room = planned_room([plan])
     change, intervals = None, list[Interval]()
@@ -150,7 +150,7 @@ def disk_json(room: PlannedRoom) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
     to do next."""
-    from flows.memory import planning_notes
+    from flows.checking.memory import planning_notes
 
     show_made_plan(plan, as_json)
     if as_json:
@@ -201,8 +201,8 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
     Names every field in which it differs from the most similar stage that the workspace has.
     """
     from flows.api import forecast, make_recipe_plan
-    from infra.explain import explain_difference
-    from infra.workspace import Workspace
+    from infra.campaign.explain import explain_difference
+    from infra.store.workspace import Workspace
 
     plan = make_recipe_plan(recipe, overrides)
     wanted = {s.name for s in plan.find(stage)}

@@ -85,7 +85,7 @@ def check_command(file: str, recipe: str, as_json: bool) -> None:
     """Check a protocol FILE: its fields and values, and that what it names can be read."""
     from dataclasses import replace
 
-    from refiner_core.contract.checks import check_config
+    from refiner_core.contract.checks.recipe import check_config
     from refiner_core.contract.loading import load_recipe
 
     known = _Known(file)
@@ -135,7 +135,7 @@ class _Known:
     """A protocol with all that is said of it."""
 
     def __init__(self, name: str) -> None:
-        from flows.sources import protocol_sources
+        from flows.checking.sources import protocol_sources
         from refiner_core.contract.config import RecipeConfig
         from refiner_core.contract.protocol_files import (
             description_of,

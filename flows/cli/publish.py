@@ -36,8 +36,8 @@ def publish_command(
     """
     from flows.api import publish_run
     from flows.cli.plan import show_made_plan
-    from flows.publish_by_hand import begin_publication, plan_publication
-    from infra.workspace import Workspace
+    from flows.publishing.by_hand import begin_publication, plan_publication
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     runs = [w for w in rest if "=" not in w]

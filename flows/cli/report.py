@@ -19,7 +19,7 @@ from flows.cli.options import (
 
 if TYPE_CHECKING:
     from flows.reporting.writing import Written
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
 
 @click.command("report")
@@ -45,7 +45,7 @@ def report_command(
     keeps it fresh.
     """
     from flows.reporting.writing import report_folder, write_report
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -56,7 +56,7 @@ def report_command(
         written = _watched(workspace, written, every_s)
     logged = _to_wandb(workspace, written) if to_wandb else ""
     if as_json:
-        from refiner_core.report.table import values
+        from refiner_core.report.sweep.table import values
 
         print_json({**values(written.report), "folder": str(written.folder), "wandb": logged})
         return
@@ -103,7 +103,7 @@ def _which(workspace: Workspace, words: Sequence[str]) -> str:
 def _watched(workspace: Workspace, written: Written, every_s: int) -> Written:
     """The last of the reports that are made until nobody works on the sweep."""
     from flows.reporting.writing import write_report
-    from refiner_core.report.words import state_text
+    from refiner_core.report.sweep.words import state_text
 
     click.echo(f"Page: {written.page}", err=True)
     told = ""
@@ -123,9 +123,9 @@ def _to_wandb(workspace: Workspace, written: Written) -> str:
 
 
 def _show(written: Written) -> None:
-    from refiner_core.report import words
-    from refiner_core.report.printing import moment, plain
-    from refiner_core.report.rows import Column, arm_row
+    from refiner_core.report.sweep import words
+    from refiner_core.report.sweep.printing import moment, plain
+    from refiner_core.report.sweep.rows import Column, arm_row
 
     report = written.report
     state = words.state_text(report)

@@ -111,8 +111,8 @@ def _wanted(words: Sequence[str], options: dict[str, Any]) -> Wanted:
     from flows.rescoring.planning import Wanted
     from flows.rescoring.reading import Part
     from flows.rescoring.settings import Options
-    from flows.status import find_run
-    from infra.workspace import Workspace
+    from flows.running.status import find_run
+    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)

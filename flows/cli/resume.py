@@ -13,7 +13,7 @@ from flows.cli.options import json_option, split_workspace
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
 
 if TYPE_CHECKING:
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
 
 
@@ -43,9 +43,9 @@ def resume_command(
     the checkout since. What was cancelled goes on, too.
     """
     from flows.api import resume_run
-    from flows.calls import run_to_resume
-    from infra.orchestrators import busy_error, orchestrator_of
-    from infra.workspace import Workspace
+    from flows.running.calls import run_to_resume
+    from infra.campaign.orchestrators import busy_error, orchestrator_of
+    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
@@ -86,7 +86,7 @@ def resume_command(
 
 def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
     """The sweep that is meant; None for a run."""
-    from flows.calls import run_to_resume
+    from flows.running.calls import run_to_resume
     from flows.sweeping.names import sweep_named
     from refiner_core.contract.sweep_records import trial_of
 
@@ -102,7 +102,7 @@ _BY_HAND = ("only", "publish.evaluate", "stages")
 
 def _what_differs(run: RunRecord) -> list[str]:
     """What a new `refiner run` would do otherwise; the record is what counts here."""
-    from flows.calls import in_folder_of
+    from flows.running.calls import in_folder_of
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import load_recipe
     from refiner_core.contract.records import to_json

@@ -18,8 +18,8 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from flows.calls import RunOutcome
-    from infra.workspace import Workspace
+    from flows.running.calls import RunOutcome
+    from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
 
 detach_option = click.option(
@@ -83,7 +83,7 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
         if as_json:
             print_json(run_json(outcome))
         else:
-            from flows.summary import summary_lines
+            from flows.running.summary import summary_lines
 
             for line in summary_lines(outcome):
                 click.echo(line)
@@ -95,8 +95,8 @@ def leave_to(
     where: str, workspace: Workspace, run: RunRecord, options: list[str], as_json: bool
 ) -> int:
     """Leave a recorded run to the background, and say how to look at it and end it."""
-    from flows.detach import detach, detach_as_job
-    from flows.status import stage_names
+    from flows.running.detach import detach, detach_as_job
+    from flows.running.status import stage_names
 
     if where == "job":
         left = detach_as_job(workspace, run, dict(run.config.get("dispatch") or {}), *options)

@@ -17,7 +17,7 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
     `refiner run` starts it when there is none, and leaves it running for the next run.
     """
-    from infra.server import server_status, stop_server
+    from infra.prefect_server.server import server_status, stop_server
 
     if what == "stop":
         stopped = stop_server()

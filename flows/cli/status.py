@@ -13,8 +13,8 @@ import click
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 
 if TYPE_CHECKING:
-    from flows.status import RunStatus, StageStatus, Watcher
-    from infra.workspace import Workspace
+    from flows.running.status import RunStatus, StageStatus, Watcher
+    from infra.store.workspace import Workspace
 
 _REFRESH_S = 2.0
 #: A watcher waits longer: nothing else is waiting for it.
@@ -44,9 +44,9 @@ def status_command(
     scheduler that does not answer at once is left out, and the last line says so.
     """
     from flows.cli.sweep_status import show_sweep
-    from flows.status import Watcher, find_run
+    from flows.running.status import Watcher, find_run
     from flows.sweeping.names import newest_sweep, sweep_named
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     _refuse_more_than_one(rest)
@@ -119,7 +119,7 @@ def _show_incidents(status: RunStatus) -> None:
 
 def cells(stage: StageStatus) -> tuple[str, ...]:
     """One row of the table."""
-    from flows.console import duration
+    from flows.running.console import duration
 
     job = " on ".join(filter(None, [stage.job_id or "", stage.node]))
     attempt = f"{stage.attempt} of {stage.attempts}" if stage.attempts > stage.attempt else ""
@@ -159,7 +159,7 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    from flows.status import orchestrator_text
+    from flows.running.status import orchestrator_text
 
     who, where = status.orchestrator, f"workspace={workspace.root}"
     if status.cancel_asked:
@@ -180,8 +180,8 @@ def _count(status: RunStatus) -> str:
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.status import is_finished
-    from infra.orchestrators import orchestrator_of
+    from flows.running.status import is_finished
+    from infra.campaign.orchestrators import orchestrator_of
     from refiner_core.contract.services import is_service
 
     rows = []

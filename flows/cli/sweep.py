@@ -11,12 +11,12 @@ import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 from flows.cli.run import detach_option, stop_on_signals
-from infra.layout import sweep_call
+from infra.store.layout import sweep_call
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
     from flows.sweeping.rescoring import RescoreShare
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.contract.sweep_records import SweepRecord
     from sweeps.values import SweepPlan
 
@@ -210,8 +210,8 @@ def go_on_with_sweep(
 ) -> int:
     """`refiner resume SWEEP`: go on with the newest version, as it was recorded."""
     from flows.sweeping.launching import resume_sweep
-    from infra.orchestrators import require_idle
-    from infra.workspace import Workspace
+    from infra.campaign.orchestrators import require_idle
+    from infra.store.workspace import Workspace
 
     workspace = Workspace.open(where)
     if detach is None:
@@ -224,7 +224,7 @@ def leave_sweep_to(
     where: str, workspace: Workspace, record: SweepRecord, launch: Launch, as_json: bool
 ) -> int:
     """Leave a recorded sweep to the background, and say how to look at it and end it."""
-    from flows.detach import Call, detach, detach_as_job
+    from flows.running.detach import Call, detach, detach_as_job
     from flows.sweeping.versions import dispatch_of, pin_for
 
     options = [
@@ -291,7 +291,7 @@ def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
     from flows.sweeping.showing import shipped_rows
     from flows.sweeping.status import SweepWatcher
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     workspace = Workspace.read_only(where)
     shipped = shipped_rows()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from flows.sweeping.status import SweepStatus
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
 _REFRESH_S = 3.0
 #: Rows of arms that a page shows while it is redrawn.

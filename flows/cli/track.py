@@ -11,8 +11,8 @@ import click
 from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from infra.tracked_sync import OfflineRun
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
+    from infra.tracking.sync import OfflineRun
 
 
 @click.group("track")
@@ -31,8 +31,8 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     set or after `wandb login`. It may be run again at any time, also while training goes on: only
     what is new is sent. All attempts at a stage are one W&B run, under the stage's id.
     """
-    from infra.tracked_sync import send
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
+    from infra.tracking.sync import send
 
     where, names = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -47,8 +47,8 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
 
 def _runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
     """Offline runs of everything that is named, each once."""
-    from flows.status import find_run
-    from infra.tracked_sync import offline_runs, offline_runs_in
+    from flows.running.status import find_run
+    from infra.tracking.sync import offline_runs, offline_runs_in
     from refiner_core.contract.errors import ConfigurationError
 
     stages: list[str] = []

@@ -13,7 +13,7 @@ from flows.cli.options import json_option, print_json, split_workspace, until_no
 
 if TYPE_CHECKING:
     from flows.why import Figure
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
     from refiner_core.cards import Evidence
     from refiner_core.contract.records import RunRecord
 
@@ -40,7 +40,7 @@ def why_command(
         explanation_lines,
         figure_json,
     )
-    from infra.workspace import Workspace
+    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -107,7 +107,7 @@ def _find(workspace: Workspace, words: Sequence[str], card: str | None) -> list[
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:
     """The run that a word names, else the newest; and the other words."""
-    from flows.status import find_run
+    from flows.running.status import find_run
 
     known = workspace.run_ids()
     for word in words:
@@ -124,7 +124,7 @@ def _evidence(path: Path) -> Evidence:
     ConfigurationError
         There is no evidence beside it.
     """
-    from infra.targets import EVIDENCE
+    from infra.publishing.targets import EVIDENCE
     from refiner_core.cards import load_evidence
     from refiner_core.contract.errors import ConfigurationError
 

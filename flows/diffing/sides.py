@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.status import find_run, stage_names
-from infra.workspace import Workspace
+from flows.running.status import find_run, stage_names
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, StageRecord

@@ -12,7 +12,7 @@ from typing import Any
 
 from flows.nightly.channels import ChannelFailed, send
 from flows.nightly.reading import Reading
-from infra.nightly_records import NightlyRecords
+from infra.store.nightly_records import NightlyRecords
 from refiner_core.nightly.series import Series
 from refiner_core.nightly.values import Nightly
 from refiner_core.nightly.words import alert_of

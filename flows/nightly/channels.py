@@ -105,7 +105,7 @@ def _webhook(variable: str, alert: Mapping[str, Any]) -> None:
 
 def _event(alert: Mapping[str, Any]) -> None:
     """Prefect is imported by a process of its own: it reads its settings when it is imported."""
-    from infra.server import passed_on, server_status
+    from infra.prefect_server.server import passed_on, server_status
 
     status = server_status()
     if status.info is None:

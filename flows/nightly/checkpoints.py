@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.sources import model_digest
-from infra.workspace import Workspace
+from flows.checking.sources import model_digest
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.records import RunRecord
@@ -126,7 +126,7 @@ def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
 def _runs(workspace: Workspace, what: str, name: str) -> Iterator[RunRecord]:
     """Runs that may have made the checkpoint, newest first."""
     if what == "run":
-        from flows.status import find_run
+        from flows.running.status import find_run
 
         run = find_run(workspace, name)
         assert run is not None, "an id that is not known is refused"

@@ -13,8 +13,8 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from infra.nightly_records import NightlyRecords, nightly_names
-from infra.workspace import Workspace
+from infra.store.nightly_records import NightlyRecords, nightly_names
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, suggest
 from refiner_core.nightly.definition import parse_nightly

@@ -21,7 +21,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows.artifacts import artifact_key
+from flows.picture.artifacts import artifact_key
 
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0

@@ -12,9 +12,9 @@ from typing import Any
 
 from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import evaluations_in
-from infra.nightly_records import NightlyRecords
-from infra.record_files import now_text
-from infra.workspace import Workspace
+from infra.store.nightly_records import NightlyRecords
+from infra.store.record_files import now_text
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import StageResult
 from refiner_core.nightly.compare import per_prompt

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from flows.calls import plan_of_run
 from flows.nightly.checkpoints import Resolved, resolve
 from flows.nightly.harvest import Occasion, harvest
 from flows.nightly.plans import is_done, night_plan
 from flows.nightly.work import Job, carry_out
+from flows.running.calls import plan_of_run
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.nightly.values import Checkpoint

@@ -24,8 +24,8 @@ from flows.nightly.page import write_page
 from flows.nightly.plans import base_config, is_done, night_plan
 from flows.nightly.reading import read_history
 from flows.nightly.work import begin_jobs, carry_out
-from infra.nightly_records import NightlyRecords
-from infra.workspace import Workspace
+from infra.store.nightly_records import NightlyRecords
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flows.nightly.reading import Reading
-from infra.nightly_records import NightlyRecords
-from infra.record_files import now_text
+from infra.store.nightly_records import NightlyRecords
+from infra.store.record_files import now_text
 from refiner_core.nightly.page import Trends, trend_page
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flows.calls import check_supported
+from flows.checking.sources import resolve_sources
 from flows.nightly.checkpoints import Resolved
-from flows.sources import resolve_sources
-from infra.workspace import Workspace
-from refiner_core.contract.checks import check_config
+from flows.running.calls import check_supported
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe, replace_fields
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan

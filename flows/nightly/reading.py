@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.nightly_records import NightlyRecords
-from infra.workspace import Workspace
+from infra.store.nightly_records import NightlyRecords
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.nightly.compare import Values
 from refiner_core.nightly.series import Series, series_of

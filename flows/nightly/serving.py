@@ -15,9 +15,9 @@ from typing import Any
 
 from flows.nightly.channels import ALERT
 from flows.nightly.files import shipped_nightlies, workspace_of
-from infra.nightly_records import NightlyRecords
-from infra.server import ServerInfo, ensure_server
-from infra.workspace import Workspace
+from infra.prefect_server.server import ServerInfo, ensure_server
+from infra.store.nightly_records import NightlyRecords
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.schedule import Schedule
 from refiner_core.nightly.values import Nightly

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.nightly.night import NightOutcome
 from flows.nightly.reading import Reading
-from infra.nightly_records import NightlyRecords
+from infra.store.nightly_records import NightlyRecords
 from refiner_core.nightly.page import open_alerts
 from refiner_core.nightly.schedule import Schedule
 

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from flows.calls import pin_code, record_pinned_run
 from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
-from infra import atomic
-from infra.campaign import Campaign
+from flows.running.calls import pin_code, record_pinned_run
+from infra.campaign.campaign import Campaign
+from infra.campaign.orchestrators import orchestrator_of, take_up
+from infra.campaign.together import SharedRouter, Together
 from infra.disk.keeper import DiskKeeper
-from infra.dispatch import make_router
-from infra.nightly_records import NightlyRecords
-from infra.orchestrators import orchestrator_of, take_up
-from infra.together import SharedRouter, Together
-from infra.workspace import Workspace
+from infra.jobs.dispatch import make_router
+from infra.store import atomic
+from infra.store.nightly_records import NightlyRecords
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.views import StageView

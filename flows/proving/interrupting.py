@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.proving.planning import Point
-from infra import atomic
-from infra.layout import AttemptPaths
-from infra.processes import ProcessId
-from infra.workspace import Workspace
+from infra.jobs.processes import ProcessId
+from infra.store import atomic
+from infra.store.layout import AttemptPaths
+from infra.store.workspace import Workspace
 from refiner_core.contract.proofs import Interruption
 
 _FAR_S, _NEAR_S = 0.02, 0.001

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from flows.calls import check_supported, make_recipe_plan
-from infra.workspace import Workspace
+from flows.running.calls import check_supported, make_recipe_plan
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.placement import placement_of

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.calls import (
+from flows.proving.planning import Asked
+from flows.running.calls import (
     Pinned,
     RunOutcome,
     Showing,
@@ -22,11 +23,10 @@ from flows.calls import (
     record_pinned_run,
     work_on,
 )
-from flows.proving.planning import Asked
-from infra import atomic
 from infra.disk.room import no_space_guard
-from infra.dispatch import make_router
-from infra.workspace import Workspace
+from infra.jobs.dispatch import make_router
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.views import StageView

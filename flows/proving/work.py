@@ -19,9 +19,9 @@ from flows.proving.interrupting import Interrupter, as_they_were
 from flows.proving.planning import OneStage, Plans
 from flows.proving.runs import Room, Tell, run_recipe_in, share_stages
 from flows.proving.text import interruption_line
-from infra import atomic
-from infra.provenance import host, versions
-from infra.workspace import Workspace, now_text
+from infra.store import atomic
+from infra.store.provenance import host, versions
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.proofs import PROOF_VERSION, Interruption, ResumeProof
 

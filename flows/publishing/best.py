@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.cards.facts import finite
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import StageFailed

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.publishing.behind import Behind
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.records import Attempt, from_json
 

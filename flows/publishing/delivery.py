@@ -11,10 +11,10 @@ import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.cards.reproduction import RECIPE_FILE
 from flows.publishing.behind import need_result
-from flows.reproduction import RECIPE_FILE
-from infra.targets import CARD, EVIDENCE, FileToPublish
-from infra.workspace import Workspace
+from infra.publishing.targets import CARD, EVIDENCE, FileToPublish
+from infra.store.workspace import Workspace
 from refiner_core.cards import CardFacts, build_card, evidence_text, lint_card
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.records import OutputFile

@@ -25,9 +25,9 @@ from flows.publishing.behind import (
 from flows.publishing.best import Choice, choose, measured_as
 from flows.publishing.cost import cost_of
 from flows.publishing.once import decide
-from infra.targets import step_revision
-from infra.tracking import tracked_address
-from infra.workspace import Workspace
+from infra.publishing.targets import step_revision
+from infra.store.workspace import Workspace
+from infra.tracking.tracker import tracked_address
 from refiner_core.cards import CardFacts, attempt_notes
 from refiner_core.cards.facts import UNKNOWN
 from refiner_core.cards.resume import public_proof

@@ -11,9 +11,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from flows.cards.reproduction import Made, reproduce
 from flows.publishing.behind import Behind, Subject
-from flows.reproduction import Made, reproduce
-from infra.processes import ProcessId
+from infra.jobs.processes import ProcessId
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.records import RunRecord

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from flows.publishing.behind import need_result, subject_at_work, weights_of
 from flows.publishing.delivery import model_files, papers
 from flows.publishing.facts import Collected, collect
-from flows.stages import StageWork
+from flows.stages.kinds import StageWork
 from infra.foreign.exports import require_whole
-from infra.targets import (
+from infra.publishing.targets import (
     CARD,
     EVIDENCE,
     FileToPublish,

@@ -24,7 +24,7 @@ from refiner_core.contract.placement import TrainingStage, section_of, training_
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from flows.stages import StageWork
+    from flows.stages.kinds import StageWork
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.policies import Servers
     from refiner_core.training.ranks import Ranks
@@ -50,9 +50,9 @@ def main() -> int:
 
 
 def _train_as(rank: int) -> None:
-    from flows.judge_prompts import planned_prompts
-    from flows.rubric_sets import planned_rubrics
-    from infra.logs import set_up_logging
+    from flows.stages.judge_prompts import planned_prompts
+    from flows.stages.rubric_sets import planned_rubrics
+    from infra.attempt.logs import set_up_logging
     from refiner_core.training.ranks import open_ranks
 
     order = json.loads(os.environ[ORDER])
@@ -74,8 +74,8 @@ def _train_as(rank: int) -> None:
 
 
 def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
-    from flows.stages import StageWork
-    from infra.workspace import Workspace
+    from flows.stages.kinds import StageWork
+    from infra.store.workspace import Workspace
     from refiner_core.contract.config import RecipeConfig
     from refiner_core.contract.records import StageSpec, from_json
 
@@ -110,7 +110,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
             ranks=ranks,
             stage=stage,
         )
-    from flows.judging import judge_for
+    from flows.stages.judging import judge_for
     from refiner_core.training.grpo import train_grpo
 
     first = ranks is None or ranks.rank == 0

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from infra import atomic
+from infra.jobs.restart import AttemptClosed, job_of
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.nodes import OtherNodes
-from infra.restart import AttemptClosed, job_of
+from infra.store import atomic
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import (
@@ -27,7 +27,7 @@ from refiner_core.contract.placement import (
 )
 
 if TYPE_CHECKING:
-    from flows.stages import StageWork
+    from flows.stages.kinds import StageWork
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"

@@ -1,9 +1,10 @@
 """Everything that a report is made of, from the records of a workspace.
 
-In: a workspace and the name of a sweep. Out: :class:`~refiner_core.report.evidence.Evidence`. Reads
-only, asks no scheduler, imports neither torch nor Prefect. Stages that trials share are read once,
-samples files by several threads; an evaluation that cannot be read is left out with a warning, and
-its numbers are missing then, not zero.
+In: a workspace and the name of a sweep. Out:
+:class:`~refiner_core.report.sweep.evidence.Evidence`. Reads only, asks no scheduler, imports
+neither torch nor Prefect. Stages that trials share are read once, samples files by several
+threads; an evaluation that cannot be read is left out with a warning, and its numbers are missing
+then, not zero.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 
 from flows.reporting.samples import SamplesReader
 from flows.sweeping.reading import SweepReader, TrialStanding
-from infra.history import run_events, stage_history
-from infra.layout import sweep_call
-from infra.orchestrators import orchestrator_of
-from infra.stage_io import read_metrics
-from infra.timeline import Incident, incidents_of
-from infra.tracking import tracked_address
-from infra.workspace import Workspace, now_text
+from infra.attempt.stage_io import read_metrics
+from infra.campaign.history import run_events, stage_history
+from infra.campaign.orchestrators import orchestrator_of
+from infra.campaign.timeline import Incident, incidents_of
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace, now_text
+from infra.tracking.tracker import tracked_address
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.placement import STAGES
@@ -33,8 +34,8 @@ from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.curves import SHOWN
-from refiner_core.report.document import IncidentRow, TrialRow
-from refiner_core.report.evidence import (
+from refiner_core.report.sweep.document import IncidentRow, TrialRow
+from refiner_core.report.sweep.evidence import (
     Evaluation,
     Evidence,
     Measured,
@@ -317,8 +318,8 @@ def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[s
 
 @dataclass(frozen=True)
 class FromWorkspace:
-    """Reads texts of evaluations; see :class:`refiner_core.report.evidence.Stored`. What cannot be
-    read any more is left out: the numbers do without it."""
+    """Reads texts of evaluations; see :class:`refiner_core.report.sweep.evidence.Stored`. What
+    cannot be read any more is left out: the numbers do without it."""
 
     workspace: Workspace
     folders: Mapping[str, Path]

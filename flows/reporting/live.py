@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from prefect import get_run_logger
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.exceptions import PrefectException
 
-from flows.artifacts import artifact_key
-from flows.feed import Drawing, Story
+from flows.picture.artifacts import artifact_key
+from flows.picture.feed import Drawing, Story
 from flows.reporting.writing import PAGE, TEXT, report_folder
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 #: Prefect shows markdown as a whole.

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from refiner_core.contract.errors import DataError
 from refiner_core.evaluation.samples import metric_columns
-from refiner_core.report.evidence import PromptMeans, RubricScores
+from refiner_core.report.sweep.evidence import PromptMeans, RubricScores
 
 Floats = npt.NDArray[np.float64]
 #: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
@@ -87,7 +87,8 @@ class SamplesReader:
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
-        """Credit per rubric and prompt; see :meth:`refiner_core.report.evidence.Stored.rubrics`."""
+        """Credit per rubric and prompt; see
+        :meth:`refiner_core.report.sweep.evidence.Stored.rubrics`."""
         table = _table(path, _content(path), ["sample_id", "judgements"])
         prompts, place = self._places(table.column("sample_id"))
         judged = _judged(table.column("judgements"))

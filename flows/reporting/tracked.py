@@ -9,13 +9,13 @@ from __future__ import annotations
 import secrets
 
 from flows.reporting.writing import Written
-from infra.tracked_tables import Table, log_tables
-from infra.tracking import TrackedRun
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
+from infra.tracking.tables import Table, log_tables
+from infra.tracking.tracker import TrackedRun
 from refiner_core.contract.config import TrackingConfig
 from refiner_core.contract.records import from_json
-from refiner_core.report.document import SweepReport
-from refiner_core.report.table import TRIAL_HEADER, number_header, number_rows, trial_rows
+from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.table import TRIAL_HEADER, number_header, number_rows, trial_rows
 
 FOLDER = "tracking"
 

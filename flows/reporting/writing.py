@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra import atomic
 from infra.disk.room import no_space_guard
-from infra.workspace import Workspace
-from refiner_core.report.document import SweepReport
-from refiner_core.report.html import page
-from refiner_core.report.markdown import markdown
-from refiner_core.report.table import document, numbers_csv, trials_csv
+from infra.store import atomic
+from infra.store.workspace import Workspace
+from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.html import page
+from refiner_core.report.sweep.markdown import markdown
+from refiner_core.report.sweep.table import document, numbers_csv, trials_csv
 
 PAGE, TEXT, NUMBERS, TRIALS, VALUES = (
     "report.html",
@@ -52,7 +52,7 @@ def make(workspace: Workspace, sweep: str) -> SweepReport:
         There is no such sweep; names the nearest.
     """
     from flows.reporting.gather import gather
-    from refiner_core.report.comparing import make_report
+    from refiner_core.report.sweep.comparing import make_report
 
     workspace.read_sweep(sweep)
     return make_report(gather(workspace, sweep))

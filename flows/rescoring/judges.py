@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flows.judging import judge_by_hand, stored
 from flows.rescoring.asking import JudgePlan
-from infra.workspace import Workspace
+from flows.stages.judging import judge_by_hand, stored
+from infra.store.workspace import Workspace
 from refiner_core.contract.types import Judge, JudgementStore
 from refiner_core.judges.build import build_judge
 

@@ -17,7 +17,7 @@ from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.judges import store_of
 from flows.rescoring.reading import Part, Policy, read_policies
 from flows.rescoring.settings import OWN, Options, Setting, make_settings, own_setting
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import digest

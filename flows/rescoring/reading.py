@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.attempt.stage_io import list_rollouts, read_rollouts
 from infra.disk.marks import reclaimed_text
-from infra.stage_io import list_rollouts, read_rollouts
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.loading import suggest

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides, parse_config, settled

@@ -13,7 +13,7 @@ from flows.sweeping.evidence import read_evidence
 from flows.sweeping.forecasting import forecast_json, forecast_lines, forecast_of, passed_by
 from flows.sweeping.history import read_history
 from infra.disk.keeper import DiskKeeper
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.evaluation.metrics import is_number
 from sweeps.fitting import Passed
 from sweeps.forecast import SweepForecast, held_out_prompts

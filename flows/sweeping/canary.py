@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from statistics import mean
 
 from flows.sweeping.trials import CANARY_STEPS
-from infra import atomic
-from infra.checkpoints import MARKER
-from infra.stage_io import MetricsLine, read_metrics
-from infra.workspace import Workspace
+from infra.attempt.stage_io import MetricsLine, read_metrics
+from infra.store import atomic
+from infra.store.checkpoints import MARKER
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial

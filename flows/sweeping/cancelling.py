@@ -1,7 +1,7 @@
 """Ends a sweep: by asking the process that works on it, or from here if none does.
 
-In: a workspace and a sweep's name. Out: a :class:`flows.cancelling.CancelOutcome`. To who ends it a
-sweep is one call that has the stages of all its trials.
+In: a workspace and a sweep's name. Out: a :class:`flows.running.cancelling.CancelOutcome`. To who
+ends it a sweep is one call that has the stages of all its trials.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flows.cancelling import CancelOutcome, cancel
-from infra.layout import sweep_call
-from infra.workspace import Workspace
+from flows.running.cancelling import CancelOutcome, cancel
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import RECORD_VERSION, RunRecord
 
 

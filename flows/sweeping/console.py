@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from flows.console import detail
-from flows.screen import Screen
-from infra.timeline import first_line, rough
+from flows.running.console import detail
+from flows.running.screen import Screen
+from infra.campaign.timeline import first_line, rough
 from refiner_core.contract.views import StageView
-from refiner_core.report.document import TrialState
+from refiner_core.report.sweep.document import TrialState
 
 if TYPE_CHECKING:
     from flows.sweeping.supervisor import Supervisor
@@ -28,7 +28,7 @@ _ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interru
 
 
 class SweepConsole(Screen):
-    """Shows a sweep; a :class:`flows.pipeline.Shows`. Safe to call from several threads."""
+    """Shows a sweep; a :class:`flows.running.pipeline.Shows`. Safe to call from several threads."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from infra.history import devices_of
-from infra.workspace import Workspace
+from infra.campaign.history import devices_of
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import PlannedStage

@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flows.calls import check_hub_access, check_supported, with_room
 from flows.disk import planned_room
-from flows.feed import Story
-from flows.pipeline import run_drawn
+from flows.picture.feed import Story
 from flows.reporting.live import LivePage
+from flows.running.calls import check_hub_access, check_supported, with_room
+from flows.running.pipeline import run_drawn
 from flows.sweeping.canary import find_canary
 from flows.sweeping.console import SweepConsole
 from flows.sweeping.forecasting import forecast_of, passed_by
@@ -28,14 +28,14 @@ from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
 from flows.sweeping.words import TrialWord
+from infra.campaign.orchestrators import take_up
+from infra.campaign.together import SharedRouter
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
-from infra.dispatch import make_router
-from infra.layout import sweep_call
-from infra.orchestrators import take_up
-from infra.processes import ProcessId
-from infra.together import SharedRouter
-from infra.workspace import Workspace
+from infra.jobs.dispatch import make_router
+from infra.jobs.processes import ProcessId
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.services import is_service
 from refiner_core.contract.sweep_records import SweepRecord
@@ -115,7 +115,7 @@ def check_launch(plan: SweepPlan) -> None:
 
 def check_arms(plan: SweepPlan) -> None:
     """Refuse arms that this version or machine cannot carry out; errors as of
-    :func:`flows.calls.check_supported`."""
+    :func:`flows.running.calls.check_supported`."""
     for trial in {t.arm: t for t in plan.trials}.values():
         check_supported(trial.plan.config)
 

@@ -5,8 +5,8 @@ In: a workspace and a word. Out: a sweep's name, a trial's run. Reads folder nam
 
 from __future__ import annotations
 
-from infra.layout import is_sweep, sweep_call
-from infra.workspace import Workspace
+from infra.store.layout import is_sweep, sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.sweep_records import trial_of
 

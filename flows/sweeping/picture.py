@@ -1,7 +1,7 @@
 """A sweep as one graph: which nodes Prefect shows, and how each looks now.
 
 In: a planned sweep, and views and states of its trials as they change. Out: a drawing for
-:mod:`flows.pipeline`, and a :class:`StageView` per node. A small sweep shows every stage as
+:mod:`flows.running.pipeline`, and a :class:`StageView` per node. A small sweep shows every stage as
 ``ARM/seed1/grpo``, those that trials share once; one with more stages than a page can show has a
 node per trial, and a very large one a node per arm.
 """
@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-from flows.feed import Drawing, Node, Story, up_to_now
-from infra.layout import sweep_call
+from flows.picture.feed import Drawing, Node, Story, up_to_now
+from infra.store.layout import sweep_call
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.views import StageView, ViewState
-from refiner_core.report.document import TrialState
+from refiner_core.report.sweep.document import TrialState
 from sweeps.values import SweepPlan, Trial
 
 #: Nodes that a page of Prefect, and the threads behind it, bear.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.model_checks import asked_of_model, check_model_files
-from flows.sources import each_read_once, resolve_sources
-from refiner_core.contract.checks import check_config
+from flows.checking.model_checks import asked_of_model, check_model_files
+from flows.checking.sources import each_read_once, resolve_sources
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.interpolations import what_follows

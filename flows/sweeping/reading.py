@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.status import eta_s, metric_text
+from flows.running.status import eta_s, metric_text
 from flows.sweeping.use import NOTHING, Use, UseReader
-from infra.history import read_events
-from infra.layout import sweep_call
-from infra.orchestrators import orchestrator_of
-from infra.workspace import Workspace
+from infra.campaign.history import read_events
+from infra.campaign.orchestrators import orchestrator_of
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.services import is_service
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
-from refiner_core.report.document import TrialState
+from refiner_core.report.sweep.document import TrialState
 
 #: What an orchestrator last said of trials counts only while it works, but for these.
 _ENDS = ("failed", "interrupted", "held")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flows.sweeping.before import Before, look_before
-from infra.explain import StageForecast, observe_stages
-from infra.workspace import Workspace
+from infra.campaign.explain import StageForecast, observe_stages
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from sweeps.definition import load_sweep, shipped_sweeps
 from sweeps.values import Arm, SweepPlan

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.status import orchestrator_text
+from flows.running.status import orchestrator_text
 from flows.sweeping.reading import SweepReader, TrialStanding
 from flows.sweeping.use import NOTHING, Use
-from infra.layout import sweep_call
-from infra.orchestrators import Orchestrator, orchestrator_of
-from infra.timeline import device_time, first_line, rough
-from infra.workspace import Workspace
+from infra.campaign.orchestrators import Orchestrator, orchestrator_of
+from infra.campaign.timeline import device_time, first_line, rough
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord
-from refiner_core.report.document import TrialState
+from refiner_core.report.sweep.document import TrialState
 
 STATUS_VERSION = 1
 #: Columns of seeds that a terminal has room for.

@@ -24,12 +24,12 @@ from flows.sweeping.limits import Budget
 from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
-from infra.layout import sweep_call
-from infra.orchestrators import wanted_by_others
-from infra.processes import ProcessId, host_name
-from infra.timeline import first_line
-from infra.together import SharedRouter
-from infra.workspace import Workspace, now_text
+from infra.campaign.orchestrators import wanted_by_others
+from infra.campaign.timeline import first_line
+from infra.campaign.together import SharedRouter
+from infra.jobs.processes import ProcessId, host_name
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
@@ -74,7 +74,7 @@ class Outlook:
 
 @dataclass
 class Supervisor:
-    """Steps the campaigns of a sweep; a :class:`flows.pipeline.Runnable`.
+    """Steps the campaigns of a sweep; a :class:`flows.running.pipeline.Runnable`.
 
     Parameters
     ----------

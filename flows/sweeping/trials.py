@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.calls import Pinned, pin_code, record_pinned_run
-from infra import atomic
-from infra.campaign import Campaign
-from infra.dispatch import Router
-from infra.orchestrators import take_up
-from infra.room_keeping import Keeper
-from infra.together import Together
-from infra.workspace import Workspace
+from flows.running.calls import Pinned, pin_code, record_pinned_run
+from infra.campaign.campaign import Campaign
+from infra.campaign.orchestrators import take_up
+from infra.campaign.room_keeping import Keeper
+from infra.campaign.together import Together
+from infra.jobs.dispatch import Router
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.placement import STAGES

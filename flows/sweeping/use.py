@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from infra import atomic
-from infra.stage_io import read_metrics
-from infra.timeline import StageHistory, incidents_of, seconds_between
-from infra.workspace import Workspace
+from infra.attempt.stage_io import read_metrics
+from infra.campaign.timeline import StageHistory, incidents_of, seconds_between
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import StageRecord, from_json
 
 _HOUR_S = 3600.0

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.calls import Pinned, pin_code
-from infra import atomic
-from infra.layout import sweep_call
-from infra.orchestrators import require_idle
-from infra.snapshot import snapshot_code
-from infra.workspace import Workspace, now_text
+from flows.running.calls import Pinned, pin_code
+from infra.campaign.orchestrators import require_idle
+from infra.store import atomic
+from infra.store.layout import sweep_call
+from infra.store.snapshot import snapshot_code
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.sweep_records import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.views import StageView
-from refiner_core.report.document import TrialState
+from refiner_core.report.sweep.document import TrialState
 
 log = logging.getLogger(__name__)
 #: A trial that stands so is not worked on any more.

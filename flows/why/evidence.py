@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.why.figures import FLOORS, Figure
-from infra.checkpoints import step_name
-from infra.stage_io import read_rollouts
-from infra.workspace import Workspace
+from infra.attempt.stage_io import read_rollouts
+from infra.store.checkpoints import step_name
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.records import from_json

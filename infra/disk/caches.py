@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from infra.disk.usage import Item, size_of
-from infra.layout import Layout
+from infra.store.layout import Layout
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: What is a cache inside HF_HOME; the rest are tokens and settings.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from infra.disk.mounts import existing, project_id
-from infra.publishing import target_damage
-from infra.workspace import Workspace
+from infra.publishing.folder import target_damage
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import OutputFile, StageRecord

@@ -27,7 +27,7 @@ from infra.disk.judged import (
     training_prompts,
 )
 from infra.disk.modelsize import STATE_BYTES, ModelSize
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.placement import STAGES, placement_of, section_of, training_stage
 from refiner_core.contract.plan import Plan, PlannedStage

@@ -1,6 +1,6 @@
 """Holds on checkpoints, and those of them that nothing waits behind any more.
 
-In: a workspace. Out: one :class:`Hold` per file that :mod:`infra.holds` has written, with the
+In: a workspace. Out: one :class:`Hold` per file that :mod:`infra.store.holds` has written, with the
 reason why it is idle, if it is. A hold is let go by whoever brings a plan about, once the waiting
 stage is done; what is left of calls that were cancelled or forgotten stays until somebody asks for
 it with `refiner disk --reclaim`. :func:`why_idle` is pure; where a record cannot be read, nothing
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra import atomic
-from infra.checkpoints import read_checkpoint, step_name
-from infra.orchestrators import orchestrator_of
-from infra.workspace import Workspace
+from infra.campaign.orchestrators import orchestrator_of
+from infra.store import atomic
+from infra.store.checkpoints import read_checkpoint, step_name
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from infra.checkpoints import CheckpointStore
+from infra.attempt.stage_io import list_rollouts, read_metrics
 from infra.disk.usage import size_of
-from infra.stage_io import list_rollouts, read_metrics
-from infra.workspace import Workspace
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import StageRecord
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.checkpoints import CheckpointStore
 from infra.disk.caches import find_caches
 from infra.disk.copies import FreshLook
 from infra.disk.figures import Room
@@ -29,8 +28,9 @@ from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
 from infra.disk.room import PROBE_BYTES, has_room
 from infra.disk.stock import Stock, read_stock
 from infra.disk.usage import Item, measure, size_of
-from infra.jobs import AttemptRef
-from infra.workspace import Workspace
+from infra.jobs.protocol import AttemptRef
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.placement import STAGES

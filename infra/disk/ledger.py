@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra import atomic
 from infra.disk.usage import size_of
-from infra.jobs import AttemptRef
-from infra.workspace import Workspace
+from infra.jobs.protocol import AttemptRef
+from infra.store import atomic
+from infra.store.workspace import Workspace
 
 log = logging.getLogger(__name__)
 

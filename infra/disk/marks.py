@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from infra import atomic
-from infra.layout import Layout, StagePaths
+from infra.store import atomic
+from infra.store.layout import Layout, StagePaths
 from refiner_core.contract.records import OutputFile, to_json
 
 RECLAIMED = "reclaimed.json"

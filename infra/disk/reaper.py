@@ -30,16 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra import atomic
-from infra.checkpoints import MARKER, CheckpointStore
 from infra.disk.copies import FreshLook
 from infra.disk.marks import Reason, pins, write_reclaimed
 from infra.disk.room import is_no_space
 from infra.disk.stock import StageFacts, Stock, Weights, protection_of
 from infra.disk.usage import Item
-from infra.holds import held_steps
 from infra.judgements.segments import SEALED
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.checkpoints import MARKER, CheckpointStore
+from infra.store.holds import held_steps
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
 log = logging.getLogger(__name__)

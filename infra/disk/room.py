@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.atomic import remove_quietly, temporary_name
+from infra.store.atomic import remove_quietly, temporary_name
 from refiner_core.contract.errors import NoSpaceError
 
 log = logging.getLogger(__name__)

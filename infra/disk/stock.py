@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.checkpoints import DAMAGED, MARKER, read_checkpoint
 from infra.disk.copies import WEIGHTS, Copy, copies_of
 from infra.disk.held import Hold, read_holds
 from infra.disk.marks import pins
 from infra.disk.usage import Item, size_of, take_stock
-from infra.workspace import Workspace
+from infra.store.checkpoints import DAMAGED, MARKER, read_checkpoint
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import make_plan

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra import atomic
-from infra.layout import AttemptPaths, Layout, StagePaths
+from infra.store import atomic
+from infra.store.layout import AttemptPaths, Layout, StagePaths
 
 Kind = Literal[
     "checkpoints",  # to resume from

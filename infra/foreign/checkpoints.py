@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra import atomic
 from infra.disk.mounts import sync_file_system
 from infra.foreign import weights
+from infra.store import atomic
 from refiner_core.contract.config import CommandConfig
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Why another trainer ended: from its exit code, its last words, the disk and the kernel.
 
-In: a :class:`Ending`. Out: the error that :func:`infra.failures.classify` makes the right class of,
-with the trainer's own line in it.
+In: a :class:`Ending`. Out: the error that :func:`infra.campaign.failures.classify` makes the right
+class of, with the trainer's own line in it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.campaign.failures import class_of_text
 from infra.disk.room import has_room, is_no_space, no_space_error
-from infra.failures import class_of_text
 from refiner_core.contract.errors import (
     ConfigurationError,
     KilledError,

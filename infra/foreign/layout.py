@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.layout import StagePaths
+from infra.store.layout import StagePaths
 
 
 def work_folder(stage: StagePaths) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from infra.checkpoints import Complete
+from infra.attempt.stage_io import AttemptIO
 from infra.foreign.calling import Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
@@ -37,7 +37,7 @@ from infra.foreign.checkpoints import (
 from infra.foreign.endings import Ending, error_of, kernel_oom_kills
 from infra.foreign.process import Line, TrainerProcess, kill_leftovers
 from infra.foreign.reading import LineReader
-from infra.stage_io import AttemptIO
+from infra.store.checkpoints import Complete
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
 from refiner_core.contract.types import Progress

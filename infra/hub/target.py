@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
 from infra.hub.errors import Moved, Rejected, name_taken, outage
-from infra.publication_rules import (
+from infra.publishing.rules import (
     Lying,
     all_files,
     check_replaced,
@@ -36,7 +36,7 @@ from infra.publication_rules import (
     moves_main,
     read_evidence,
 )
-from infra.targets import EVIDENCE, FileToPublish, Publication, Published, step_revision
+from infra.publishing.targets import EVIDENCE, FileToPublish, Publication, Published, step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import HubRefused
 from refiner_core.contract.types import Progress
@@ -64,7 +64,7 @@ class HubTarget:
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Published:
-        """See :class:`infra.targets.Target`."""
+        """See :class:`infra.publishing.targets.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
             work = _Publishing(hub, self._config, publication, progress, should_stop)
@@ -77,7 +77,7 @@ class HubTarget:
             raise outage("others keep on changing it", "publishing", publication.repo_id)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
-        """See :class:`infra.targets.Target`."""
+        """See :class:`infra.publishing.targets.Target`."""
         with open_hub(repo_id, self._config, self._endpoint) as hub:
             return hub.text(revision, name)
 

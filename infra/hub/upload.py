@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from infra.hub.errors import stopped
-from infra.publication_rules import bytes_of
-from infra.targets import FileToPublish
+from infra.publishing.rules import bytes_of
+from infra.publishing.targets import FileToPublish
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Progress
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from infra import atomic
 from infra.judgements.reading import Complaints
 from infra.judgements.segments import (
     HEADER_BYTES,
@@ -31,6 +30,7 @@ from infra.judgements.segments import (
 )
 from infra.judgements.table import Array, decode, distinct
 from infra.judgements.writing import LONGEST_PAUSE_S
+from infra.store import atomic
 
 log = logging.getLogger(__name__)
 

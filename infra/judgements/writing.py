@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from infra.jobs.processes import host_name
 from infra.judgements.segments import (
     HEADER_BYTES,
     LIVE,
@@ -27,7 +28,6 @@ from infra.judgements.segments import (
     name_part,
     stem_of,
 )
-from infra.processes import host_name
 
 #: A segment that its writer has left alone for so long is not written to again (seconds).
 LONGEST_PAUSE_S = 600.0

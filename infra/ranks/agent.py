@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from infra.attempt.signals import STOP_SIGNALS
 from infra.ranks.events import MARK, tell
-from infra.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _LAST_WORDS_S = 5.0

@@ -1,8 +1,9 @@
 """An exception on its way to another process: as JSON, and back as what it was.
 
 In: an exception. Out: a value that JSON takes, and from it an exception of the same class, with the
-same words, system error number and causes, so that :func:`infra.failures.classify` and a caller's
-``except`` see no difference. Its traceback travels as a note, which a log shows and nothing reads.
+same words, system error number and causes, so that :func:`infra.campaign.failures.classify` and a
+caller's ``except`` see no difference. Its traceback travels as a note, which a log shows and
+nothing reads.
 
 Errors of the contract, of our own rooms and of Python are made again as such. Of any other class
 (torch's) only the name is known here: it becomes a :class:`RankError` of that name.
@@ -15,7 +16,7 @@ import importlib
 import traceback
 from typing import Any
 
-from infra.failures import traceback_signature
+from infra.campaign.failures import traceback_signature
 from refiner_core.contract.errors import RefinerError
 
 _OURS = ("refiner_core", "infra", "flows")

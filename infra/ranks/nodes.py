@@ -32,12 +32,12 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, cast
 
-from infra import atomic
+from infra.attempt.signals import SlurmJob
 from infra.foreign.process import TrainerProcess
 from infra.ranks.agent import ignore_stop_signals
 from infra.services.server import node_address
-from infra.signals import SlurmJob
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra import atomic
+from infra.store import atomic
 from refiner_core.contract.errors import ConfigurationError
 
 _NAME = "key"

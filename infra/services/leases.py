@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from infra import atomic
-from infra.orchestrators import orchestrator_of
-from infra.workspace import Workspace
+from infra.campaign.orchestrators import orchestrator_of
+from infra.store import atomic
+from infra.store.workspace import Workspace
 
 log = logging.getLogger(__name__)
 

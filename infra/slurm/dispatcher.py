@@ -20,11 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra import atomic
-from infra.failures import outcome_of
-from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.layout import AttemptPaths
-from infra.signals import SIGNAL_LEAD
+from infra.attempt.signals import SIGNAL_LEAD
+from infra.campaign.failures import outcome_of
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.jobs.worker_command import WorkerCommand, tail_of
 from infra.slurm.commands import RealSlurm, SlurmCommands, SlurmUnavailable
 from infra.slurm.profiles import Profile
 from infra.slurm.query import Answer, Patience, SchedulerView, Wanted
@@ -35,8 +34,9 @@ from infra.slurm.submission import (
     Submitter,
     write_missing_pickle,
 )
-from infra.worker_command import WorkerCommand, tail_of
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.layout import AttemptPaths
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
 
 
 class SlurmDispatcher:
-    """Runs jobs on a cluster; see :class:`~infra.jobs.Dispatcher`.
+    """Runs jobs on a cluster; see :class:`~infra.jobs.protocol.Dispatcher`.
 
     Parameters
     ----------

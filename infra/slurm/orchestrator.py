@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infra.jobs import JobRequest
+from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources

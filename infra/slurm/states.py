@@ -1,7 +1,7 @@
 """What Slurm's words mean: one table of states, one of reasons, and how a job's end is named.
 
 In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
-:class:`~infra.jobs.JobSight` values. Pure: asks nobody, remembers nothing.
+:class:`~infra.jobs.protocol.JobSight` values. Pure: asks nobody, remembers nothing.
 
 A job counts as over only in a state that Slurm never leaves by itself; a state that this table does
 not know is live. The failure class of an end comes from the state where that is clear (TIMEOUT,
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from infra.failures import classify_silent_end, outcome_of
-from infra.jobs import JobSight
+from infra.campaign.failures import classify_silent_end, outcome_of
+from infra.jobs.protocol import JobSight
 from refiner_core.contract.records import FailureClass, Outcome
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra import atomic
-from infra.jobs import JobRequest
+from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Profile
+from infra.store import atomic
 from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
 

@@ -17,8 +17,8 @@ from refiner_core.cards.results import cell, own_entries, without_value
 from refiner_core.cards.resume import resume_notes
 from refiner_core.cards.settings import flag_of, shown
 from refiner_core.cards.setup import rubric_source
+from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import STAGES
 

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from refiner_core.cards.facts import finite, is_local, public_name
+from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.protocols import parse_protocol, protocol_text

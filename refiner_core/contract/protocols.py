@@ -268,7 +268,7 @@ def protocol_fingerprint(protocol: ProtocolFile, sources: Mapping[str, str]) -> 
     ----------
     sources
         Digests of the rubric set, the judge's prompts and the data that it names
-        (:func:`flows.sources.protocol_sources`).
+        (:func:`flows.checking.sources.protocol_sources`).
     """
     values: dict[str, Any] = {}
     for path, value in protocol.values().items():

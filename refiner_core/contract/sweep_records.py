@@ -1,4 +1,5 @@
-"""What a workspace remembers of sweeps. Values; ``infra.sweep_records`` reads and writes them.
+"""What a workspace remembers of sweeps. Values; ``infra.store.sweep_records`` reads and writes
+them.
 
 A sweep is known by its name. Each time that it is launched as something else (an arm or seed was
 added), it gets another *version*; older ones stay. A trial is a run: its :class:`RunRecord` says in

@@ -38,12 +38,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from refiner_core.contract.checks.environment import BUILTIN_ROWS
+from refiner_core.contract.checks.shaping import check_domains
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.environment_checks import BUILTIN_ROWS
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.seeds import derive_seed
-from refiner_core.contract.shaping import check_domains
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepare import FILES

@@ -38,9 +38,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from refiner_core.contract.checks.shaping import check_weights
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.shaping import check_weights
 from refiner_core.contract.types import Completion, Generator, TurnGenerator
 from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.protocol import Environment

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from refiner_core.nightly.drawing import LETTERS, Frame, draw, scale_of
 from refiner_core.nightly.series import Series, changed_beside
 from refiner_core.nightly.values import Row
-from refiner_core.report.printing import number
+from refiner_core.report.sweep.printing import number
 
 #: Nights whose numbers stand in words below a drawing.
 _LAST = 30

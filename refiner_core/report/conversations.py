@@ -1,9 +1,9 @@
 """An agent's attempt for the page: who said what, what was called, what it was worth.
 
 In: the JSON of an :class:`~refiner_core.environments.record.EpisodeRecord`, as an
-:class:`~refiner_core.report.document.Answer` has it. Out: plain lines and phrases, bounded, which
-the template escapes. Records may be of environments of anybody's, and older than this code: what is
-missing is left out.
+:class:`~refiner_core.report.sweep.document.Answer` has it. Out: plain lines and phrases, bounded,
+which the template escapes. Records may be of environments of anybody's, and older than this code:
+what is missing is left out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from refiner_core.report.document import Answer, AttemptsRow
-from refiner_core.report.printing import counted
+from refiner_core.report.sweep.document import Answer, AttemptsRow
+from refiner_core.report.sweep.printing import counted
 
 #: Characters of one message, and of a whole attempt, on a page; an attempt's size for its bound.
 MOST_OF_MESSAGE = 2_000

@@ -1,7 +1,8 @@
 """Learning curves: a training metric over steps, per arm, with the range of its seeds.
 
-In: what training stages logged. Out: :class:`~refiner_core.report.document.Curve` values, thinned
-so that a page can hold them. Stages that all arms share have no curve: nothing differs there.
+In: what training stages logged. Out: :class:`~refiner_core.report.sweep.document.Curve` values,
+thinned so that a page can hold them. Stages that all arms share have no curve: nothing differs
+there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from refiner_core.report.document import Curve
-from refiner_core.report.evidence import Evidence, Training
+from refiner_core.report.sweep.document import Curve
+from refiner_core.report.sweep.evidence import Evidence, Training
 
 Floats = npt.NDArray[np.float64]
 #: Metrics that are shown, where a stage logs them.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from refiner_core.report.document import Curve
-from refiner_core.report.printing import finite, number
+from refiner_core.report.sweep.document import Curve
+from refiner_core.report.sweep.printing import finite, number
 
 #: Marks of a mean, by what a comparison says: told apart by form, not by colour alone.
 SHAPES: Mapping[str, str] = {

@@ -10,9 +10,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from refiner_core.contract.checks.shaping import (
+    alpha_of,
+    check_curriculum,
+    check_domains,
+    check_shaping,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.contract.shaping import alpha_of, check_curriculum, check_domains, check_shaping
 from refiner_core.contract.types import Judge, PromptRow, RewardResult
 from refiner_core.environments.protocol import Environment
 from refiner_core.environments.registry import open_environment

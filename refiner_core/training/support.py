@@ -1,8 +1,8 @@
 """What this machine lacks for a training, refused before anything starts. Torch-free.
 
-What no machine could do is refused when a plan is made (:mod:`refiner_core.contract.checks`);
-whether a GPU is there is known where the model is loaded
-(:func:`refiner_core.generation.load.device_for`).
+What no machine could do is refused when a plan is made
+(:mod:`refiner_core.contract.checks.recipe`); whether a GPU is there is known where the model is
+loaded (:func:`refiner_core.generation.load.device_for`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.types import GenerationRequest, SamplingParams
 from refiner_core.generation.load import load_model, load_tokenizer

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from infra.checkpoints import CheckpointStore, damage_of, step_name
-from infra.layout import StagePaths
-from infra.stage_io import AttemptIO
+from infra.attempt.stage_io import AttemptIO
+from infra.store.checkpoints import CheckpointStore, damage_of, step_name
+from infra.store.layout import StagePaths
 from refiner_core.contract.config import ModelConfig
 from refiner_core.training.boundary import Boundary
 from refiner_core.training.engine import Loaded

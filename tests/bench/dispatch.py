@@ -23,13 +23,13 @@ from typing import Any
 
 import submitit
 
-from infra.jobs import AttemptRef, JobRequest, OpenAttempt
-from infra.provenance import host
+from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
+from infra.jobs.worker_command import WorkerCommand
 from infra.slurm.commands import RealSlurm
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.worker_command import WorkerCommand
-from infra.workspace import Workspace
+from infra.store.provenance import host
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.records import Attempt
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster

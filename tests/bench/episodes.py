@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.types import (

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.resources import Resources
 from refiner_core.contract.types import PromptRow

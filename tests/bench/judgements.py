@@ -24,7 +24,7 @@ import psutil
 from infra.judgements.segments import encode_header
 from infra.judgements.store import WorkspaceStore
 from infra.judgements.table import RECORD, checksums
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.types import StoredJudgement
 
 RECORDS, SEGMENTS, KEYS, PUTS = 5_000_000, 5, 4096, 12_800

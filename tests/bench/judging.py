@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import httpx2
 
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
 from refiner_core.judges.calls import plan_calls, request_body

@@ -28,14 +28,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.jobs import AttemptRef, JobRequest, OpenAttempt
-from infra.local import LocalDispatcher
-from infra.processes import ProcessId
-from infra.provenance import host
-from infra.stage_io import read_metrics
-from infra.targets import EVIDENCE, FileToPublish, Publication
-from infra.worker_command import WorkerCommand
-from infra.workspace import Workspace
+from infra.attempt.stage_io import read_metrics
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
+from infra.jobs.worker_command import WorkerCommand
+from infra.publishing.targets import EVIDENCE, FileToPublish, Publication
+from infra.store.provenance import host
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, PublishConfig, Resources
 from refiner_core.models.random_model import save_random_model
 from tests.support.command import ROOT, SMALL, Stage, environment, start, wait_until

@@ -66,8 +66,8 @@ def measure(root: Path, sweep: str) -> dict[str, Any]:
 
     from flows.reporting.gather import gather
     from flows.reporting.writing import Written, write_files
-    from infra.workspace import Workspace
-    from refiner_core.report.comparing import make_report
+    from infra.store.workspace import Workspace
+    from refiner_core.report.sweep.comparing import make_report
 
     mark("imports")
     evidence = gather(Workspace.read_only(root), sweep)

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import StageResult, to_json
 from tests.support.command import refiner

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.provenance import host
+from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.types import (
     Completion,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from flows.calls import make_recipe_plan
+from flows.running.calls import make_recipe_plan
 from flows.sweeping.before import look_before
 from flows.sweeping.forecasting import forecast_of
 from flows.sweeping.rescoring import rescore_share
-from infra.attempt import AttemptRun
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
 from refiner_core.data.copier import random_copier
 from refiner_core.evaluation.samples import sample_row

@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.attempt import AttemptRun
-from infra.campaign import Campaign
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
+from infra.campaign.campaign import Campaign
+from infra.campaign.explain import observe_actions
 from infra.disk.keeper import DiskKeeper
-from infra.dispatch import make_router
-from infra.explain import observe_actions
-from infra.jobs import AttemptRef, OpenAttempt
-from infra.processes import ProcessId
-from infra.snapshot import snapshot_code
-from infra.stage_io import list_rollouts, read_metrics, read_rollouts
-from infra.worker_command import job_settings
-from infra.workspace import Workspace
+from infra.jobs.dispatch import make_router
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.jobs.worker_command import job_settings
+from infra.store.snapshot import snapshot_code
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.contract.plan import Plan
@@ -168,13 +168,13 @@ def test_jobs_import_the_pinned_code_and_not_a_folder_of_the_users(
     snapshot = snapshot_code(workspace)
     settings = {**os.environ, **job_settings(1, snapshot.path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "import infra.workspace as w; print(w.__file__)"],
+        [sys.executable, "-P", "-c", "import infra.store.workspace as w; print(w.__file__)"],
         env=settings,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(snapshot.path / "infra" / "workspace.py")
+    assert done.stdout.strip() == str(snapshot.path / "infra" / "store" / "workspace.py")
     assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
 
 
@@ -247,7 +247,7 @@ def test_an_orchestrator_that_died_between_claim_and_submit_loses_nothing(
     gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     owner = str(ProcessId.of(gone.pid))
     gone.communicate(b"\n")
-    from infra.workspace import Claim
+    from infra.store.workspace import Claim
 
     stage = plan.by_name["data"]
     assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "local")) is not None

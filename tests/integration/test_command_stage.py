@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import pytest
 
+from infra.attempt.stage_io import read_metrics
 from infra.foreign.layout import work_folder
-from infra.processes import ProcessId
-from infra.stage_io import read_metrics
-from infra.workspace import Workspace
+from infra.jobs.processes import ProcessId
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Attempt, Outcome

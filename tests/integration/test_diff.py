@@ -13,7 +13,7 @@ import pytest
 from flows.cli.main import main
 from flows.diffing import Difference, diff_sides, find_side
 from flows.diffing.text import difference_lines, next_commands
-from infra.attempt import AttemptRun
+from infra.attempt.attempt import AttemptRun
 from refiner_core.contract.records import Outcome
 from refiner_core.contract.sweep_records import SWEEP_VERSION, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow

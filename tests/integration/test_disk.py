@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.checkpoints import CheckpointStore
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Prober
-from infra.jobs import AttemptRef
-from infra.workspace import Workspace
+from infra.jobs.protocol import AttemptRef
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
 from tests.support.disk import published, weights_go

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.calls import make_recipe_plan
 from flows.disk import size_of_model
+from flows.running.calls import make_recipe_plan
 from infra.disk.forecast import Knowledge, forecast_disk
 from infra.disk.usage import take_stock
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.models.random_model import save_random_model
 from tests.support.command import SMALL, refiner
 

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from infra.hub import upload
 from infra.hub.target import HubTarget
-from infra.targets import Published
+from infra.publishing.targets import Published
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, HubRefused, Interrupted, StageFailed
 from refiner_core.contract.types import Progress

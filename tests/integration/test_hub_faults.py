@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from infra.hub import patience, upload
 from infra.hub.preflight import check_hub
 from infra.hub.target import SENDS, HubTarget
-from infra.targets import Publication, Published
+from infra.publishing.targets import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -405,7 +405,7 @@ def test_a_card_that_the_hub_does_not_understand_is_refused(
 ) -> None:
     from dataclasses import replace
 
-    from infra.targets import FileToPublish
+    from infra.publishing.targets import FileToPublish
 
     wanted = publication(tmp_path, 50)
     bad = FileToPublish.of_text("README.md", "---\nlicense: [\n---\n")

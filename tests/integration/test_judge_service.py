@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from infra.dispatch import Router
-from infra.local import LocalDispatcher
+from infra.jobs.dispatch import Router
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.worker_command import WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.worker_command import WorkerCommand
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.views import StageView

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from flows.judging import judge_by_hand, judge_for
+from flows.stages.judging import judge_by_hand, judge_for
 from infra.judgements import store
 from infra.judgements.segments import list_segments, summarise
 from infra.judgements.store import WorkspaceStore
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeRequest, Progress, StoredJudgement

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flows.sources import model_digest
-from infra.server import ensure_server
+from flows.checking.sources import model_digest
+from infra.prefect_server.server import ensure_server
 from refiner_core.nightly.schedule import Schedule
 from tests.support.command import command, environment, refiner
 from tests.support.judge_server import JudgeServer, completion

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.feed import Story
-from flows.pipeline import run_pictured
-from infra.server import ensure_server, server_status
-from infra.workspace import Workspace
+from flows.picture.feed import Story
+from flows.running.pipeline import run_pictured
+from infra.prefect_server.server import ensure_server, server_status
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome, RunRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.evaluation.results import load_results
 from tests.support import served_judge
 from tests.support.command import SMALL, Finished, Stage, refiner, start, wait_until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
 
 BROKEN = ROOT / "tests" / "support" / "broken_resume"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from flows.calls import make_recipe_plan
 from flows.publishing import facts_of_stage
+from flows.running.calls import make_recipe_plan
 from refiner_core.cards import build_card, lint_card, load_evidence
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.processes import ProcessId
-from infra.stage_io import read_metrics
-from infra.workspace import Claim, Workspace
+from infra.attempt.stage_io import read_metrics
+from infra.jobs.processes import ProcessId
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, SMALL, Stage, environment, wait_until
 from tests.support.command import start as start_command

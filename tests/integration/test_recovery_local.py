@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes import ProcessId
-from infra.stage_io import read_metrics
-from infra.workspace import Workspace
+from infra.attempt.stage_io import read_metrics
+from infra.jobs.processes import ProcessId
+from infra.store.workspace import Workspace
 from tests.support.plans import small_plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from flows.feed import Drawing, Node, Story
-from flows.pipeline import run_drawn
+from flows.picture.feed import Drawing, Node, Story
 from flows.reporting.tracked import log_report
 from flows.reporting.writing import Written, write_files
-from infra.layout import sweep_call
-from infra.processes import ProcessId
-from infra.workspace import Workspace
+from flows.running.pipeline import run_drawn
+from infra.jobs.processes import ProcessId
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.views import StageView
 from tests.support.prefect_server import PrefectApi
 from tests.support.sweep_reports import full_report

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.checkpoints import hash_of
 from infra.rollouts.opening import open_sampler
+from infra.store.checkpoints import hash_of
 from refiner_core.contract.config import RecipeConfig, SampleConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.records import from_json

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from flows.feed import Story
-from flows.pipeline import run_drawn
+from flows.picture.feed import Story
+from flows.running.pipeline import run_drawn
 from flows.sweeping.console import SweepConsole
-from infra.layout import sweep_call
-from infra.processes import ProcessId
-from infra.workspace import Workspace
+from infra.jobs.processes import ProcessId
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from tests.support.command import (
     SMALL,
     Stage,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.stage_io import read_metrics
-from infra.workspace import Claim, Workspace
+from infra.attempt.stage_io import read_metrics
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, environment, wait_until
 from tests.support.plans import FAKE_WORKER, OWNER, small_plan
@@ -234,7 +234,7 @@ AS_USER = """
 import os, sys
 from pathlib import Path
 import pyarrow.parquet, infra.disk.keeper
-from infra import provenance
+from infra.store import provenance
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.one_life import one_life
 root, uid, after, at = Path(sys.argv[1]), *map(int, sys.argv[2:])

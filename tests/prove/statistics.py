@@ -31,8 +31,8 @@ from scipy.stats import binomtest, t
 from refiner_core.evaluation.crossed import mean_spread, mean_squares
 from refiner_core.evaluation.power import Components, detectable_effect
 from refiner_core.evaluation.statistics import two_way_means
-from refiner_core.report.comparing import make_report
-from refiner_core.report.document import ArmNumber
+from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.document import ArmNumber
 from tests.support.made_evidence import made_from, prompt_names
 from tests.support.results import World
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infra.campaign import Campaign
+from infra.campaign.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
-from infra.dispatch import Router
-from infra.workspace import Workspace
+from infra.jobs.dispatch import Router
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig, SftConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from infra.disk.probe import Room
 from infra.disk.room import PROBE_BYTES
-from infra.layout import Layout
+from infra.store.layout import Layout
 from tests.simulation.world import World
 
 GIB = 1 << 30

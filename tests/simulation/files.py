@@ -24,16 +24,18 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
-import infra.attempt
+import infra.attempt.attempt
+import infra.campaign.room_keeping
 import infra.disk.room
-import infra.room_keeping
-import infra.workspace
-from infra import atomic, checkpoints, heartbeat, processes, signals
+import infra.store.workspace
+from infra.attempt import heartbeat, signals
+from infra.attempt.signals import SlurmJob
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
-from infra.processes import ProcessId
-from infra.signals import SlurmJob
+from infra.jobs import processes
+from infra.jobs.processes import ProcessId
+from infra.store import atomic, checkpoints
 from tests.simulation.world import World
 
 BEAT_S = 100.0
@@ -94,9 +96,9 @@ def simulated_machine(
         _room(put, world, disk)
         put(secrets, "token_hex", token)
         put(PurePath, "__truediv__", functools.cache(PurePath.__truediv__))
-        put(infra.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
-        put(infra.attempt, "LAST_WORD_S", 0.0)  # real seconds; the world has none
-        put(infra.attempt, "job_provenance", lambda _config: {})
+        put(infra.attempt.attempt, "Heartbeat", functools.partial(_Heartbeat, world))
+        put(infra.attempt.attempt, "LAST_WORD_S", 0.0)  # real seconds; the world has none
+        put(infra.attempt.attempt, "job_provenance", lambda _config: {})
         try:
             yield
         finally:
@@ -209,7 +211,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (keeper, infra.disk.room, infra.room_keeping, infra.workspace):
+    for module in (keeper, infra.disk.room, infra.campaign.room_keeping, infra.store.workspace):
         put(module, "has_room", disk.has_room)
     put(keeper, "Prober", lambda *_, **__: disk)
     put(keeper, "sync_file_system", lambda _folder: None)

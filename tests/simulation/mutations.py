@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import infra.campaign
-import infra.reconcile
+import infra.campaign.campaign
+import infra.campaign.reconcile
 import tests.simulation.worker
-from infra import atomic
-from infra.attempt import AttemptRun
-from infra.checkpoints import CheckpointStore
-from infra.holds import Holds
-from infra.observe import Observer
-from infra.stage_io import AttemptIO
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.stage_io import AttemptIO
+from infra.campaign.observe import Observer
+from infra.store import atomic
+from infra.store.checkpoints import CheckpointStore
+from infra.store.holds import Holds
+from infra.store.workspace import Workspace
 from tests.simulation.campaigns import run_schedule
 from tests.simulation.slurm import SimSlurm
 from tests.simulation.world import Violation
@@ -85,11 +85,11 @@ def _submit_again_after_silence() -> Iterable[Patch]:
 
 
 def _no_budget() -> Iterable[Patch]:
-    yield infra.reconcile, "budget_left", lambda attempts, retries: True
+    yield infra.campaign.reconcile, "budget_left", lambda attempts, retries: True
 
 
 def _stop_is_no_stop() -> Iterable[Patch]:
-    yield infra.reconcile._Step, "_after_end", lambda self, stage, record, outcome: None
+    yield infra.campaign.reconcile._Step, "_after_end", lambda self, stage, record, outcome: None
 
 
 def _everything_is_history() -> Iterable[Patch]:
@@ -97,7 +97,7 @@ def _everything_is_history() -> Iterable[Patch]:
         self._ended_before = {}
         self._done_before = frozenset()
 
-    yield infra.campaign.Campaign, "_note_beginning", note
+    yield infra.campaign.campaign.Campaign, "_note_beginning", note
 
 
 def _metrics_not_taken_over() -> Iterable[Patch]:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from infra import atomic
-from infra.failures import outcome_of
-from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.workspace import Workspace
+from infra.campaign.failures import outcome_of
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import FailureClass
@@ -299,7 +299,8 @@ class Cluster:
 
 
 class SimSlurm:
-    """One orchestrator's dispatcher; see :class:`~infra.jobs.Dispatcher` for the methods."""
+    """One orchestrator's dispatcher; see :class:`~infra.jobs.protocol.Dispatcher` for the
+    methods."""
 
     executor = "slurm"
 

@@ -1,9 +1,9 @@
 """What a job runs: the real attempt, around steps that take virtual time.
 
 In: a job of the simulated cluster. Out: the worker's exit code; metrics, checkpoints and a result
-through the real :class:`~infra.attempt.AttemptRun`. The state of a stage is a chain of hashes, one
-per step, so the result says whether each step was done exactly once and in order, across all
-interruptions.
+through the real :class:`~infra.attempt.attempt.AttemptRun`. The state of a stage is a chain of
+hashes, one per step, so the result says whether each step was done exactly once and in order,
+across all interruptions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from infra.attempt import AttemptRun
-from infra.restart import AttemptClosed, attempt_to_run, job_of
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, JudgeOutage, NotFiniteError, RefinerError
 from refiner_core.contract.types import Progress
 from tests.simulation.disk import SimDisk, read_state

@@ -14,9 +14,10 @@ import sys
 import time
 from typing import Any
 
-from flows import stages, worker
-from flows.judging import judge_for
-from flows.stages import StageWork
+from flows import worker
+from flows.stages import kinds as stages
+from flows.stages.judging import judge_for
+from flows.stages.kinds import StageWork
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.services import CONSUMERS
 from refiner_core.contract.types import JudgeRequest, Progress

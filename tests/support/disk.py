@@ -6,12 +6,12 @@ import hashlib
 import os
 from pathlib import Path
 
-from infra.checkpoints import CheckpointStore
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank
-from infra.publishing import FolderTarget
-from infra.targets import report_of
-from infra.workspace import Workspace
+from infra.publishing.folder import FolderTarget
+from infra.publishing.targets import report_of
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import OutputFile, StageResult

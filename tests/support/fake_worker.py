@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.attempt import AttemptRun
-from infra.restart import AttemptClosed, attempt_to_run, job_of
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,

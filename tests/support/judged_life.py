@@ -17,9 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from flows.judging import judge_for
-from flows.stages import StageWork
-from infra.workspace import Workspace
+from flows.stages.judging import judge_for
+from flows.stages.kinds import StageWork
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import EvaluateConfig, JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.evaluation.run import evaluate_model
 from refiner_core.training import engine

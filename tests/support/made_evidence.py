@@ -14,8 +14,8 @@ import numpy as np
 
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.sweep_records import ArmRecord, SweepRecord, TrialRecord
-from refiner_core.report.document import TrialRow, TrialState
-from refiner_core.report.evidence import (
+from refiner_core.report.sweep.document import TrialRow, TrialState
+from refiner_core.report.sweep.evidence import (
     Evaluation,
     Evidence,
     Measured,

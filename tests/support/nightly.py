@@ -19,10 +19,10 @@ from flows.nightly.files import in_folder_of, load_nightly
 from flows.nightly.night import NightOutcome, run_night
 from flows.nightly.plans import base_config, evaluations_in, night_plan
 from flows.nightly.reading import Reading, read_history
-from infra.attempt import AttemptRun
-from infra.nightly_records import NightlyRecords
-from infra.stage_records import Claim
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.store.nightly_records import NightlyRecords
+from infra.store.stage_records import Claim
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.types import PromptRow
@@ -68,7 +68,7 @@ class NightLab:
 
     def write(self, **more: object) -> None:
         """Write the file again."""
-        from flows.sources import model_digest
+        from flows.checking.sources import model_digest
 
         self.values |= {k: v for k, v in more.items() if isinstance(v, str | int)}
         text = FILE.format(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from infra.attempt import AttemptRun
-from infra.workspace import Claim, Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.plan import PlannedStage
 from tests.support.fake_worker import work

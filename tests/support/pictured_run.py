@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from flows.console import Console
-from flows.pipeline import run_pictured
+from flows.running.console import Console
+from flows.running.pipeline import run_pictured
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import make_plan
 from tests.support.fake_campaign import FakeCampaign

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from infra.dispatch import Router
-from infra.local import LocalDispatcher
-from infra.worker_command import WorkerCommand
-from infra.workspace import Claim, Workspace
+from infra.jobs.dispatch import Router
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.worker_command import WorkerCommand
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import (
     DiskConfig,
     DispatchConfig,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.targets import EVIDENCE, FileToPublish, Publication
+from infra.publishing.targets import EVIDENCE, FileToPublish, Publication
 
 RUN, OTHER_RUN = "aaaa1111", "bbbb2222"
 REPO = "me/model"

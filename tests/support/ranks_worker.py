@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from infra.attempt import AttemptRun
-from infra.logs import set_up_logging
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.logs import set_up_logging
 from infra.ranks.launch import RanksJob, run_ranks
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.placement import Placement
 
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.calls import make_recipe_plan
-from flows.stages import STAGE_FUNCTIONS
+from flows.running.calls import make_recipe_plan
+from flows.stages.kinds import STAGE_FUNCTIONS
 from flows.worker import work_of
-from infra.attempt import AttemptRun
-from infra.stage_io import encode_rollouts
-from infra.stage_records import Claim
-from infra.workspace import Workspace, now_text
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.stage_io import encode_rollouts
+from infra.store.stage_records import Claim
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import RECORD_VERSION, Outcome, RunRecord, to_json

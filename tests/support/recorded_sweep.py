@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.layout import AttemptPaths
-from infra.workspace import Workspace
+from infra.store.layout import AttemptPaths
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import (

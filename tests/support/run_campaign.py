@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.campaign import Campaign
-from infra.workspace import Workspace
+from infra.campaign.campaign import Campaign
+from infra.store.workspace import Workspace
 from tests.support.plans import fake_router, run_record, small_plan
 
 

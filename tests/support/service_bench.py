@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from infra.campaign import Campaign
-from infra.dispatch import Router
+from infra.campaign.campaign import Campaign
+from infra.jobs.dispatch import Router
 from infra.services.registry import ServiceStatus, services_of
-from infra.workspace import Workspace, now_text
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import JudgeConfig, ServeConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageResult

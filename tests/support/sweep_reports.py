@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from refiner_core.report.document import (
+from refiner_core.report.sweep.document import (
     REPORT_VERSION,
     Agreement,
     Answer,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.calls import Pinned
+from flows.running.calls import Pinned
 from flows.sweeping.canary import find_canary
 from flows.sweeping.launching import Launch, concurrency_of, config_of
 from flows.sweeping.limits import Budget
@@ -20,14 +20,14 @@ from flows.sweeping.reading import last_words
 from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
-from infra import atomic
-from infra.checkpoints import MARKER, step_name
-from infra.failures import outcome_of
-from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.processes import ProcessId
-from infra.room_keeping import ProbingKeeper
-from infra.together import SharedRouter
-from infra.workspace import Workspace
+from infra.campaign.failures import outcome_of
+from infra.campaign.room_keeping import ProbingKeeper
+from infra.campaign.together import SharedRouter
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.store import atomic
+from infra.store.checkpoints import MARKER, step_name
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import StageResult
 from sweeps.forecast import SweepForecast

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.checkpoints import CheckpointStore
-from infra.layout import StagePaths
-from infra.stage_io import AttemptIO
+from infra.attempt.stage_io import AttemptIO
+from infra.store.checkpoints import CheckpointStore
+from infra.store.layout import StagePaths
 from refiner_core.training.boundary import Boundary
 from refiner_core.training.ranks import RanksIO, TorchRanks
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from infra.campaign import Campaign
-from infra.dispatch import Router
-from infra.failures import outcome_of
-from infra.jobs import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.local import LocalDispatcher
-from infra.processes import ProcessId
-from infra.workspace import Claim, Workspace
+from infra.campaign.campaign import Campaign
+from infra.campaign.failures import outcome_of
+from infra.jobs.dispatch import Router
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage
 from tests.support.plans import OWNER, claim, run_record, small_plan

@@ -16,8 +16,8 @@ from refiner_core.cards import (
     facts_from_json,
     facts_to_json,
 )
+from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.environment_checks import ONLY_OF_AGENTS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.protocol_files import load_protocol

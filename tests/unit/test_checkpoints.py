@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from infra import atomic
-from infra.attempt import AttemptClosed
-from infra.checkpoints import MARKER, CheckpointStore, step_name
+from infra.attempt.attempt import AttemptClosed
+from infra.attempt.heartbeat import Heartbeat
 from infra.disk import room
-from infra.heartbeat import Heartbeat
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.checkpoints import MARKER, CheckpointStore, step_name
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, NoSpaceError
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan

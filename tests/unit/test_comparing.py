@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from refiner_core.evaluation.statistics import two_way_mean
-from refiner_core.report.comparing import make_report
-from refiner_core.report.document import ArmNumber, Comparison, SweepReport
+from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.document import ArmNumber, Comparison, SweepReport
 from tests.support.made_evidence import PROTOCOL, MadeSweep, made_from, prompt_names
 
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flows.console import Console, bar, duration, state_line
+from flows.running.console import Console, bar, duration, state_line
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field, identity_values

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.checkpoints import (
+from infra.attempt.stage_io import AttemptIO, list_rollouts, read_metrics
+from infra.disk.reaper import carry_out, plan_reclaim
+from infra.disk.stock import read_stock
+from infra.store.checkpoints import (
     DAMAGED,
     MARKER,
     CheckpointStore,
@@ -17,10 +20,7 @@ from infra.checkpoints import (
     read_checkpoint,
     step_name,
 )
-from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.stock import read_stock
-from infra.stage_io import AttemptIO, list_rollouts, read_metrics
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import PlannedStage
 from tests.support.plans import claim, small_plan
@@ -263,7 +263,7 @@ def test_what_cannot_be_read_now_may_be_read_by_the_next_attempt(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("infra.checkpoints.hash_of", broken)
+        patch.setattr("infra.store.checkpoints.hash_of", broken)
         assert make_io(workspace, stage, 2).latest_checkpoint() is None
     found = make_io(workspace, stage, 3).latest_checkpoint()
     assert found is not None

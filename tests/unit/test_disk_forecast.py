@@ -17,12 +17,12 @@ from flows.cli.disk import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
 from flows.disk import planned_room, propose_fit, size_of_model, suggested_intervals
-from infra import atomic
 from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
 from infra.disk.history import failures_of, suggest_save_freq
 from infra.disk.modelsize import STATE_BYTES, ModelSize, model_size
 from infra.judgements.store import WorkspaceStore
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import (
     DiskConfig,
     GrpoConfig,

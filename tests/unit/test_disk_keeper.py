@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from infra import atomic
-from infra.checkpoints import CheckpointStore
 from infra.disk import copies as copies_module
 from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
@@ -24,9 +22,11 @@ from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import read_stock
 from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
 from infra.disk.watch import DiskEvent, DiskWatch
-from infra.jobs import AttemptRef
+from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.plan import make_plan

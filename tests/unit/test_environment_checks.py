@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from flows.checking.sources import resolve_sources
 from flows.cli.main import main
-from flows.environments import as_planned
-from flows.sources import resolve_sources
-from flows.stages import STAGE_FUNCTIONS, StageWork
-from infra.workspace import Workspace
-from refiner_core.contract.checks import check_config
+from flows.stages.environments import as_planned
+from flows.stages.kinds import STAGE_FUNCTIONS, StageWork
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, replace_fields

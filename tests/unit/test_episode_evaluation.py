@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flows.reporting.samples import SamplesReader
-from flows.summary import shown_metrics
+from flows.running.summary import shown_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -36,9 +36,9 @@ from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sa
 from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.samples import METRICS, load_samples
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
-from refiner_core.report.comparing import make_report
-from refiner_core.report.html import page, views_of
-from refiner_core.report.markdown import markdown
+from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.html import page, views_of
+from refiner_core.report.sweep.markdown import markdown
 from sweeps.questions import measures
 from tests.support.made_evidence import MadeSweep
 from tests.support.playing import (

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from infra.failures import classify
+from infra.campaign.failures import classify
+from refiner_core.contract.checks.shaping import check_curriculum
 from refiner_core.contract.environment_config import (
     CurriculumConfig,
     EnvironmentConfig,
     ShapingConfig,
 )
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
-from refiner_core.contract.shaping import check_curriculum
 from refiner_core.environments.protocol import Check
 from refiner_core.environments.record import EpisodeRecord, TurnRecord, record_from_json
 from refiner_core.environments.scoring import (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from refiner_core.contract.checks.training import check_training
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig
 from refiner_core.contract.environment_config import CurriculumConfig, ShapingConfig
 from refiner_core.contract.errors import (
@@ -18,7 +19,6 @@ from refiner_core.contract.errors import (
     Interrupted,
     UnsupportedError,
 )
-from refiner_core.contract.training_checks import check_training
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.record import record_from_json

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import pytest
 
-from infra import provenance
-from infra.atomic import TEMPORARY
-from infra.checkpoints import CheckpointStore
+from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.disk import keeper
-from infra.stage_io import list_rollouts, read_metrics, read_rollouts
-from infra.workspace import Workspace
+from infra.store import provenance
+from infra.store.atomic import TEMPORARY
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import Outcome
 from tests.support.command import ROOT

@@ -20,7 +20,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from flows.api import make_recipe_plan
-from flows.stages import run_fetch
+from flows.stages.kinds import run_fetch
 from refiner_core.contract.errors import RefinerError
 from tests.support.stage_io import FolderStageIO
 
@@ -88,7 +88,7 @@ def test_a_model_comes_into_the_cache_and_is_read_without_a_network(
         assert len(hub.downloads()) == before
         load = (
             "import json\n"
-            "from flows.fetch import local_model\n"
+            "from flows.stages.fetch import local_model\n"
             "from refiner_core.contract.config import ModelConfig\n"
             "from refiner_core.generation.load import load_tokenizer\n"
             "config = ModelConfig(name_or_path='me/tiny')\n"

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra import swap
-from infra.publishing import FolderTarget, target_damage
-from infra.targets import Published, report_of
+from infra.publishing.folder import FolderTarget, target_damage
+from infra.publishing.targets import Published, report_of
+from infra.store import swap
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_what_was_published(
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("infra.publishing.atomic.sync_tree", full)
+    monkeypatch.setattr("infra.publishing.folder.atomic.sync_tree", full)
     with pytest.raises(NoSpaceError):
         target.publish(other)
     assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 100"

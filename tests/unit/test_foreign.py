@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.failures import classify
+from infra.campaign.failures import classify
 from infra.foreign.calling import MARK, Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,

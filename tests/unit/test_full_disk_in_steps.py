@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra.checkpoints import CheckpointStore
-from infra.stage_io import AttemptIO, read_metrics, read_rollouts
-from infra.workspace import Workspace
+from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.training.boundary import SAVE_TRIES, Boundary
 from refiner_core.training.ranks import OneRank

@@ -11,11 +11,11 @@ import pytest
 
 from flows.reporting.gather import gather
 from flows.reporting.samples import SamplesReader
-from flows.status import find_run
-from infra.workspace import Workspace
+from flows.running.status import find_run
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.samples import load_samples, write_samples
-from refiner_core.report.comparing import make_report
+from refiner_core.report.sweep.comparing import make_report
 from tests.support.recorded_sweep import RecordedSweep
 
 ARMS = ("base", "more", "lenient", "gone")
@@ -150,7 +150,7 @@ def test_gathering_needs_no_torch() -> None:
     import subprocess
 
     code = (
-        "import sys, flows.reporting.gather, refiner_core.report.comparing;"
+        "import sys, flows.reporting.gather, refiner_core.report.sweep.comparing;"
         "print([m for m in ('torch', 'prefect', 'submitit', 'aiohttp') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.judge_prompts import planned_prompts
-from flows.sources import resolve_sources
+from flows.checking.sources import resolve_sources
+from flows.stages.judge_prompts import planned_prompts
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import StageSpec

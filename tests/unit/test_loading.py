@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import (

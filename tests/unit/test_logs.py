@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from infra.logs import MaskingFormatter
+from infra.attempt.logs import MaskingFormatter
 
 
 @pytest.fixture

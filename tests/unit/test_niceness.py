@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from infra.jobs import JobRequest
-from infra.local import LocalDispatcher
-from infra.niceness import gives_way
-from infra.worker_command import WorkerCommand
-from infra.workspace import Workspace
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.niceness import gives_way
+from infra.jobs.protocol import JobRequest
+from infra.jobs.worker_command import WorkerCommand
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig, Resources
 from refiner_core.contract.plan import make_plan
 from tests.support.plans import SOURCES, claim, small_config, small_plan
@@ -34,7 +34,7 @@ TELL = (
 def after(script: str) -> tuple[dict[str, Any], str]:
     """What a process says of itself that has done ``script``, and what it warned of."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from infra.niceness import give_way\n{script}\n{TELL}"],
+        [sys.executable, "-c", f"from infra.jobs.niceness import give_way\n{script}\n{TELL}"],
         capture_output=True,
         text=True,
         check=True,

@@ -14,8 +14,8 @@ import pytest
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly, run_night
-from infra.processes import ProcessId
-from infra.workspace import Workspace
+from infra.jobs.processes import ProcessId
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.values import Checkpoint, Source
 from tests.support.git_hub import LoopbackHub
@@ -114,7 +114,7 @@ def test_missed_nights_are_looked_after_without_inventing_anything(lab: NightLab
 def test_frozen_weights_have_their_numbers_in_missed_nights_too(tmp_path: Path) -> None:
     lab = NightLab(tmp_path, catch_up=2)
     pinned = lab.root / "lab.yaml"
-    from flows.sources import model_digest
+    from flows.checking.sources import model_digest
 
     digest = model_digest(str(lab.root / "model"), "")
     text = pinned.read_text().replace('model"}', f'model", digest: "{digest}"}}')

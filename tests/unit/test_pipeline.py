@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.artifacts import artifact_key, card_in, curves_in, markdown_table, numbers_in, sparkline
-from flows.console import Console
-from flows.feed import (
+from flows.picture.artifacts import (
+    artifact_key,
+    card_in,
+    curves_in,
+    markdown_table,
+    numbers_in,
+    sparkline,
+)
+from flows.picture.feed import (
     END_LINE,
     Drawing,
     Feed,
@@ -19,7 +25,8 @@ from flows.feed import (
     read_header,
     view_line,
 )
-from flows.pipeline import prune_logs, run_pictured
+from flows.running.console import Console
+from flows.running.pipeline import prune_logs, run_pictured
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.types import Progress

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from flows.calls import make_recipe_plan
-from flows.fetch import _wanted
-from flows.recipe_text import recipe_text, said_again, stands_for
-from flows.sources import protocol_sources, resolve_sources
+from flows.cards.recipe_text import recipe_text, said_again, stands_for
+from flows.checking.sources import protocol_sources, resolve_sources
+from flows.running.calls import make_recipe_plan
+from flows.stages.fetch import _wanted
 from flows.why.figures import Figure, figures_of_stages, parse_query
 from infra.disk.judged import evaluation_samples
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.cards.public import public_protocol
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.loading import load_recipe, replace_fields

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from infra.actions import Action, Block, Fail, Launch, Wait
-from infra.checkpoints import CheckpointStore
-from infra.holds import Holds, held_steps
-from infra.layout import StagePaths
-from infra.reconcile import Observed, Policy, Seen, reconcile
-from infra.workspace import Workspace
-from refiner_core.contract.checks import check_config
+from infra.campaign.actions import Action, Block, Fail, Launch, Wait
+from infra.campaign.reconcile import Observed, Policy, Seen, reconcile
+from infra.store.checkpoints import CheckpointStore
+from infra.store.holds import Holds, held_steps
+from infra.store.layout import StagePaths
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields

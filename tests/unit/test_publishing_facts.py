@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from flows.checking.sources import resolve_sources
 from flows.publishing import facts_of_stage
-from flows.sources import resolve_sources
-from infra.attempt import AttemptRun
-from infra.tracking import ADDRESS_FILE
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.store.workspace import Workspace
+from infra.tracking.tracker import ADDRESS_FILE
 from refiner_core.cards import build_card, lint_card, load_evidence
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
@@ -289,7 +289,7 @@ def test_a_local_file_is_named_without_its_folder_and_with_its_hash(tmp_path: Pa
 
 
 def test_a_recipe_of_ones_own_is_published_beside_the_card(tmp_path: Path) -> None:
-    from flows.calls import make_recipe_plan
+    from flows.running.calls import make_recipe_plan
 
     path = tmp_path / "mine.yaml"
     path.write_text(

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from infra.checkpoints import CheckpointStore
-from infra.failures import classify, detailed, traceback_signature
-from infra.layout import StagePaths
+from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.campaign.failures import classify, detailed, traceback_signature
+from infra.jobs.restart import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
 from infra.ranks.endings import Ended, error_of
 from infra.ranks.errors import decode, encode
 from infra.ranks.events import event_line, read_event
 from infra.ranks.gpus import JOB_GPUS, VISIBLE, trainer_settings, visible
-from infra.restart import AttemptClosed
-from infra.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.store.checkpoints import CheckpointStore
+from infra.store.layout import StagePaths
 from refiner_core.contract.errors import (
     ConfigurationError,
     HealthStop,

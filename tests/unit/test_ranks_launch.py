@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flows.ranks.training import engine_name, in_worker, resumed_on
-from flows.stages import StageWork
-from infra import atomic
-from infra.jobs import JobRequest
+from flows.stages.kinds import StageWork
+from infra.jobs.protocol import JobRequest
 from infra.ranks.launch import RanksJob, agent_command, node_settings, rank_settings
 from infra.ranks.nodes import Meeting, node_number
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
-from infra.workspace import Workspace
+from infra.store import atomic
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.placement import Placement, placement_of
 from tests.support.plans import small_plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from infra.actions import (
+from infra.campaign.actions import (
     Action,
     Block,
     CloseAttempt,
@@ -21,9 +21,9 @@ from infra.actions import (
     Serve,
     Wait,
 )
-from infra.failures import CLASSES, outcome_of
-from infra.jobs import Sight
-from infra.reconcile import Observed, Policy, Seen, reconcile
+from infra.campaign.failures import CLASSES, outcome_of
+from infra.campaign.reconcile import Observed, Policy, Seen, reconcile
+from infra.jobs.protocol import Sight
 from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
 from refiner_core.contract.records import (

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.checks.sample import sampling_notes
 from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
 from refiner_core.contract.environment_config import EnvironmentConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.placement import sampling_servers
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.sample_checks import sampling_notes
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.types import PromptRow
 from refiner_core.rejection.answers import highest_reward

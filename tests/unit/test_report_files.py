@@ -17,17 +17,17 @@ import pytest
 
 from flows.cli.main import main
 from flows.reporting.live import LOG, LivePage
-from infra.workspace import Workspace, now_text
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.sweep_records import (
     SWEEP_VERSION,
     ArmRecord,
     SweepRecord,
     TrialRecord,
 )
-from refiner_core.report.document import SweepReport
-from refiner_core.report.html import page
-from refiner_core.report.markdown import escaped, markdown
-from refiner_core.report.printing import (
+from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.html import page
+from refiner_core.report.sweep.markdown import escaped, markdown
+from refiner_core.report.sweep.printing import (
     decimals_for,
     duration,
     hours,
@@ -36,8 +36,8 @@ from refiner_core.report.printing import (
     plain,
     with_interval,
 )
-from refiner_core.report.table import document, number_rows, numbers_csv, trials_csv
-from refiner_core.report.words import answer
+from refiner_core.report.sweep.table import document, number_rows, numbers_csv, trials_csv
+from refiner_core.report.sweep.words import answer
 from tests.support.sweep_reports import (
     HOSTILE,
     full_report,

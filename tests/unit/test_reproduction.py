@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.calls import make_recipe_plan
-from flows.reproduction import Made, Reproduction, differing, planned, reproduce
+from flows.cards.reproduction import Made, Reproduction, differing, planned, reproduce
+from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed

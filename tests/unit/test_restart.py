@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt import AttemptRun
-from infra.processes import ProcessId
-from infra.restart import AttemptClosed, attempt_to_run, job_of
-from infra.signals import SlurmJob, Why, ask_scheduler, job_facts, why_restarted, why_stopped
-from infra.stage_io import read_metrics
-from infra.workspace import Claim, Workspace
+from infra.attempt.attempt import AttemptRun
+from infra.attempt.signals import (
+    SlurmJob,
+    Why,
+    ask_scheduler,
+    job_facts,
+    why_restarted,
+    why_stopped,
+)
+from infra.attempt.stage_io import read_metrics
+from infra.jobs.processes import ProcessId
+from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import FailureClass, Outcome, StageResult

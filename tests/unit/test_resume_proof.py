@@ -19,7 +19,7 @@ from flows.proving import plan_proofs
 from flows.proving.interrupting import as_they_were
 from flows.proving.planning import PHASES, Asked, Trained, draw_points
 from flows.proving.text import exit_code, proof_lines, proofs_json
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import check_card

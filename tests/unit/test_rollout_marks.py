@@ -10,7 +10,7 @@ import pytest
 
 from flows.ranks import rank
 from infra.rollouts import opening
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 
 
 def test_the_next_attempt_knows_the_servers_that_the_one_before_has_left(

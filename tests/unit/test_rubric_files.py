@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.sources import resolve_sources
+from flows.checking.sources import resolve_sources
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe

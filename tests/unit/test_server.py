@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from infra import server, server_state
-from infra.processes import ProcessId, host_name
-from infra.server import ServerError, ensure_server, passed_on, server_status, stop_server
-from infra.server_state import state_dir
+from infra.jobs.processes import ProcessId, host_name
+from infra.prefect_server import server
+from infra.prefect_server import state as server_state
+from infra.prefect_server.server import (
+    ServerError,
+    ensure_server,
+    passed_on,
+    server_status,
+    stop_server,
+)
+from infra.prefect_server.state import state_dir
 from refiner_core.contract.errors import WorkspaceError
 
 #: Answers every request on the port given, as a server does that is up.

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.status import is_finished
-from infra.explain import observe_actions
-from infra.failures import classify
+from flows.running.status import is_finished
+from infra.campaign.explain import observe_actions
+from infra.campaign.failures import classify
 from infra.foreign.calling import MARK
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import Asked, Refuses, check_chat
@@ -37,7 +37,7 @@ from infra.services.leases import (
     holders,
 )
 from infra.services.server import Order, Server, error_line, node_address
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.plan import judge_service, make_plan

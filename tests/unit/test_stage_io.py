@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt import AttemptClosed, AttemptRun
-from infra.checkpoints import CheckpointStore
-from infra.stage_io import AttemptIO, list_rollouts, read_metrics, read_rollouts
-from infra.tracking import TrackedRun, Tracker
-from infra.workspace import Workspace
+from infra.attempt.attempt import AttemptClosed, AttemptRun
+from infra.attempt.stage_io import AttemptIO, list_rollouts, read_metrics, read_rollouts
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
+from infra.tracking.tracker import TrackedRun, Tracker
 from refiner_core.contract.config import TrackingConfig
 from refiner_core.contract.errors import Interrupted, NoSpaceError, WorkspaceError
 from refiner_core.contract.plan import PlannedStage

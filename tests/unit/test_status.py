@@ -16,12 +16,12 @@ import pytest
 
 from flows.cli.main import main
 from flows.cli.status import cells
-from flows.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
-from infra.dispatch import Router, router_to_look
-from infra.jobs import AttemptRef, JobSight, OpenAttempt
-from infra.orchestrators import orchestrator_of, take_up
-from infra.processes import ProcessId
-from infra.workspace import Workspace
+from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
+from infra.campaign.orchestrators import orchestrator_of, take_up
+from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, Outcome, RunRecord, to_json

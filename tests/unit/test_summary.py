@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from flows.calls import RunOutcome
-from flows.summary import summary_lines
+from flows.running.calls import RunOutcome
+from flows.running.summary import summary_lines
 from refiner_core.contract.views import StageView
 from tests.support.recorded_run import RecordedRun
 

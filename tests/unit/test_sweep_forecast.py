@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flows.calls import make_recipe_plan
+from flows.running.calls import make_recipe_plan
 from flows.sweeping.forecasting import forecast_json, forecast_lines
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage

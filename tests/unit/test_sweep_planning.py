@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flows.calls import make_recipe_plan
+from flows.running.calls import make_recipe_plan
 from flows.sweeping.planning import make_sweep_plan, plan_of
 from flows.sweeping.showing import look_at_sweep, show_sweep_plan, sweep_json
 from flows.sweeping.versions import record_version
-from infra.workspace import Workspace
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.loading import load_recipe

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flows.calls import make_recipe_plan
+from flows.running.calls import make_recipe_plan
 from flows.sweeping.before import detectable_json, detectable_lines
 from refiner_core.evaluation.power import Components, detectable_effect
 from sweeps.power import Aim, Evidence, aim_of, assumed, detectable

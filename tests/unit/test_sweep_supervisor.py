@@ -11,13 +11,13 @@ from flows.sweeping.forecasting import used_before
 from flows.sweeping.reading import trial_states
 from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
-from infra.campaign import Campaign
-from infra.dispatch import Router
-from infra.history import read_events
-from infra.layout import sweep_call
-from infra.orchestrators import orchestrator_of, take_up
-from infra.together import SharedRouter
-from infra.workspace import Workspace
+from infra.campaign.campaign import Campaign
+from infra.campaign.history import read_events
+from infra.campaign.orchestrators import orchestrator_of, take_up
+from infra.campaign.together import SharedRouter
+from infra.jobs.dispatch import Router
+from infra.store.layout import sweep_call
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep

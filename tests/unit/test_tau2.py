@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from refiner_core.contract.checks.shaping import alpha_of, check_weights
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.loading import replace_fields
-from refiner_core.contract.shaping import alpha_of, check_weights
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall, WritesResults
 from refiner_core.environments.record import EpisodeRecord, record_from_json
@@ -578,7 +578,7 @@ def test_the_recipe_is_planned_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows.api import make_recipe_plan
-    from flows.memory import planning_notes
+    from flows.checking.memory import planning_notes
 
     without = [p for p in sys.path if p != str(DOUBLE)]
     monkeypatch.setattr(sys, "path", without)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks import check_config
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, replace_fields
 from refiner_core.contract.placement import Placement, placement_of
-from refiner_core.contract.training_checks import training_notes
 
 TINY = load_recipe("tiny")
 VLLM = {"grpo.generation_backend": "vllm"}

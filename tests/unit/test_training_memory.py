@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.memory import memory_json, memory_needs, planning_notes
+from flows.checking.memory import memory_json, memory_needs, planning_notes
+from refiner_core.contract.checks.memory import MemoryNeed, ModelShape, training_memory
 from refiner_core.contract.loading import load_recipe, replace_fields
-from refiner_core.contract.training_memory import MemoryNeed, ModelShape, training_memory
 from tests.support.command import refiner
 
 BILLION = 10**9

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from infra import atomic
-from infra.explain import explain_difference, observe_actions
-from infra.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.snapshot import snapshot_code
-from infra.workspace import FORMAT, Claim, Workspace
+from infra.campaign.explain import explain_difference, observe_actions
+from infra.store import atomic
+from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
+from infra.store.snapshot import snapshot_code
+from infra.store.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -469,11 +469,11 @@ def test_a_reader_that_comes_while_it_is_written_without_hard_links_waits_a_mome
         moments.append(seconds)
         path.write_text('{"v": 1}')
 
-    monkeypatch.setattr("infra.atomic.time.sleep", the_writer_goes_on)
+    monkeypatch.setattr("infra.store.atomic.time.sleep", the_writer_goes_on)
     assert atomic.read_json(path) == {"v": 1}
     assert len(moments) == 1
     path.write_text("{")
-    monkeypatch.setattr("infra.atomic.time.sleep", moments.append)
+    monkeypatch.setattr("infra.store.atomic.time.sleep", moments.append)
     with pytest.raises(ValueError, match="Expecting"):
         atomic.read_json(path)
 
@@ -518,7 +518,7 @@ def test_a_call_says_which_process_works_on_it(workspace: Workspace, plan: Plan)
 def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace) -> None:
     first, second = snapshot_code(workspace), snapshot_code(workspace)
     assert first == second
-    assert (first.path / "infra" / "workspace.py").is_file()
+    assert (first.path / "infra" / "store" / "workspace.py").is_file()
     assert not list(first.path.rglob("*.pyc"))
     assert [p.name for p in workspace.layout.code.iterdir()] == [first.id]
 

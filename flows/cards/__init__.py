@@ -1,0 +1,1 @@
+"""Cards as files, folders, repositories and records, and the command that a card gives."""

@@ -1,0 +1,270 @@
+"""The command on a card: exact, which is checked by planning it again before the card is accepted.
+
+In: the call that a checkpoint comes from, its configuration, the record of the stage that trained
+it. Out: a :class:`Reproduction`: a command that anybody can give, and where the recipe is no
+shipped one (or has been edited since), the text of a ``recipe.yaml`` that lies beside the card.
+
+The check takes the way of the command line: :func:`load_recipe`, :func:`check_config`,
+:func:`make_plan`. Names of local files lose their folders on a card; in the check such a name
+stands for the file that the run had, whose digest is in its record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.cards.recipe_text import recipe_text, said_again, stands_for
+from flows.checking.sources import resolve_sources
+from infra.campaign.explain import differences
+from refiner_core.cards.public import public_command
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import RefinerError, StageFailed
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.loading import load_recipe, replace_fields, shipped_recipes
+from refiner_core.contract.marks import walk
+from refiner_core.contract.plan import HUB_DIGEST, Plan, make_plan
+from refiner_core.contract.records import StageSpec
+from refiner_core.judges.prompting import prompt_versions
+from refiner_core.rubrics import shipped_rubric_sets
+
+RECIPE_FILE = "recipe.yaml"
+#: Source name -> the field that names it, and what stands there while the record has its digest.
+_FILES: Mapping[str, tuple[str, Any]] = {
+    "model": ("model.name_or_path", RecipeConfig().model.name_or_path),
+    "tokenizer": ("model.tokenizer_name_or_path", None),
+    "data.sft": ("data.sft_path", None),
+    "data.rl": ("data.rl_path", None),
+    "rubrics": ("reward.static_rubrics", RecipeConfig().reward.static_rubrics),
+    "judge_prompt": ("judge.prompt", RecipeConfig().judge.prompt),
+}
+#: What is no file, by how its digest begins.
+_NO_FILE = (HUB_DIGEST, "synthetic:", "none")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a checkpoint was made from, as its records say.
+
+    Attributes
+    ----------
+    recipe, overrides
+        As the call gave them; no recipe where no call is recorded.
+    config
+        The configuration in effect.
+    trained
+        Name of the stage that trained it.
+    specs
+        Stages behind it, and that stage itself, by name.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    config: RecipeConfig
+    trained: str
+    specs: Mapping[str, StageSpec]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests of what the stages read from outside."""
+        return {k: v for spec in self.specs.values() for k, v in spec.sources.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the stage that trained it."""
+        return self.specs[self.trained].fingerprint
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A command that plans to the recorded fingerprint.
+
+    Attributes
+    ----------
+    recipe_file
+        Text of the ``recipe.yaml`` that it names; None where it names a shipped recipe.
+    files
+        Local files that it names, without their folders: SHA-256.
+    why_not_shipped
+        Why the shipped recipe would not do, where the call named one.
+    """
+
+    command: str
+    recipe_file: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    why_not_shipped: tuple[str, ...] = ()
+
+
+def reproduce(made: Made) -> Reproduction:
+    """The command for a card, checked.
+
+    Raises
+    ------
+    StageFailed
+        Not even the whole configuration plans to what was recorded: names the fields.
+    """
+    why: tuple[str, ...] = ()
+    if made.recipe in shipped_recipes():
+        said = said_again(made.overrides, made.config, load_recipe(made.recipe))
+        words = ["refiner", "run", made.recipe, *said]
+        command = public_command(shlex.join(words))
+        why = differing(command, made)
+        if not why:
+            return Reproduction(command, None, _files(command, made))
+    text = recipe_text(made.config)
+    command = shlex.join(["refiner", "run", RECIPE_FILE])
+    if left := differing(command, made, text):
+        raise StageFailed(
+            f"No command can be given that makes {made.trained} "
+            f"{made.fingerprint[:12]} again; it would differ in: {'; '.join(left[:5])}",
+            expected="a configuration that this version plans to the recorded fingerprint",
+            fix="publish it with the version that trained it (`code` in the run's record)",
+        )
+    return Reproduction(command, text, _files(command, made, text), why)
+
+
+def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple[str, ...]:
+    """In what a command would make another model than the recorded one; empty if it is the same.
+
+    Parameters
+    ----------
+    recipe_file
+        Text of the :data:`RECIPE_FILE` that the command names, if it names one.
+    """
+    try:
+        plan = planned(command, made, recipe_file)
+    except RefinerError as error:
+        return (error.what.rstrip("."),)
+    stage = plan.by_name.get(made.trained)
+    if stage is None:
+        return (f"it has no stage {made.trained}",)
+    if stage.fingerprint == made.fingerprint:
+        return ()
+    lines = [
+        f"{name}: {line}"
+        for name, spec in made.specs.items()
+        if name in plan.by_name and plan.by_name[name].fingerprint != spec.fingerprint
+        for line in differences(spec, plan.by_name[name])
+        if not line.startswith("input ")  # said of the stage that makes it
+    ]
+    return tuple(lines) or ("its stages depend on others than the recorded ones",)
+
+
+def planned(command: str, made: Made, recipe_file: str | None = None) -> Plan:
+    """The plan of a command, with the recorded files in the place of those that it names.
+
+    Raises
+    ------
+    RefinerError
+        It cannot be parsed or carried out.
+    """
+    config = _with_recorded(_parsed(command, recipe_file), made.config)
+    return make_plan(check_config(config), _sources(config, made))
+
+
+def _parsed(command: str, recipe_file: str | None) -> RecipeConfig:
+    """The configuration that `refiner run …` would work with."""
+    _, _, recipe, *overrides = shlex.split(command)
+    if recipe_file is None:
+        return load_recipe(recipe, overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / RECIPE_FILE
+        path.write_text(recipe_file, encoding="utf-8")
+        return load_recipe(str(path), overrides)
+
+
+def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig:
+    """Public names replaced by the recorded values that they stand for."""
+    found = {}
+    for path, _ in walk(RecipeConfig):
+        said, meant = get_field(config, path), get_field(recorded, path)
+        if said != meant and stands_for(path, said, meant):
+            found[path] = meant
+    return replace_fields(config, found)
+
+
+def _sources(config: RecipeConfig, made: Made) -> dict[str, str]:
+    """Digests as `refiner plan` finds them, those of local files from the record."""
+    files = {
+        name: digest
+        for name, digest in _recorded_files(made).items()
+        if get_field(config, _FILES[name][0]) == get_field(made.config, _FILES[name][0])
+    }
+    without = {_FILES[name][0]: _FILES[name][1] for name in files}
+    without |= {"publish.card_template": None, "evaluate.protocols": ()}  # not of the training
+    sources = resolve_sources(replace_fields(config, without))
+    # A local tokenizer is known by its name alone.
+    return sources | {k: v for k, v in files.items() if k != "tokenizer"}
+
+
+def _recorded_files(made: Made) -> dict[str, str]:
+    """Source name -> digest of what was read from this machine."""
+    sources, config = made.sources, made.config
+    found = {}
+    for name, (path, instead) in _FILES.items():
+        value, digest = get_field(config, path), sources.get(name, "")
+        if value in (None, instead) or str(value).startswith("builtin:"):
+            continue
+        if name == "rubrics" and value in shipped_rubric_sets():
+            continue
+        if name == "judge_prompt" and value in prompt_versions():
+            continue
+        if name == "tokenizer":
+            if not digest and _is_folder_name(str(value)):
+                found[name] = ""
+        elif digest and not digest.startswith(_NO_FILE):
+            found[name] = digest
+    return found
+
+
+def _is_folder_name(text: str) -> bool:
+    return text.startswith(("/", ".", "~")) or text.count("/") != 1
+
+
+def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str, str]:
+    """Local files that the command names, as it names them."""
+    said = _parsed(command, recipe_file)
+    return {
+        str(get_field(said, _FILES[name][0])): _digest(
+            Path(str(get_field(made.config, _FILES[name][0]))), digest
+        )
+        for name, digest in _recorded_files(made).items()
+        if digest
+    } | _environment_files(said, made.config)
+
+
+def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
+    """The file of an agent's own environment, and that of its tasks. They are what the record
+    means: with others the command would not have planned to the fingerprint."""
+    names = [(said.environment.tasks, had.environment.tasks)]
+    if had.environment.name.rpartition(":")[0].endswith(".py"):
+        names.append(
+            (said.environment.name.rpartition(":")[0], had.environment.name.rpartition(":")[0])
+        )
+    return {
+        shown: hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+        for shown, file in names
+        if shown is not None and file is not None
+    }
+
+
+def _digest(path: Path, recorded: str) -> str:
+    """SHA-256 of a file as everybody computes it, if it is still the one that the record means
+    (which has the hash of the hashes of its files); else what is recorded."""
+    recorded = recorded.removeprefix("sha256:")
+    path = path.expanduser()
+    if not path.is_file():
+        return recorded
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256")
+    return content.hexdigest() if _hash_of(content.digest()) == recorded else recorded
+
+
+def _hash_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,1 @@
+"""What a plan is checked against before anything runs: files, models, memory."""

@@ -1,0 +1,329 @@
+"""Checks of a model's files against the recipe: what would fail after hours is refused at once.
+
+In: a recipe's configuration. Out: nothing, or a refusal with the numbers and the field to change.
+Reads what lies on this machine (a folder, the shipped model, a snapshot in the Hub's cache), in a
+few milliseconds and without torch; of a model that is not here yet nothing is said. What only the
+live model shows is checked when it is loaded (:func:`refiner_core.training.engine.check_model`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flows.checking.model_files import ModelFiles, model_files
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.placement import STAGES
+
+#: Stages that tokenise or run the recipe's base model.
+_READERS = {"data", *STAGES, "evaluate"}
+_TRAINERS = set(STAGES)
+#: Layers that carry a state from token to token, across the border between packed sequences.
+_RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
+#: Models whose config.json does not name such layers.
+_RECURRENT_MODELS = {
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba"),
+    *("falcon_h1", "zamba", "zamba2", "lfm2", "lfm2_moe"),
+}
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
+)
+#: Tokenizer classes that have no end-of-text token unless one is named.
+_WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_LEAST_HEAD_ON_CPU = 32
+
+
+def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
+    """All that decides what :func:`check_model_files` says: trials that agree are checked once."""
+    stages = frozenset(config.only or config.stages) & frozenset(config.stages)
+    grpo, longest = config.grpo, config.data.max_prompt_token_length
+    lengths = (longest, grpo.response_length)
+    sampling = tuple((s.generation_backend, s.resources.gpus) for s in (grpo, config.sample))
+    return config.model, stages, lengths, sampling
+
+
+def check_model_files(config: RecipeConfig) -> None:
+    """Refuse a recipe whose model or tokenizer cannot do what it asks for.
+
+    Raises
+    ------
+    ConfigurationError
+        Files are missing or cut short, or their sizes do not fit the recipe or each other.
+    UnsupportedError
+        The model's layers cannot be trained in packs, or not be sampled from here.
+    """
+    stages = set(config.only or config.stages) & set(config.stages)
+    if not stages & _READERS:
+        return
+    model = model_files(config.model.name_or_path, config.model.revision)
+    other = config.model.tokenizer_name_or_path
+    tokenizer = model if other is None else model_files(other, "main")
+    if tokenizer is not None:
+        _check_tokenizer(config, tokenizer)
+        _check_template(config, tokenizer)
+    if model is None or not model.has("config.json"):
+        return
+    _check_weights(config, model)
+    if tokenizer is not None:
+        _check_vocabulary(config, model, tokenizer)
+    if stages & {"rft", "grpo", "evaluate"}:
+        _check_window(config, model)
+    if stages & _TRAINERS:
+        _check_layers(config, model)
+    for stage, section in (("rft", "sample"), ("grpo", "grpo")):
+        if stage in stages:
+            _check_sampling(config, model, section)
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
+    """There is one, and it has a token that ends a text."""
+    field = _tokenizer_field(config)
+    if files.whole and not files.has(*_TOKENIZERS):
+        raise ConfigurationError(
+            f"{files.folder} ({field}) has no tokenizer.",
+            expected=f"one of {', '.join(_TOKENIZERS[:4])} beside config.json",
+            fix="copy the tokenizer's files there, or set model.tokenizer_name_or_path",
+        )
+    settings = files.json("tokenizer_config.json")
+    end = _text(settings.get("eos_token"))
+    if end is None and files.whole:
+        others = files.json("special_tokens_map.json")
+        named = "eos_token" in settings and not others.get("eos_token")
+        bare = not others.get("eos_token") and settings.get("tokenizer_class") in _WITHOUT_DEFAULTS
+        if named or bare:
+            raise ConfigurationError(
+                f"The tokenizer in {files.folder} ({field}) has no end-of-text token "
+                "(`eos_token`): a model would never learn to stop.",
+                expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
+                fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
+            )
+    if end is not None and not files.knows_token(end):
+        raise ConfigurationError(
+            f"The end-of-text token {end!r} of the tokenizer in {files.folder} ({field}) is not in "
+            "its vocabulary; it would be added behind the model's last embedding.",
+            expected="an `eos_token` that tokenizer.json has",
+            fix="correct `eos_token` in tokenizer_config.json",
+        )
+
+
+def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
+    """Conversations can be rendered."""
+    own = config.model.chat_template
+    if own is not None:
+        if not own.strip():
+            raise ConfigurationError(
+                "`model.chat_template` is empty.",
+                expected="the text of a Jinja template, or null for the tokenizer's own",
+                fix="set model.chat_template=null",
+            )
+        return
+    if not files.whole or not files.has("tokenizer_config.json", "tokenizer.json"):
+        return
+    found = files.json("tokenizer_config.json").get("chat_template")
+    names = [t.get("name") for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+    if names and "default" not in names:
+        raise ConfigurationError(
+            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has {len(names)} chat "
+            f"templates ({', '.join(map(str, names))}), none of them called default.",
+            expected="one chat template, or one that is called default",
+            fix="set model.chat_template to the text of the one that is meant",
+        )
+    if not found and not files.has("chat_template.jinja", "chat_template.json"):
+        raise ConfigurationError(
+            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has no chat template: "
+            "rows are conversations.",
+            expected="`chat_template` in tokenizer_config.json, or chat_template.jinja",
+            fix="set model.chat_template to a template's text (ChatML, say), or "
+            "model.tokenizer_name_or_path to a chat model",
+        )
+
+
+def _text(token: Any) -> str | None:
+    """A special token, which stands in files as text or as a mapping."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+def _tokenizer_field(config: RecipeConfig) -> str:
+    own = config.model.tokenizer_name_or_path is None
+    return "model.name_or_path" if own else "model.tokenizer_name_or_path"
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
+    """All files are there, as long as they should be, and of the configuration's shape."""
+    missing = model.missing_shards if model.whole else []
+    if missing:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) lacks {len(missing)} of the weight files that "
+            f"its index names, {missing[0]} first.",
+            expected="a complete checkpoint",
+            fix="fetch or export it again; it may have been cut short",
+        )
+    if model.whole and not model.has_weights:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has a configuration, but no weights.",
+            expected="*.safetensors beside config.json",
+            fix="fetch or export it again, or correct model.name_or_path",
+        )
+    if (name := model.cut_short) is not None:
+        size = (model.folder / name).stat().st_size
+        raise ConfigurationError(
+            f"{model.folder / name} (model.name_or_path) is cut short: it has {size:,} bytes, and "
+            "its header names more.",
+            expected="a complete checkpoint",
+            fix="fetch or export it again",
+        )
+    _check_head(model)
+
+
+def _check_head(model: ModelFiles) -> None:
+    """Embeddings are as many as the configuration says, and logits come from somewhere."""
+    shapes, words = model.weights, model.text_config.get("vocab_size")
+    rows = [s[0] for n, s in shapes.items() if n.endswith(_EMBEDDINGS) and len(s) == 2]
+    if len(rows) != 1 or not isinstance(words, int):
+        return
+    if rows[0] != words:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has embeddings of {rows[0]:,} tokens, and its "
+            f"config.json says vocab_size {words:,}.",
+            expected="weights and configuration of one model",
+            fix=f"set vocab_size to {rows[0]} in config.json if the weights are right, or export "
+            "it again",
+        )
+    untied = model.json("config.json").get("tie_word_embeddings") is False
+    plain = all(n.startswith(("model.", "lm_head.")) for n in shapes)
+    if untied and plain and model.whole and "lm_head.weight" not in shapes:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has no lm_head.weight, and its config.json says "
+            "tie_word_embeddings false: its output head would be random numbers.",
+            expected="an output head, or tie_word_embeddings true where it is the embedding",
+            fix="export it again, or set tie_word_embeddings to true in config.json if it was "
+            "trained so",
+        )
+
+
+def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
+    """Every id of the tokenizer has an embedding; embeddings without an id are padding."""
+    words = model.text_config.get("vocab_size")
+    if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
+        return
+    raise ConfigurationError(
+        f"The tokenizer ({_tokenizer_field(config)}, {tokenizer.folder}) has ids up to "
+        f"{highest:,}, and the model (model.name_or_path, {model.folder}) embeddings of "
+        f"{words:,} tokens, 0 to {words - 1:,}.",
+        expected=f"a vocabulary of at most {words:,}: {highest + 1 - words:,} too many",
+        fix="set model.tokenizer_name_or_path to the tokenizer that the model was trained with, "
+        "or resize the model's embeddings and export it",
+    )
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
+    """The longest prompt with the longest response has positions."""
+    text, grpo = model.text_config, config.grpo
+    window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
+    if not isinstance(window, int) or _is_stretched(text):
+        return
+    if config.environment.name and grpo.max_token_length > window:
+        raise ConfigurationError(
+            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens, and an "
+            f"episode may have {grpo.max_token_length:,} (grpo.max_token_length).",
+            expected="grpo.max_token_length <= max_position_embeddings of its config.json",
+            fix=f"set grpo.max_token_length={window}: longer episodes end there, and are counted",
+        )
+    if longest + grpo.response_length > window:
+        raise ConfigurationError(
+            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens; a prompt of "
+            f"{longest:,} (data.max_prompt_token_length) and a response of "
+            f"{grpo.response_length:,} (grpo.response_length) need "
+            f"{longest + grpo.response_length:,}.",
+            expected="data.max_prompt_token_length + grpo.response_length <= "
+            "max_position_embeddings of its config.json",
+            fix=f"set data.max_prompt_token_length={max(1, window - grpo.response_length)}"
+            if window > grpo.response_length
+            else f"lower grpo.response_length below {window}",
+        )
+
+
+def _is_stretched(text: Mapping[str, Any]) -> bool:
+    """Whether positions are scaled, so that the window is another than its number."""
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return isinstance(scaling, dict) and "factor" in json.dumps(scaling)
+
+
+def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
+    """Packed sequences can be kept apart, and the head is all there is to a logit."""
+    text = model.text_config
+    kinds = _layer_kinds(text) & _RECURRENT
+    if text.get("model_type") in _RECURRENT_MODELS:
+        kinds = kinds | {str(text["model_type"])}
+    if kinds:
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has layers of kind {', '.join(sorted(kinds))}, "
+            "whose state runs on from one packed sequence into the next.",
+            expected="layers of full or sliding attention, which can be kept apart",
+            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
+        )
+    cap = text.get("final_logit_softcapping")
+    scale = text.get("logits_scaling", text.get("logit_scale"))
+    if cap or (isinstance(scale, int | float) and scale != 1):
+        name = "final_logit_softcapping" if cap else "a scale of logits"
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has {name} ({cap or scale}): its logits are more "
+            "than output head times hidden state, from which log-probabilities are taken in "
+            "chunks.",
+            expected="a plain output head",
+            fix="set model.name_or_path to a model with one (Qwen3, Llama, Mistral …)",
+        )
+
+
+def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> None:
+    """The backend of a section can decode such layers, and heads of that width."""
+    text, sampler = model.text_config, getattr(config, section)
+    longest = config.data.max_prompt_token_length + config.grpo.response_length
+    if sampler.generation_backend == "transformers":
+        window = text.get("sliding_window")
+        if not text.get("use_sliding_window", True):
+            window = None
+        if isinstance(window, int) and longest > window:
+            raise UnsupportedError(
+                f"{model.folder} (model.name_or_path) attends to the last {window:,} tokens only "
+                f"(sliding_window), and a prompt with its response may have {longest:,} "
+                "(data.max_prompt_token_length + grpo.response_length): the transformers backend "
+                "cannot decode that.",
+                expected=f"{section}.generation_backend=vllm, or lengths within that window",
+                fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
+            )
+    elif sampler.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has attention heads of {width} numbers "
+            "(head_dim), and vLLM serves "
+            f"{_LEAST_HEAD_ON_CPU} or more without a GPU.",
+            expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
+            fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
+        )
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
+    found = text.get("layer_types") or text.get("layers_block_type") or ()
+    return {str(kind) for kind in found} if isinstance(found, list) else set()
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    """Numbers of an attention head; 0 where the configuration does not say."""
+    try:
+        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return 0

@@ -1,0 +1,184 @@
+"""Digests of what a plan depends on but does not contain: data, model weights, rubrics, prompts.
+
+Runs on a login node at plan time: reads files, needs neither network nor torch. Local content is
+hashed; what lives on a Hub is named by its pinned revision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.checks.environment import BUILTIN_ROWS
+from refiner_core.contract.config import DataConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import HUB_DIGEST
+from refiner_core.contract.protocols import configs_under, refused_under, under
+from refiner_core.contract.services import JUDGE_WEIGHTS, engine_of, serves
+from refiner_core.data.sources import source_digest
+from refiner_core.environments.registry import environment_digest
+from refiner_core.generation.load import resolve_ref
+from refiner_core.judges import judge_prompts_digest
+from refiner_core.rubrics import rubric_set_digest
+
+#: Files up to this size are hashed whole; of larger ones, size, head and tail.
+_WHOLE_BYTES = 64 * 2**20
+_EDGE_BYTES = 2**20
+
+
+def resolve_sources(config: RecipeConfig) -> dict[str, str]:
+    """Digest by source name (see :func:`refiner_core.contract.plan.make_plan`), those of protocol
+    files with their names behind.
+
+    Raises
+    ------
+    DataError, ConfigurationError
+        A source is missing; the message names field and path.
+    """
+    sources = _of_training(config) | _of_measuring(config)
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            own = protocol_sources(measured)
+        sources |= {under(source, name): digest for source, digest in own.items()}
+    return sources
+
+
+def protocol_sources(measured: RecipeConfig) -> dict[str, str]:
+    """Digests of what a configuration under a protocol file has of its own; errors as of
+    :func:`resolve_sources`."""
+    sources = _of_measuring(measured)
+    if measured.data.all_held_out:
+        sources["data.rl"] = _once(source_digest, _rows(measured.data), "rl")
+    return sources
+
+
+def _of_training(config: RecipeConfig) -> dict[str, str]:
+    sources = {"model": _once(model_digest, config.model.name_or_path, config.model.revision)}
+    tokenizer = config.model.tokenizer_name_or_path
+    if tokenizer is not None and not Path(resolve_ref(tokenizer)).is_dir():
+        sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
+    agent = bool(config.environment.name)
+    if agent:
+        sources["environment"] = _once(environment_digest, config)
+    own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # those of the environment's expert
+    if config.data.sft_path is not None and not own_rows:
+        sources["data.sft"] = _once(source_digest, _rows(config.data), "sft")
+    if config.data.rl_path is not None and not agent:
+        sources["data.rl"] = _once(source_digest, _rows(config.data), "rl")
+    if config.publish.card_template is not None:
+        sources["card_template"] = _once(_template_digest, config.publish.card_template)
+    return sources
+
+
+def _rows(data: DataConfig) -> DataConfig:
+    """As far as it says which rows there are, not what becomes of them."""
+    return DataConfig(**{name: getattr(data, name) for name in _NAMES_ROWS})
+
+
+_NAMES_ROWS = (
+    *("sft_path", "sft_split", "sft_revision", "rl_path", "rl_split", "rl_revision"),
+    *("synthetic_sft_rows", "synthetic_rl_rows", "synthetic_seed"),
+)
+
+
+def _of_measuring(config: RecipeConfig) -> dict[str, str]:
+    """Rubrics and judge."""
+    sources, reward = dict[str, str](), config.reward
+    if config.environment.name and config.environment.nl_assertions != "judge":
+        return sources  # nobody is judged
+    if "static" in reward.rubric_source and not reward.instance_rubrics_only:
+        sources["rubrics"] = _once(rubric_set_digest, reward.static_rubrics)
+    if config.judge.kind == "openai":
+        sources["judge_prompt"] = _once(
+            judge_prompts_digest, config.judge.prompt, config.judge.form
+        )
+    if serves(config.judge) and engine_of(config.judge) != "command":
+        judge = config.judge
+        if not Path(resolve_ref(judge.model)).is_dir():
+            sources[JUDGE_WEIGHTS] = f"{HUB_DIGEST}{judge.model}@{judge.revision or 'main'}"
+    return sources
+
+
+@contextlib.contextmanager
+def each_read_once() -> Iterator[None]:
+    """Within, a file that several configurations name is read, and hashed, once: a sweep's trials
+    are planned with the same rows and weights, however long that takes."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+_known: ContextVar[dict[Any, str] | None] = ContextVar("known", default=None)
+
+
+def _once(digest: Callable[..., str], *names: Any) -> str:
+    """``digest(*names)``, from memory where :func:`each_read_once` holds."""
+    known = _known.get()
+    if known is None:
+        return digest(*names)
+    if (digest, names) not in known:
+        known[digest, names] = digest(*names)
+    return known[digest, names]
+
+
+def _template_digest(name: str) -> str:
+    """The identity of a template that can be parsed: nobody trains for days to learn that it
+    cannot."""
+    from refiner_core.cards import check_template
+
+    path = Path(name)
+    try:
+        data = path.expanduser().read_bytes()
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise ConfigurationError(
+            f"publish.card_template {path} cannot be read ({why}).",
+            expected="a Jinja file such as `refiner card template` prints",
+            fix="correct publish.card_template, or drop it for the shipped one",
+        ) from error
+    check_template(text)
+    return hashlib.sha256(data).hexdigest()
+
+
+def model_digest(name_or_path: str, revision: str) -> str:
+    """The identity of a model: its files' content, or ``hub:NAME@REVISION``."""
+    resolved = resolve_ref(name_or_path)
+    path = Path(resolved)
+    if not path.is_dir():
+        return f"{HUB_DIGEST}{name_or_path}@{revision}"
+    if not (path / "config.json").is_file():
+        raise ConfigurationError(
+            f"The model folder {path} has no config.json.",
+            expected="a folder that transformers can load (config.json, *.safetensors)",
+            fix="set model.name_or_path to such a folder, a Hub id, or builtin:tiny",
+        )
+    return folder_digest(path)
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over names and contents of a model folder's files, in name order."""
+    total = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        if path.suffix == ".md" or path.name.startswith("."):
+            continue
+        total.update(f"{path.name}:{path.stat().st_size}:".encode())
+        total.update(_content_digest(path))
+    return total.hexdigest()
+
+
+def _content_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").digest()
+        edges = hashlib.sha256(file.read(_EDGE_BYTES))
+        file.seek(-_EDGE_BYTES, 2)
+        edges.update(file.read())
+        return edges.digest()

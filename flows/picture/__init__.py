@@ -1,0 +1,1 @@
+"""The picture of a campaign in Prefect, drawn by a process of its own."""

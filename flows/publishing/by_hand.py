@@ -1,0 +1,250 @@
+"""Publishing checkpoints of a recorded run by hand, while it trains or long after.
+
+In: a recorded call, steps, overrides of the `publish` section. Out: a call of its own that is about
+the publication alone (``only``): it begins no training, and reads what is there. It is recorded, so
+that `refiner status`, `resume` and `cancel` know it, and what it publishes is known to later calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from flows.checking.sources import resolve_sources
+from flows.running.calls import check_hub_access, check_supported, record_run, with_room
+from flows.running.status import find_run
+from infra.jobs.dispatch import make_router
+from infra.store.checkpoints import CheckpointStore
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import PublishConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import apply_overrides
+from refiner_core.contract.placement import STAGES
+from refiner_core.contract.plan import OF_A_PROTOCOL, Plan, PlannedStage, make_plan
+from refiner_core.contract.protocols import protocol_name, under
+from refiner_core.contract.publications import final_model, published_steps, publishes_final
+from refiner_core.contract.records import RunRecord, from_json
+
+#: What may be different from how the run was begun: where it goes, and how jobs run.
+_SECTIONS = ("publish", "dispatch", "disk", "tracking", "log_level")
+#: What the command's own options say.
+_OPTIONS = ("publish.which", "publish.steps", "publish.evaluate")
+
+
+class Prepared(NamedTuple):
+    """A publication before it is begun: ``run`` is the call whose model it is."""
+
+    plan: Plan
+    run: RunRecord
+    sources: dict[str, str]
+
+
+def plan_publication(
+    workspace: Workspace,
+    run_id: str | None = None,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    *,
+    evaluate: bool = True,
+) -> Prepared:
+    """What publishing ``steps`` (none: the last checkpoint) of a run's final model takes.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or step, or an override is not about publishing.
+    """
+    run = _run_with_model(workspace, run_id)
+    sources = _recorded_sources(workspace, run)
+    recorded = _recorded(workspace, run)
+    made = make_plan(recorded, sources).by_name[final_model(recorded)]
+    if made.id not in run.stages.values():
+        raise ConfigurationError(
+            f"What run {run.run} was made from is not what this version would make it from "
+            f"({made.name} would be {made.id}).",
+            expected="a run of this version, or of an older one whose stages mean the same",
+            fix="publish it with the version that trained it",
+        )
+    _check_steps(workspace, made, steps)
+    config = _config(recorded, steps, overrides, evaluate=evaluate)
+    if config.publish.card_template is not None:
+        sources["card_template"] = resolve_sources(config)["card_template"]
+    whole = make_plan(config, sources)
+    names = _about_publishing(workspace, whole, steps)
+    assert names, "an empty `only` would mean the whole recipe"
+    plan = make_plan(replace(config, only=names), sources)
+    check_supported(plan.config)
+    return Prepared(plan, run, sources)
+
+
+def begin_publication(
+    workspace: Workspace,
+    run_id: str | None = None,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    *,
+    evaluate: bool = True,
+) -> tuple[Plan, Workspace, RunRecord]:
+    """Record a call that publishes, for somebody to work on; arguments and errors as of
+    :func:`plan_publication`."""
+    prepared = plan_publication(workspace, run_id, steps, overrides, evaluate=evaluate)
+    plan, run = prepared.plan, prepared.run
+    check_hub_access(plan.config)
+
+    def begin() -> tuple[Plan, Workspace, RunRecord]:
+        room = Workspace.open(workspace.root)
+        make_router(plan.config.dispatch, room).check(plan.stages)
+        recipe = str(run.provenance.get("recipe") or run.recipe)
+        words = [*run.overrides, *_words(plan.config.publish), *overrides]
+        more = {"sources": prepared.sources, "publishes": run.run}
+        record = record_run(plan, room, recipe, words, **more)
+        room.write_run(record)
+        return plan, room, record
+
+    return with_room(plan.config, begin)
+
+
+def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
+    """The run of that id, else the newest that trains something."""
+    if run_id is not None:
+        run = find_run(workspace, run_id)
+        assert run is not None, "an id that is not known is refused"
+        trained = run.provenance.get("publishes")  # itself a publication by hand, of that run
+        return workspace.read_run(str(trained)) if trained else run
+    for known in reversed(workspace.run_ids()):
+        run = workspace.read_run(known)
+        if {*STAGES, "command"} & run.stages.keys():
+            return run
+    raise ConfigurationError(
+        f"No run in {workspace.root} has trained anything.",
+        expected="a run with a model",
+        fix="name its workspace=DIR (`refiner status --all` lists runs), or begin one",
+    )
+
+
+def _recorded(workspace: Workspace, run: RunRecord) -> RecipeConfig:
+    """The run's configuration, where its workspace lies now."""
+    config = from_json(RecipeConfig, run.config)
+    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
+    return replace(config, stages=stages, only=(), workspace=str(workspace.root))
+
+
+def _config(
+    recorded: RecipeConfig, steps: Sequence[int], overrides: Sequence[str], *, evaluate: bool
+) -> RecipeConfig:
+    """The same with other words about publishing."""
+    other = [o for o in overrides if o.partition("=")[0].partition(".")[0] not in _SECTIONS]
+    if other:
+        raise ConfigurationError(
+            f"`refiner publish` was given {' '.join(other)}.",
+            expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded",
+            fix="drop them, or begin another run with `refiner run`",
+        )
+    own = [o for o in overrides if o.partition("=")[0].strip() in _OPTIONS]
+    if own:
+        raise ConfigurationError(
+            f"`refiner publish` was given {' '.join(own)}.",
+            expected="the steps as --step N (none: the last), and --no-evaluate for no numbers",
+            fix="say it by these options; publish.which is for `refiner run`",
+        )
+    publish = replace(_with_steps(recorded, steps), evaluate=evaluate)
+    return check_config(apply_overrides(replace(recorded, publish=publish), overrides))
+
+
+def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
+    """The `publish` section with these steps beside those that the run publishes anyway: its last
+    card goes on to tell of those."""
+    publish, last = config.publish, config.grpo.num_training_steps
+    own: set[int] = set()
+    if publish.which in ("every-save", "listed"):
+        own = {*published_steps(config), *([last] if publishes_final(config) else [])}
+    if set(steps) <= own and (steps or publishes_final(config)):
+        return publish
+    if not steps:
+        return replace(publish, which="final", steps=())
+    return replace(publish, which="listed", steps=tuple(sorted(own | set(steps))))
+
+
+def _words(publish: PublishConfig) -> list[str]:
+    """Overrides that say which checkpoints are published."""
+    listed = ",".join(map(str, publish.steps))
+    return [f"publish.which={publish.which}", f"publish.steps=[{listed}]"]
+
+
+def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:
+    """Digests of what the run was made from, as its stages have recorded them."""
+    found: dict[str, str] = dict(run.provenance.get("sources") or {})
+    for name, stage_id in run.stages.items():
+        record, protocol = workspace.read_record(stage_id), protocol_name(name)
+        if record is not None:
+            found |= {
+                under(k, protocol) if k in OF_A_PROTOCOL else k: digest
+                for k, digest in record.spec.sources.items()
+            }
+    return found
+
+
+def _about_publishing(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
+    """Names of the stages that publish ``steps`` (none: the last), of those that measure them for
+    their cards, and of the exports that these need."""
+    wanted = {f"{kind}-step{s}" for s in steps for kind in ("export", "publish", "card")}
+    wanted &= plan.by_name.keys()
+    if not wanted or plan.config.grpo.num_training_steps in steps:
+        wanted |= {"publish", "card", *_progression(workspace, plan, steps)}
+    if not plan.config.publish.evaluate:
+        wanted -= {s.name for s in plan.stages if s.kind == "card"}
+    own_sets = {s.name for s in plan.stages if s.kind == "data" and s.protocol}
+    for stage in reversed(plan.stages):
+        if stage.name in wanted:
+            read = (plan.by_name[n] for n in stage.inputs.values())
+            wanted |= {
+                s.name for s in read if s.kind in ("export", "evaluate") or s.name in own_sets
+            }
+    return tuple(s.name for s in plan.stages if s.name in wanted)
+
+
+def _progression(workspace: Workspace, plan: Plan, steps: Sequence[int]) -> tuple[str, ...]:
+    """The stage that tells in the last card of the steps before, if they are all there to tell of:
+    measured already, or to be measured by this call."""
+    card = plan.by_name.get("card-progression")
+    if card is None:
+        return ()
+    asked = {f"step{step}" for step in steps}
+    for name in (n for n in card.inputs.values() if "-step" in n):
+        measured = workspace.read_result(plan.by_name[name].id) is not None
+        if not measured and name.rpartition("-")[2] not in asked:
+            return ()
+    return (card.name,)
+
+
+def _check_steps(workspace: Workspace, made: PlannedStage, steps: Sequence[int]) -> None:
+    """Refuse a step of which there is neither a checkpoint nor an export, before anything runs."""
+    result = workspace.read_result(made.id)
+    stage = workspace.layout.stage(made.id)
+    kept = {c.step for c in CheckpointStore(stage.checkpoints, 0).complete()}
+    kept |= _exported(workspace, made)
+    if result is not None:
+        kept.add(int(result.report["steps"]))
+    missing = [s for s in steps if s not in kept]
+    if missing or (not steps and result is None):
+        what = f"no step {missing[0]}" if missing else "no last checkpoint"
+        ended = "" if result is not None else " (it has not ended)"
+        raise ConfigurationError(
+            f"There is {what} of {made.name} ({made.id}) to publish{ended}.",
+            expected=f"one that is there: {', '.join(map(str, sorted(kept))) or 'none is'}",
+            fix="name one with --step; set publish.which before training to keep others",
+        )
+
+
+def _exported(workspace: Workspace, made: PlannedStage) -> set[int]:
+    """Steps of a training stage that have been exported."""
+    found = set()
+    for stage_id in (i for i in workspace.stage_ids() if i.startswith("export-")):
+        record = workspace.read_record(stage_id)
+        if record is None or record.result is None:
+            continue
+        if record.spec.input_fingerprints.get("policy") == made.fingerprint:
+            found.add(record.spec.at_step["policy"])
+    return found

@@ -1,0 +1,1 @@
+"""Calls of `refiner run`: begun, worked on, shown, detached, cancelled."""

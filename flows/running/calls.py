@@ -1,0 +1,382 @@
+"""Calls of `refiner run`: begun, recorded, taken up, worked on to their end.
+
+In: a recipe with overrides, or a recorded call. Out: a :class:`RunOutcome`. What a call is stands
+in its record (configuration, code, the folder it was begun in), so that another process can go on
+with it exactly: in the background, in a job, from any shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from flows.checking.model_checks import check_model_files
+from flows.checking.sources import resolve_sources
+from flows.running.status import find_run, unfinished_runs
+from infra.campaign.history import run_incidents
+from infra.campaign.orchestrators import take_up
+from infra.jobs.dispatch import make_router
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.protocols import configs_under, refused_under
+from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
+from refiner_core.contract.views import StageView
+
+if TYPE_CHECKING:
+    from flows.running.pipeline import Shows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a call ended.
+
+    Attributes
+    ----------
+    run
+        Id of the run's record.
+    views
+        Last view of every stage.
+    exit_code
+        See :data:`refiner_core.contract.errors.EXIT_CODES`.
+    """
+
+    run: str
+    plan: Plan
+    views: Mapping[str, StageView]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if everything is done, else that of the first stage that is not."""
+        for view in self.views.values():
+            if view.state in ("failed", "interrupted"):
+                return view.exit_code or 1
+        return 0 if all(v.state in ("done", "skipped") for v in self.views.values()) else 1
+
+
+def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
+    """The plan of a recipe. Reads files, writes nothing, needs no network.
+
+    Raises
+    ------
+    ConfigurationError, DataError, UnsupportedError
+        The recipe cannot be carried out as it stands.
+    """
+    config = check_config(load_recipe(recipe, overrides))
+    plan = make_plan(config, resolve_sources(config))
+    check_model_files(config)
+    return plan
+
+
+def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspace, RunRecord]:
+    """Check a recipe and record a call of it, for somebody to work on.
+
+    Raises
+    ------
+    RefinerError
+        It cannot be carried out here; nothing was recorded.
+    """
+    plan = make_recipe_plan(recipe, overrides)
+    check_supported(plan.config)
+    check_hub_access(plan.config)
+
+    def begin() -> tuple[Plan, Workspace, RunRecord]:
+        workspace = Workspace.open(plan.config.workspace, plan.config.data_root)
+        # Refuses what cannot be dispatched from here.
+        make_router(plan.config.dispatch, workspace).check(plan.stages)
+        run = record_run(plan, workspace, recipe, overrides)
+        workspace.write_run(run)
+        return plan, workspace, run
+
+    _warn_of_room(plan, recipe, overrides)
+    _say_notes(plan)
+    return with_room(plan.config, begin)
+
+
+def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
+    """Say beforehand that the run will meet a full disk; it goes through all the same."""
+    from flows.disk import planned_room
+    from infra.disk.keeper import gib
+
+    room = planned_room([plan])
+    if room.fits:
+        return
+    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
+    _say(
+        f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
+        f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
+        f"What would fit: {command}"
+    )
+
+
+def _say_notes(plan: Plan) -> None:
+    """Say what is worth knowing of how the run will train; it goes through all the same."""
+    from flows.checking.memory import planning_notes
+
+    for note in planning_notes(plan):
+        _say(note)
+
+
+def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
+    """Do what needs a little room in the workspace; on a full disk, as soon as there is some.
+
+    Raises
+    ------
+    NoSpaceError
+        There was none for ``disk.wait_min``.
+    """
+    from infra.campaign.room_keeping import when_there_is_room
+    from infra.disk.keeper import DiskKeeper
+
+    keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
+    return when_there_is_room(action, keeper, config.disk, _say)
+
+
+def _say(text: str) -> None:
+    print(f"refiner: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The code as it was when somebody began to work, for all runs that are begun then.
+
+    Attributes
+    ----------
+    code
+        Id of the snapshot.
+    command
+        The command line, masked.
+    provenance
+        What each run's record says of code, versions and machine.
+    diff
+        What is not committed, as long as a record may be; empty where all is.
+    """
+
+    code: str
+    command: tuple[str, ...]
+    provenance: Mapping[str, object]
+    diff: str = ""
+
+
+def pin_code(workspace: Workspace) -> Pinned:
+    """A snapshot of the code as it is now, and where it comes from.
+
+    Raises
+    ------
+    NoSpaceError
+        The snapshot did not fit.
+    """
+    from infra.store.provenance import checkout_of, limited_diff, run_provenance, this_command
+    from infra.store.snapshot import snapshot_code
+
+    code = snapshot_code(workspace)
+    checkout, command = checkout_of(), this_command()
+    return Pinned(
+        code=code.id,
+        command=tuple(command),
+        provenance=run_provenance(command, code.id, checkout),
+        diff=limited_diff(checkout.diff) if checkout.diff else "",
+    )
+
+
+def record_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    **more: object,
+) -> RunRecord:
+    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
+    provenance. It is not written yet."""
+    from infra.store import atomic
+
+    pinned = pin_code(workspace)
+    run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
+    if pinned.diff:
+        atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
+    return run
+
+
+def record_pinned_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned,
+    more: Mapping[str, object],
+) -> RunRecord:
+    """As :func:`record_run`, with code that was pinned before; to keep its ``diff`` is up to the
+    caller."""
+    from infra.store.workspace import now_text
+
+    return RunRecord(
+        version=RECORD_VERSION,
+        run=workspace.new_run_id(plan.recipe),
+        recipe=plan.recipe,
+        overrides=tuple(overrides),
+        command=pinned.command,
+        config=to_json(plan.config),
+        stages={s.name: s.id for s in plan.stages},
+        code=pinned.code,
+        started_at=now_text(),
+        provenance={
+            **pinned.provenance,
+            "folder": str(Path.cwd()),
+            "recipe": recipe,
+            **more,
+        },
+    )
+
+
+def run_to_resume(workspace: Workspace, run_id: str | None = None) -> RunRecord:
+    """The call of that id, or the newest that is not finished.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none.
+    """
+    if run_id is not None and (run := find_run(workspace, run_id)) is not None:
+        return run
+    if unfinished := unfinished_runs(workspace):
+        return unfinished[-1]
+    count = len(workspace.run_ids())
+    raise ConfigurationError(
+        f"Nothing is left to resume in {workspace.root}: "
+        + (f"all of its {count} runs are finished." if count else "it has no run."),
+        expected="a run of which a stage is not done",
+        fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
+    )
+
+
+def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
+    """The plan of a recorded call, from its recorded configuration.
+
+    Raises
+    ------
+    ConfigurationError
+        What it was made from is not what it was: its stages would not be the recorded ones.
+    """
+    config = from_json(RecipeConfig, run.config)
+    root = str(workspace.root)  # where it is now: it may have been moved, or mounted elsewhere
+    config = check_config(replace(config, workspace=root))
+    # A call that is about some stages alone needs nothing of what the others were made from.
+    sources = run.provenance.get("sources") if config.only else None
+    plan = make_plan(config, sources or resolve_sources(config))
+    other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
+    if other or len(plan.stages) != len(run.stages):
+        names = ", ".join(other) or "their number"
+        raise ConfigurationError(
+            f"Run {run.run} cannot be resumed as it was: what its stages are made from has "
+            f"changed since ({names}).",
+            expected="the rows, weights, rubrics and judge's prompts that it was begun with",
+            fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
+        )
+    return plan
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How a call is shown, and how it began."""
+
+    use_server: bool
+    quiet: bool
+    command: Sequence[str]
+    take_over: bool = False
+    resumed: bool = False
+    console: Shows | None = None  # none: the terminal's own
+
+
+def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
+    """Take a recorded call up and work on it to its end."""
+    from flows.picture.feed import Story
+    from flows.running.console import Console
+    from flows.running.pipeline import run_pictured
+    from infra.campaign.campaign import Campaign
+    from infra.disk.keeper import DiskKeeper
+    from infra.disk.watch import DiskEvent, DiskWatch
+
+    router = make_router(plan.config.dispatch, workspace)
+    take_up(workspace, run.run, regardless=showing.take_over)
+    if showing.resumed:
+        workspace.withdraw_cancel(run.run)
+    console = showing.console or Console(
+        command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet
+    )
+    known = tuple(i.key for i in run_incidents(workspace, run))
+    keeper = DiskKeeper(workspace, plan.config.disk)
+    campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
+
+    def tell(event: DiskEvent) -> None:
+        campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+
+    with DiskWatch(keeper, campaign.next_save_bytes, tell):
+        views = run_pictured(
+            campaign,
+            plan,
+            run.run,
+            use_server=showing.use_server,
+            console=console,
+            story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
+        )
+    return RunOutcome(run.run, plan, views)
+
+
+@contextlib.contextmanager
+def in_folder_of(run: RunRecord) -> Iterator[None]:
+    """Work where the call was begun, if that folder is still there: its paths may be relative."""
+    folder = run.provenance.get("folder")
+    if not folder or not Path(folder).is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        yield
+
+
+def check_hub_access(config: RecipeConfig) -> None:
+    """Find out before hours are spent whether the Hub will take what the recipe publishes; a Hub
+    that does not answer is only said.
+
+    Raises
+    ------
+    HubRefused, ConfigurationError
+        The token, its rights, or the repository's name.
+    """
+    if config.publish.target != "hub" or "publish" not in config.stages:
+        return
+    from infra.hub.preflight import check_hub
+
+    for warning in check_hub(config):
+        _say(warning)
+
+
+def check_supported(config: RecipeConfig) -> None:
+    """Refuse before anything starts what this version or machine cannot carry out.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the field.
+    ConfigurationError
+        A Hub data set without a pinned revision, or a model whose files do not fit the recipe.
+    """
+    from refiner_core.data.sources import resolve_source
+    from refiner_core.training.support import refuse_unsupported
+
+    for which in ("sft", "rl"):
+        resolve_source(config.data, which)  # refuses a revision that may move
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            resolve_source(measured.data, "rl")
+    check_model_files(config)
+    refuse_unsupported(config)

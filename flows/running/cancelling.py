@@ -1,0 +1,276 @@
+"""Ends a run, or stages of it: by asking the process that works on it, or by itself if none does.
+
+In: a workspace, a run, names of stages. Out: a :class:`CancelOutcome`. The wish is a file, so it is
+heard wherever the orchestrator runs. Where none runs, jobs are asked from here to save and end,
+killed after the recipe's grace, and their attempts are closed as ``cancelled``. Doing it twice
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from flows.running.status import stage_names
+from infra.campaign.failures import outcome_of
+from infra.campaign.observe import Observer, Patience
+from infra.campaign.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
+from infra.campaign.reconcile import Seen
+from infra.jobs.dispatch import Router, make_router
+from infra.jobs.processes import ProcessId, host_name
+from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.services.leases import held_by_others
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
+from refiner_core.contract.loading import suggest
+from refiner_core.contract.records import RunRecord, from_json
+from refiner_core.contract.services import is_service
+
+_POLL_S = 0.3
+_TELL_EVERY_S = 5.0
+#: Beside the grace that jobs get: for the orchestrator's next look, and a slow scheduler.
+_MARGIN_S = 60.0
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CancelOutcome:
+    """What a cancel led to.
+
+    Attributes
+    ----------
+    run, stages
+        What was to end (names of stages).
+    by
+        ``orchestrator``: it did the work; ``here``: nobody worked on the run; ``nobody``: there was
+        nothing to end.
+    ended
+        Nothing of it runs any more. False: it takes longer than was waited for.
+    left
+        Names of stages that still run.
+    """
+
+    run: str
+    stages: tuple[str, ...]
+    by: str
+    ended: bool
+    left: tuple[str, ...] = ()
+    orchestrator: Orchestrator | None = None
+
+
+def cancel(
+    workspace: Workspace,
+    run: RunRecord,
+    stages: Sequence[str] = (),
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Tell = lambda message: None,
+    ours: frozenset[str] = frozenset(),
+) -> CancelOutcome:
+    """End a run or some of its stages; see :func:`flows.api.cancel_run`.
+
+    ``ours`` are other runs that are to end with it: what only they want is not spared.
+
+    Raises
+    ------
+    ConfigurationError
+        The run has no such stage.
+    """
+    _check_names(run, stages)
+    settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
+    patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
+    work = _Cancel(workspace, run, stages, settings, tell, ours)
+    names = work.names
+    who = orchestrator_of(workspace, run.run)
+    if not who.works and not work.open_stages():
+        return CancelOutcome(run.run, names, "nobody", True, orchestrator=who)
+    by = f"{getpass.getuser()} on {host_name()}"
+    try:
+        if not workspace.ask_cancel(run.run, by, stages):
+            tell("it has been asked for before")
+    except NoSpaceError:
+        if stages or not _signal(who):
+            raise
+        tell(f"the disk takes no note of it, so {who.where} is told by a signal")
+    if who.works and not now:
+        if work.wait_for(who, patience_s) and not work.open_stages():
+            return CancelOutcome(run.run, names, "orchestrator", True, orchestrator=who)
+        who = orchestrator_of(workspace, run.run)
+        if who.works:
+            return CancelOutcome(run.run, names, "orchestrator", False, work.open_stages(), who)
+        tell(f"{who.where} has ended before that; its jobs are ended from here")
+    work.end_jobs(by, patience_s)
+    left = work.open_stages()
+    return CancelOutcome(run.run, names, "here", not left, left, who)
+
+
+def _signal(who: Orchestrator) -> bool:
+    """Ask the process that works on the run to stop, as Ctrl-C would; False if it is not here."""
+    if who.standing != "running" or who.host != host_name() or not who.pid:
+        return False
+    try:
+        return ProcessId.of(who.pid).terminate()
+    except psutil.NoSuchProcess:  # it has ended since
+        return False
+
+
+def _check_names(run: RunRecord, stages: Sequence[str]) -> None:
+    for name in stages:
+        if name not in run.stages:
+            raise ConfigurationError(
+                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+                expected="stages of it: " + ", ".join(run.stages),
+                fix="name one of these, or none to end the whole run",
+            )
+
+
+@dataclass
+class _Cancel:
+    workspace: Workspace
+    run: RunRecord
+    stages: Sequence[str]
+    settings: DispatchConfig
+    tell: Tell
+    ours: frozenset[str] = frozenset()
+    _asked_at: dict[AttemptRef, float] = field(default_factory=dict)
+    _killed: set[AttemptRef] = field(default_factory=set)
+    _said: str = ""
+    _said_at: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the stages that are to end: those named, or all that are not done."""
+        if self.stages:
+            return tuple(self.stages)
+        done = {n for n, i in self.run.stages.items() if self.workspace.read_result(i) is not None}
+        spared = {n for n, i in self.run.stages.items() if i in self.spared}
+        ours = {self.run.run, *self.ours, *self.run.stages.values()}
+        spared |= {
+            n
+            for n, i in self.run.stages.items()
+            if is_service(i) and held_by_others(self.workspace, i, ours)
+        }
+        return tuple(n for n in stage_names(self.run) if n not in done | spared)
+
+    @functools.cached_property
+    def spared(self) -> dict[str, str]:
+        """Stages, by id, that another run goes on with, which somebody works on."""
+        return wanted_by_others(self.workspace, {self.run.run, *self.ours})
+
+    def open_stages(self) -> tuple[str, ...]:
+        """Those that have an attempt without an end."""
+        found = []
+        for name in self.names:
+            record = self.workspace.read_record(self.run.stages[name])
+            if record is not None and record.state == "claimed":
+                found.append(name)
+        return tuple(found)
+
+    # ------------------------------------------------------------ by the orchestrator
+
+    def wait_for(self, who: Orchestrator, patience_s: float) -> bool:
+        """Wait until the orchestrator has done it; False if it takes too long, or has gone."""
+        deadline = time.monotonic() + patience_s
+        whole = not self.stages
+        while time.monotonic() < deadline:
+            now = orchestrator_of(self.workspace, self.run.run)
+            left = self.open_stages()
+            if now.standing in ("ended", "gone") or (not whole and not left):
+                return now.standing != "gone"
+            self._say(f"{who.where} ends " + (", ".join(left) or "the run"))
+            time.sleep(_POLL_S)
+        return False
+
+    def _say(self, message: str) -> None:
+        """Not the same thing again and again."""
+        now = time.monotonic()
+        if message != self._said or now - self._said_at >= _TELL_EVERY_S:
+            self._said, self._said_at = message, now
+            self.tell(message)
+
+    # ------------------------------------------------------------ from here
+
+    def end_jobs(self, by: str, patience_s: float) -> None:
+        """Ask, kill, and close, until no attempt is open or it has taken too long."""
+        router = make_router(self.settings, self.workspace)
+        patience = Patience(self.settings.heartbeat_timeout_s, self.settings.hung_after_s)
+        observer = Observer(self.workspace, router, patience)
+        ids = {self.run.stages[name]: name for name in self.names}
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            _, observed = observer.look(ids)
+            for stage_id, attempt in observer.open.items():
+                if (seen := observed.attempts.get(stage_id)) is not None:
+                    self._end(router, attempt, seen, f"cancelled by {by}")
+            left = self.open_stages()
+            if not left:
+                return
+            self._say("waiting for " + ", ".join(left))
+            time.sleep(_POLL_S)
+
+    def _end(self, router: Router, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
+        ref = attempt.ref
+        if seen.sight == "dead":
+            self._close(router, attempt, reason)
+        elif ref not in self._asked_at:
+            self.workspace.ask_stop(ref.stage_id, ref.number, "cancelled", reason)
+            begun = attempt.started is not None and not attempt.started.get("void")
+            if begun and router.stop(attempt):
+                self._asked_at[ref] = time.monotonic()
+            else:
+                self._close(router, attempt, reason if begun else f"not begun: {reason}")
+        elif ref in self._killed or self._asked_s(ref) <= self.settings.grace_s:
+            return
+        elif router.kill(attempt):
+            self._killed.add(ref)
+            self.tell(f"{ref.stage_id} has not ended in {self.settings.grace_s:g} s: killed")
+
+    def _asked_s(self, ref: AttemptRef) -> float:
+        return time.monotonic() - self._asked_at[ref]
+
+    def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
+        """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
+        its job does not get through it stays open, for the next round, or the next call."""
+        ref = attempt.ref
+        begun = attempt.started is not None and not attempt.started.get("void")
+        if (begun or self.workspace.void_attempt(*ref)) and router.kill(attempt):
+            self.workspace.close_attempt(*ref, outcome_of("cancelled", reason))
+
+
+def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:
+    """What happened and what to do next, for people."""
+    where = f"workspace={workspace.root}"
+    what = ", ".join(outcome.stages) if outcome.stages else "the run"
+    if outcome.by == "nobody":
+        return [f"Nothing of {outcome.run} runs; there was nothing to end."]
+    if outcome.ended:
+        how = " from here, as nobody worked on the run" if outcome.by == "here" else ""
+        lines = [f"Ended{how}: {what}. What was saved is kept.", "Next:"]
+        return [*lines, f"  refiner resume {outcome.run} {where}"]
+    lines = [f"Not ended yet: {', '.join(outcome.left) or what}."]
+    if outcome.orchestrator and outcome.orchestrator.standing == "elsewhere":
+        lines.append(
+            f"{outcome.orchestrator.where} has not answered and cannot be looked at from here. If "
+            "it is gone, end its jobs from here:"
+        )
+        return [*lines, f"  refiner cancel {outcome.run} {where} --now"]
+    return [*lines, "Next:", f"  refiner status {outcome.run} {where}"]
+
+
+def outcome_json(outcome: CancelOutcome) -> Mapping[str, object]:
+    """The same for scripts."""
+    return {
+        "version": 1,
+        "run": outcome.run,
+        "stages": list(outcome.stages),
+        "by": outcome.by,
+        "ended": outcome.ended,
+        "left": list(outcome.left),
+    }

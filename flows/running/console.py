@@ -1,0 +1,219 @@
+"""Progress of a campaign on standard error, and what to do next when it is over.
+
+In: the views of a campaign, again and again. Out: on a terminal a table that redraws itself (rich,
+imported only then); elsewhere plain lines: one per change of state, and per stage at most one every
+ten seconds about its progress. ``quiet`` leaves only warnings and failures. Standard output is
+never touched: it belongs to ``--json``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from flows.running.screen import Screen
+from refiner_core.contract.types import Progress
+from refiner_core.contract.views import StageView
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LINE_EVERY_S = 10.0
+_BAR_WIDTH = 16
+_STYLES = {
+    "waiting": "dim",
+    "queued": "dim cyan",
+    "paused": "yellow",
+    "running": "cyan",
+    "reattached": "cyan",
+    "skipped": "green",
+    "done": "green",
+    "failed": "bold red",
+    "interrupted": "yellow",
+    "blocked": "red",
+}
+_WORKING = ("running", "reattached")
+_NOT_YET = ("queued", "paused", "waiting")
+
+
+class Console(Screen):
+    """Shows a campaign. Safe to call from several threads.
+
+    ``command`` is the command line that runs the same thing again; ``workspace`` its folder. Both
+    go into the commands that the summary proposes.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str] = (),
+        workspace: str = "",
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(quiet, stream, clock)
+        self._command, self._workspace = tuple(command), workspace
+        self._states: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+        self._said: dict[str, tuple[float, Progress]] = {}
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Bring the display up to date."""
+        with self._lock:
+            now = self._clock()
+            for view in views.values():
+                self._note_change(view, now)
+            if self._fancy and not self._lost:
+                with self._while_it_can_be_written():
+                    self._redraw(views)
+            self._states.update({name: view.state for name, view in views.items()})
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        """The last state of every stage, then the summary with the next commands."""
+        self.show(views)
+        self.close()
+        troubled = any(v.state not in ("done", "skipped") for v in views.values())
+        if troubled or not self._quiet:
+            elapsed = self._clock() - self._began
+            self._print("\n".join(self.summary(views, elapsed)))
+
+    def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
+        """What was done, skipped, failed; where the logs are; what to type next."""
+        lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
+        for view in views.values():
+            if view.state in ("failed", "interrupted", "blocked"):
+                lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
+                if view.log:
+                    lines.append(f"    log: {view.log}")
+        lines.append("Next:")
+        lines += [f"  {command}" for command in self.next_commands(views)]
+        return lines
+
+    def next_commands(self, views: Mapping[str, StageView]) -> list[str]:
+        """Commands that make sense now, most useful first."""
+        where = [f"workspace={self._workspace}"] if self._workspace else []
+        troubled = any(v.state not in ("done", "skipped") for v in views.values())
+        commands = [
+            ["refiner", "logs", v.name, *where] for v in views.values() if v.state == "failed"
+        ]
+        if troubled and self._command:
+            commands.append(list(self._command))
+        commands.append(["refiner", "status", *where])
+        return [shlex.join(command) for command in commands]
+
+    # ------------------------------------------------------------ plain lines
+
+    def _note_change(self, view: StageView, now: float) -> None:
+        if view.state != self._states.get(view.name, "waiting"):
+            self._since[view.name] = now
+            if not self._quiet or view.state == "failed":
+                self._print_plain(view, now)
+            return
+        if self._quiet or view.progress is None or view.state not in _WORKING:
+            return
+        said_at, said = self._said.get(view.name, (self._since.get(view.name, now), None))
+        if now - said_at >= _LINE_EVERY_S and view.progress != said:
+            self._print_plain(view, now)
+
+    def _print_plain(self, view: StageView, now: float) -> None:
+        if view.progress is not None:
+            self._said[view.name] = (now, view.progress)
+        if not self._fancy:
+            self._print(state_line(view))
+
+    # ------------------------------------------------------------ terminal
+
+    def _redraw(self, views: Mapping[str, StageView]) -> None:
+        if self._live is None:
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            self._live = Live(
+                console=RichConsole(file=self._stream, stderr=True),
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(self._table(views), refresh=True)
+
+    def _table(self, views: Mapping[str, StageView]) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False)
+        for title in ("stage", "state", "", "progress", "time"):
+            table.add_column(title, no_wrap=title != "progress", overflow="ellipsis")
+        now = self._clock()
+        for view in views.values():
+            style = _STYLES[view.state]
+            seconds = view.seconds
+            if view.state in _WORKING:
+                seconds = max(seconds, now - self._since.get(view.name, now))
+            table.add_row(
+                Text(view.name),
+                Text(view.state, style=style),
+                Text(bar(view), style=style),
+                Text(detail(view)),
+                Text(duration(seconds) if seconds else ""),
+            )
+        return table
+
+
+def state_line(view: StageView) -> str:
+    """``grpo: running, step 12/80, reward 0.41``, or how it ended."""
+    parts: list[str] = [view.state]
+    if view.state in ("done", "failed", "interrupted") and view.seconds:
+        parts[0] += f" ({duration(view.seconds)})"
+    if view.state in _WORKING and view.job_id:
+        parts[0] += f" as job {view.job_id}"
+    if text := detail(view):
+        parts.append(text)
+    line = f"{view.name}: {', '.join(parts)}"
+    if view.state in ("failed", "interrupted") and view.log:
+        line += f"\n  log: {view.log}"
+    return line
+
+
+def detail(view: StageView) -> str:
+    """Phase, count and key values while it works; its message otherwise."""
+    progress = view.progress
+    if view.state not in _WORKING or progress is None:
+        return view.message
+    count = f"{progress.done}/{progress.total}" if progress.total else ""
+    parts = [" ".join(filter(None, [progress.phase, count]))]
+    parts += [f"{name} {value:.4g}" for name, value in progress.values.items()]
+    return ", ".join(filter(None, parts))
+
+
+def bar(view: StageView) -> str:
+    """A bar of blocks for a stage at work, else nothing."""
+    progress = view.progress
+    if view.state not in _WORKING or progress is None or progress.total <= 0:
+        return ""
+    filled = round(_BAR_WIDTH * min(1.0, progress.done / progress.total))
+    return "█" * filled + "░" * (_BAR_WIDTH - filled)
+
+
+def duration(seconds: float) -> str:
+    """``7.2 s``, ``3 min 05 s``, ``2 h 04 min``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _counted(views: Mapping[str, StageView]) -> str:
+    states = [view.state for view in views.values()]
+    order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
+    parts = [f"{states.count(s)} {s}" for s in order if s in states]
+    return ", ".join(parts) or "nothing to do"
+
+
+def _colon(message: str) -> str:
+    return f": {message}" if message else ""

@@ -1,0 +1,399 @@
+"""How a run stands, from records alone: a row per stage, who works on it, what went wrong.
+
+In: a workspace and a run. Out: a :class:`RunStatus`, for `refiner status`, scripts and Python.
+Reads only, so it works on a full or read-only disk; imports neither torch nor Prefect; and never
+waits for a scheduler longer than it is told to: what it did not answer in time is said to be so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infra.campaign.history import devices_of, run_events, run_incidents
+from infra.campaign.observe import Observer, Patience
+from infra.campaign.orchestrators import Orchestrator, orchestrator_of
+from infra.campaign.reconcile import Seen
+from infra.campaign.timeline import Incident, first_line
+from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+from refiner_core.contract.records import RunRecord, StageRecord, from_json
+from refiner_core.contract.services import is_service
+
+#: How long a look waits for the scheduler. A healthy one answers sooner; a dead one in a minute.
+SCHEDULER_WAIT_S = 0.6
+#: Which of a stage's values is its main one, where it has it; else the first.
+_MAIN = ("reward", "rewards/mean", "loss", "format_valid")
+_KINDS = (
+    *("fetch", "data", "sft", "serve", "sample", "rft", "grpo", "command"),
+    *("export", "publish", "evaluate", "card"),
+)
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """One stage of a run.
+
+    Attributes
+    ----------
+    state
+        ``waiting``, ``queued``, ``running``, ``suspended``, ``paused``, ``hung``, ``killed``,
+        ``interrupted``, ``cancelled``, ``failed``, ``blocked``, ``done``; of a server ``idle``,
+        where it does not run because nobody needs it.
+    reason
+        Why it waits or how its last attempt ended.
+    step, total, metric
+        Progress of the newest attempt by its last heartbeat: of its phase, and its main value.
+    eta_s
+        Seconds until ``total``, by the rate of this attempt so far; None where nobody can say.
+    seconds
+        Of work of the newest attempt.
+    last_failure
+        How the newest attempt that failed did so.
+    """
+
+    name: str
+    id: str
+    state: str
+    reason: str = ""
+    job_id: str | None = None
+    node: str = ""
+    attempt: int = 0
+    attempts: int = 0
+    gpus: int = 0
+    phase: str = ""
+    step: int | None = None
+    total: int | None = None
+    metric: str = ""
+    eta_s: float | None = None
+    seconds: float | None = None
+    last_failure: str = ""
+
+
+@dataclass(frozen=True)
+class DiskStatus:
+    """The file system that the data lie on, as it says of itself (quotas: `refiner disk`)."""
+
+    folder: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at one moment.
+
+    ``scheduler`` says what is missing because a scheduler did not answer; empty if nothing is.
+    """
+
+    run: str
+    recipe: str
+    command: tuple[str, ...]
+    started_at: str
+    finished: bool
+    orchestrator: Orchestrator
+    stages: tuple[StageStatus, ...]
+    incidents: tuple[Incident, ...]
+    disk: DiskStatus | None
+    scheduler: str = ""
+    cancel_asked: Mapping[str, Any] | None = None
+
+
+def orchestrator_text(who: Orchestrator, finished: bool) -> str:
+    """Who works on a run or a sweep, in a line."""
+    if who.standing == "running":
+        return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
+    if who.standing == "elsewhere":
+        return f"orchestrator: {who.where}, by its own word; it cannot be looked at from here"
+    if finished:
+        return "finished"
+    why = {"gone": f"{who.where} is gone", "ended": f"it ended with exit code {who.exit_code}"}
+    return f"orchestrator: not running ({why.get(who.standing, 'never begun')})"
+
+
+class Watcher:
+    """Looks at one run, once or again and again.
+
+    Parameters
+    ----------
+    workspace, run
+        What to look at.
+    wait_s
+        How long a look may wait for the scheduler, seconds.
+    """
+
+    def __init__(
+        self, workspace: Workspace, run: RunRecord, wait_s: float = SCHEDULER_WAIT_S
+    ) -> None:
+        self.workspace, self.run = workspace, run
+        settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
+        patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
+        self._router = HurriedRouter(router_to_look(settings, workspace), wait_s)
+        self._observer = Observer(workspace, self._router, patience)
+
+    def look(self) -> RunStatus:
+        """How the run stands now."""
+        workspace, run = self.workspace, self.run
+        records, observed = self._observer.look(run.stages.values())
+        who = orchestrator_of(workspace, run.run)
+        told = _last_words(run_events(workspace, run.run)) if who.works else {}
+        rows = []
+        for name in stage_names(run):
+            stage_id = run.stages[name]
+            record = records.get(stage_id)
+            row = StageStatus(name, stage_id, "waiting", gpus=devices_of(run.config, _kind(name)))
+            row = _with_attempts(row, record, workspace)
+            state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
+            if state in ("waiting", "interrupted", "failed", "idle") and name in told:
+                state, reason = told[name]
+            rows.append(replace(row, state=state, reason=reason))
+        return RunStatus(
+            run=run.run,
+            recipe=run.recipe,
+            command=run.command,
+            started_at=run.started_at,
+            finished=all(row.state == "done" for row in rows if not is_service(row.id)),
+            orchestrator=who,
+            stages=tuple(rows),
+            incidents=tuple(run_incidents(workspace, run)),
+            disk=_disk(workspace),
+            scheduler=self._router.late,
+            cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
+        )
+
+    def _state(
+        self, stage_id: str, record: StageRecord | None, seen: Seen | None
+    ) -> tuple[str, str]:
+        if record is None or not record.attempts:
+            return ("idle" if is_service(stage_id) else "waiting"), ""
+        if record.result is not None:
+            return "done", ""
+        last = record.attempts[-1]
+        if seen is None:
+            outcome = last.outcome
+            if outcome is None:
+                return "interrupted", ""
+            if outcome.decision == "finish":
+                return "idle", first_line(outcome.message)
+            state = "failed" if outcome.decision == "stop" else "interrupted"
+            if outcome.failure == "cancelled":
+                state = "cancelled"
+            return state, first_line(outcome.message)
+        if seen.sight in ("dead", "hung"):
+            return {"dead": "killed", "hung": "hung"}[seen.sight], seen.note
+        unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
+        if unknown is not None and unknown.sight == "unknown" and last.started_at is None:
+            return "queued", self._router.late and "the scheduler did not answer in time"
+        if seen.running:
+            return "running", "" if seen.note.startswith("RUNNING") else seen.note
+        return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
+
+
+class HurriedRouter(Router):
+    """Asks in the background and waits only so long; then local jobs are looked at alone, and the
+    others are ``unknown``. ``late`` says so."""
+
+    def __init__(self, router: Router, wait_s: float) -> None:
+        super().__init__(router.dispatchers, router.executor_for)
+        self._wait_s = wait_s
+        self._asking: threading.Thread | None = None
+        self._answer: dict[AttemptRef, JobSight] = {}
+        self.late = ""
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        """All of them, or in time those that need no scheduler."""
+        far = [a for a in attempts if a.attempt.executor != "local"]
+        near = [a for a in attempts if a.attempt.executor == "local"]
+        seen = super().look(near)
+        if not far:
+            self.late = ""
+            return seen
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, args=(far,), daemon=True)
+            self._asking.start()
+        self._asking.join(self._wait_s)
+        late = self._asking.is_alive()
+        self.late = f"the scheduler did not answer within {self._wait_s:g} s" if late else ""
+        return {**{a.ref: self._answer.get(a.ref, JobSight("unknown")) for a in far}, **seen}
+
+    def _ask(self, attempts: Sequence[OpenAttempt]) -> None:
+        self._answer = super().look(attempts)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _with_attempts(
+    row: StageStatus, record: StageRecord | None, workspace: Workspace
+) -> StageStatus:
+    """Job, node, progress and last failure, by the newest attempt."""
+    if record is None or not record.attempts:
+        return row
+    last = record.attempts[-1]
+    if record.result is not None:
+        last = next((a for a in record.attempts if a.number == record.result.attempt), last)
+    beat = workspace.read_heartbeat(row.id, last.number) or {}
+    progress = beat.get("progress") or {}
+    step, total = progress.get("done"), progress.get("total") or None
+    seconds = record.result.seconds if record.result else last.seconds or beat.get("seconds")
+    failed = [a for a in record.attempts if a.outcome and a.outcome.failure != "none"]
+    over = record.result is not None or last.outcome is not None
+    return replace(
+        row,
+        job_id=last.job_id,
+        node=last.node,
+        attempt=last.number,
+        attempts=len(record.attempts),
+        phase=str(progress.get("phase") or ""),
+        step=step,
+        total=total,
+        metric=metric_text(progress.get("values") or {}),
+        eta_s=None if over else eta_s(beat, last.resumed_from_step),
+        seconds=None if seconds is None else round(float(seconds), 1),
+        last_failure=_failure(failed[-1]) if failed else "",
+    )
+
+
+def eta_s(beat: Mapping[str, Any], resumed_from: int | None) -> float | None:
+    """Seconds until the total of a heartbeat's progress, by this attempt's own rate so far."""
+    progress = beat.get("progress") or {}
+    done, total = int(progress.get("done") or 0), int(progress.get("total") or 0)
+    began, passed = resumed_from or 0, float(beat.get("moved_at_s") or beat.get("seconds") or 0.0)
+    if total <= 0 or done <= began or passed <= 0:
+        return None
+    return round(max(0, total - done) * passed / (done - began), 1)
+
+
+def _failure(attempt: Any) -> str:
+    outcome = attempt.outcome
+    step = f" at step {outcome.step}" if outcome.step else ""
+    said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
+    return f"attempt {attempt.number}: {outcome.failure}{step}{said}"
+
+
+def metric_text(values: Mapping[str, Any]) -> str:
+    """The main value of a heartbeat's progress, such as ``reward 0.41``."""
+    name = next((n for n in _MAIN if n in values), next(iter(values), None))
+    return "" if name is None or values[name] is None else f"{name} {float(values[name]):.4g}"
+
+
+def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """What the orchestrator last said of stages that have no live job: it knows why they wait."""
+    words = {}
+    for event in events:
+        if event.get("event") == "stage":
+            state = str(event.get("state"))
+            words[str(event["stage"])] = (state, str(event.get("message") or ""))
+    waiting = ("waiting", "paused", "blocked", "failed", "interrupted")
+    return {name: word for name, word in words.items() if word[0] in waiting}
+
+
+def _disk(workspace: Workspace) -> DiskStatus | None:
+    folder = workspace.layout.data
+    with contextlib.suppress(OSError):
+        use = shutil.disk_usage(folder)
+        return DiskStatus(str(folder), use.free, use.total)
+    return None
+
+
+def stage_names(run: RunRecord) -> list[str]:
+    """Stages of a run, each after those that it may need; records list them by name."""
+    return sorted(run.stages, key=lambda name: _order(run.stages[name]))
+
+
+def _order(stage_id: str) -> int:
+    """Position of a stage's kind in a plan; stage ids begin with the kind."""
+    kind = stage_id.rpartition("-")[0]
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+
+
+def _kind(name: str) -> str:
+    return name.partition("-")[0]
+
+
+# ---------------------------------------------------------------- which run
+
+
+def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | None:
+    """The run of that id, or of the only id that begins or ends so; the newest without one. A
+    trial's run may be named by its place in the sweep, ``SWEEP:ARM/seed1``.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none, or several; the message suggests the nearest.
+    """
+    if wanted is not None and ":" in wanted:
+        return _run_of_trial(workspace, wanted)
+    known = workspace.run_ids()
+    if wanted is None:
+        return workspace.read_run(known[-1]) if known else None
+    hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
+    if len(hits) == 1:
+        return workspace.read_run(hits[0])
+    hint = _hint_at_trial(workspace, wanted) or suggest(wanted, known)
+    what = f"{workspace.root} has no run {wanted!r}.{hint}"
+    if hits:
+        what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
+    shown = ", ".join((hits or known)[-5:]) or "(there are none)"
+    raise ConfigurationError(
+        what,
+        expected=f"one of: {shown}",
+        fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
+    )
+
+
+def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
+    """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
+    for name in workspace.sweep_names():
+        trials = [t.name for t in workspace.read_sweep(name).trials]
+        if wanted == name:
+            return f" It is a sweep; a run of it is {name}:ARM/seedN, e.g. {name}:{trials[0]}."
+        if (trial := wanted.removeprefix(f"{name}/")) in trials:
+            return f" Did you mean the trial {name}:{trial}?"
+    return ""
+
+
+def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
+    """The run of ``SWEEP:ARM/seed1``."""
+    name, _, trial = wanted.partition(":")
+    sweep = workspace.read_sweep(name)
+    known = [t.name for t in sweep.trials]
+    run_id = workspace.trial_run(name, trial)
+    if run_id is not None:
+        return workspace.read_run(run_id)
+    if trial in known:
+        raise ConfigurationError(
+            f"Trial {trial} of sweep {name} has not begun.",
+            expected="a trial that has a run",
+            fix=f"look with `refiner status {name}`",
+        )
+    raise ConfigurationError(
+        f"Sweep {name} has no trial {trial!r}.{suggest(trial, known)}",
+        expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
+        fix=f"name one of these (`refiner status {name}` shows them)",
+    )
+
+
+def _means(wanted: str, run_id: str) -> bool:
+    return len(wanted) >= 4 and (run_id.startswith(wanted) or run_id.endswith(wanted))
+
+
+def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
+    """Runs of which a stage is not done, oldest first."""
+    runs = [workspace.read_run(run_id) for run_id in workspace.run_ids()]
+    return [run for run in runs if not is_finished(workspace, run)]
+
+
+def is_finished(workspace: Workspace, run: RunRecord) -> bool:
+    """Whether every stage of a run is done."""
+    stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
+    return all(workspace.layout.stage(i).result.exists() for i in stages)

@@ -1,0 +1,125 @@
+"""What a finished run has to say: one table of numbers, and where its models lie.
+
+In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flows.api import RunOutcome, evaluations_of
+from infra.store.workspace import Workspace
+
+#: Metrics of the closing table of an agent; of pass@k and pass^k the largest k stands with them.
+SHOWN_OF_TASKS = ("pass@1_first", "pass@1", "pass@k", "pass^k", "partial", "turns", "episode_error")
+#: Metrics of the closing table, in this order, where an evaluation has them.
+SHOWN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "claims")
+
+
+def summary_lines(outcome: RunOutcome) -> Iterator[str]:
+    """Rows kept, numbers by model and decoding with 95 % intervals, what is published where."""
+    workspace = Workspace.read_only(outcome.plan.config.workspace)
+    yield from _rows_kept(outcome)
+    yield from _attempts_kept(outcome)
+    numbers = evaluations_of(outcome.plan, workspace)
+    for under, decoding in dict.fromkeys((n["under"], n["decoding"]) for n in numbers):
+        here = [n for n in numbers if (n["under"], n["decoding"]) == (under, decoding)]
+        measured = f"protocol {under}" if under else "held-out prompts"
+        yield ""
+        yield f"{decoding} decoding, {measured} (95 % interval)"
+        yield from _table(here)
+    yield from _damages(outcome, workspace)
+    yield from _publications(outcome, workspace)
+
+
+def _damages(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """Finished stages whose output is not what it was, and how to make it again."""
+    for view in outcome.views.values():
+        stage_id = outcome.plan.by_name[view.name].id
+        if damage := workspace.output_damage(stage_id):
+            folder = workspace.layout.stage(stage_id).control
+            yield ""
+            yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
+
+
+def _publications(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """One line for each publication that is there, by step; what the repository ends at is last."""
+    made = []
+    for view in outcome.views.values():
+        stage_id = outcome.plan.by_name[view.name].id
+        there = view.kind == "publish" and "target" in view.report
+        if there and workspace.output_damage(stage_id) is None:
+            made.append(view.report)
+    if made:
+        yield ""
+    for report in sorted(made, key=lambda r: (bool(r.get("final")), int(r.get("step") or 0))):
+        yield f"published: {report['target']} ({_which(report)})"
+
+
+def _which(report: Mapping[str, Any]) -> str:
+    said = [f"step {report['step']}"] if "step" in report else []
+    if report.get("revision", "main") != "main":
+        said.append(f"revision {report['revision']}")
+    if report.get("best"):
+        said.append(
+            f"the best of {len(report['best']['candidates'])} by {report['best']['metric']}"
+        )
+    return ", ".join(said) or "the last step"
+
+
+def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
+    """What the data stage kept and dropped, and why."""
+    data = outcome.views.get("data")
+    report = data.report if data is not None else {}  # another trainer brings its own data
+    for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
+        counts = report.get(which) or {}
+        if not counts.get("read"):
+            continue
+        dropped = [f"{n} {reason}" for reason, n in sorted((counts.get("dropped") or {}).items())]
+        why = f" (dropped: {', '.join(dropped)})" if dropped else ""
+        yield f"{counts['kept']} of {counts['read']} {label} kept{why}"
+
+
+def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
+    """What the sample stage kept of its attempts."""
+    sampled = outcome.views.get("sample")
+    report = sampled.report if sampled is not None else {}
+    if not report.get("kept"):
+        return
+    kept, attempts, prompts = report["kept"], report["attempts"], report["prompts"]
+    yield (
+        f"{kept['demonstrations']} of {attempts['total']} attempts kept "
+        f"({kept['full_success']} full successes, {kept['best_partial']} best partial ones) at "
+        f"{prompts['total']} prompts, {prompts['full']} of them solved"
+    )
+
+
+def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    models = list(dict.fromkeys(n["stage"] for n in numbers))
+    shown = [m for m in shown_metrics(numbers) if any(n["metric"] == m for n in numbers)]
+    values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
+    rows = [["", *shown]]
+    rows += [[model, *(values.get((model, m), "") for m in shown)] for model in models]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+
+
+def shown_metrics(numbers: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    """The metrics of a table."""
+    found = {str(n["metric"]) for n in numbers}
+    if "pass@1" not in found:
+        return SHOWN
+    most = max(int(name[5:]) for name in found if re.fullmatch(r"pass@\d+", name))
+    named = (m.replace("k", str(most)) if m in ("pass@k", "pass^k") else m for m in SHOWN_OF_TASKS)
+    return list(dict.fromkeys(named))
+
+
+def _cell(number: Mapping[str, Any]) -> str:
+    if number["value"] is None:
+        return "-"
+    if number["low"] is None:
+        return f"{number['value']:.3f}"
+    return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"

@@ -1,0 +1,194 @@
+"""The `fetch` stage: what a recipe names on a Hub comes into the Hub client's own cache.
+
+In: the sources of a plan that begin with ``hub:``. Out: snapshots at the wanted revisions in the
+normal cache (``HF_HOME``), which the stages after it read with the network switched off, and a
+report of what is there and how large it is. Files that are there already are not fetched again, and
+one that was cut off goes on where it was: run it as often as you like.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from infra.disk.room import is_no_space, no_space_error
+from infra.store import atomic
+from refiner_core.contract.config import ModelConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
+from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
+from refiner_core.contract.services import JUDGE_WEIGHTS
+from refiner_core.contract.types import Progress, StageIO
+from refiner_core.generation.load import resolve_ref
+
+log = logging.getLogger(__name__)
+
+_REPORT = "fetched.json"
+#: The same weights in formats that are not read here.
+_NOT_READ = ("*.onnx", "*.msgpack", "*.h5", "*.ot", "*.gguf", "original/*", "onnx/*", "flax_*")
+
+
+class FetchFailed(RefinerError, RuntimeError):
+    """The Hub did not deliver; the next attempt goes on with what is missing."""
+
+    resumable = True
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One repository to fetch."""
+
+    role: str
+    repo_id: str
+    revision: str
+    kind: Literal["model", "dataset"]
+    split: str = ""
+
+
+def fetch(
+    config: RecipeConfig, sources: Mapping[str, str], *, output_dir: Path, io: StageIO
+) -> dict[str, Any]:
+    """Fetch everything; returns the report.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such repository or revision, or it is not open to this user.
+    NoSpaceError
+        The cache's disk is full; what is there stays, and the next attempt goes on.
+    Interrupted
+        Somebody asked to stop between two repositories.
+    """
+    wanted = [_wanted(config, role) for role in sources]
+    fetched: list[dict[str, Any]] = []
+    for number, repository in enumerate(wanted):
+        if io.should_stop():
+            raise Interrupted("fetching stopped on request", fix="run the same command again")
+        io.progress(Progress(number, len(wanted), f"fetching {repository.repo_id}"))
+        log.info("fetching %s %s@%s", repository.kind, repository.repo_id, repository.revision)
+        folder = _snapshot(repository)
+        fetched.append(_described(repository, folder))
+        log.info("%s: %d bytes in %s", repository.repo_id, fetched[-1]["bytes"], folder)
+    io.progress(Progress(len(wanted), len(wanted), "fetched"))
+    atomic.write_json(output_dir / _REPORT, {"fetched": fetched})
+    return {"fetched": fetched, "bytes": sum(f["bytes"] for f in fetched)}
+
+
+def local_model(config: ModelConfig) -> str:
+    """The folder of the recipe's base model; of a Hub's, the snapshot in the cache.
+
+    Raises
+    ------
+    ConfigurationError
+        It is not in the cache.
+    """
+    resolved = resolve_ref(config.name_or_path)
+    if Path(resolved).is_dir():
+        return resolved
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(
+            snapshot_download(
+                resolved,
+                revision=config.revision,
+                local_files_only=True,
+                ignore_patterns=list(_NOT_READ),  # else what was left out counts as missing
+            )
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"The model {resolved}@{config.revision} is not in the Hub cache of this machine",
+            expected="what the `fetch` stage has brought there",
+            fix="set HF_HOME to the cache that it used, or run "
+            f"`hf download {resolved} --revision {config.revision}`",
+        ) from error
+
+
+def _wanted(config: RecipeConfig, source: str) -> Wanted:
+    """What a source (``model``, ``data.rl@held-out-v1``) stands for."""
+    role, protocol = without_protocol(source), protocol_name(source)
+    if protocol:
+        config = configs_under(config)[protocol]
+    model, data = config.model, config.data
+    if role == "model":
+        return Wanted(source, model.name_or_path, model.revision, "model")
+    if role == "tokenizer":
+        return Wanted(source, str(model.tokenizer_name_or_path), "main", "model")
+    if role == JUDGE_WEIGHTS:
+        return Wanted(source, config.judge.model, config.judge.revision or "main", "model")
+    which = role.removeprefix("data.")
+    path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
+    return Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
+
+
+def _snapshot(wanted: Wanted) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = Path(
+            snapshot_download(
+                wanted.repo_id,
+                repo_type=wanted.kind,
+                revision=wanted.revision,
+                ignore_patterns=list(_NOT_READ) if wanted.kind == "model" else None,
+            )
+        )
+        if wanted.kind == "dataset":
+            _prepare_rows(wanted)
+    except (RepositoryNotFoundError, RevisionNotFoundError, GatedRepoError) as error:
+        raise ConfigurationError(
+            f"The Hub refuses {wanted.kind} {wanted.repo_id}@{wanted.revision}: "
+            f"{type(error).__name__}",
+            expected="a repository and revision that exist and that you may read",
+            fix="check the name and revision, ask for access, or log in (`hf auth login`)",
+        ) from error
+    except RefinerError:
+        raise
+    except Exception as error:  # the client raises OS, HTTP, value and its own errors alike
+        if is_no_space(error, _cache()):
+            raise no_space_error(_cache(), f"fetching {wanted.repo_id}", error) from error
+        raise FetchFailed(
+            f"{wanted.repo_id}@{wanted.revision} could not be fetched ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no reason given'})",
+            expected="a node that reaches the Hub",
+            fix="run the same command again where there is a network; what has come stays",
+        ) from error
+    return folder
+
+
+def _prepare_rows(wanted: Wanted) -> None:
+    """Rows are read through `datasets`, which keeps a cache of its own: fill that, too."""
+    from datasets import load_dataset
+
+    load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
+
+
+def _described(wanted: Wanted, folder: Path) -> dict[str, Any]:
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {
+        "source": wanted.role,
+        "repo_id": wanted.repo_id,
+        "kind": wanted.kind,
+        "revision": wanted.revision,
+        "commit": folder.name,
+        "files": len(files),
+        "bytes": sum(p.stat().st_size for p in files),
+        "folder": str(folder),
+    }
+
+
+def _cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    return folder

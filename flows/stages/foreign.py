@@ -1,0 +1,120 @@
+"""The `command` stage: from a recipe's section to a trainer under care, and its export.
+
+In: the work of a ``command`` stage. Out: ``output/model``, and a report with the steps, the command
+and the last numbers that it printed. Its own checkpoints stay in ``work/`` of the stage's folder,
+which all attempts share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import infra
+from infra.attempt.attempt import AttemptClosed
+from infra.attempt.stage_io import AttemptIO
+from infra.disk.keeper import DiskKeeper
+from infra.foreign.calling import Call, fill
+from infra.foreign.exports import find_export, make_model
+from infra.foreign.layout import work_folder
+from infra.foreign.runner import TrainerJob, run_trainer
+from infra.jobs.protocol import AttemptRef
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.plan import uses
+
+if TYPE_CHECKING:
+    from flows.stages.kinds import StageWork
+
+
+def run_foreign(work: StageWork) -> dict[str, Any]:
+    """Run the trainer from its newest checkpoint to its end, and export what it made.
+
+    Raises
+    ------
+    RefinerError
+        Why it ended; see :func:`infra.foreign.runner.run_trainer`.
+    """
+    command = work.config.command
+    if command.adopted:
+        raise WorkspaceError(
+            f"The weights of {work.stage_id} were adopted, and are not in this workspace any more",
+            expected="the stage as `refiner adopt` has left it",
+            fix=f"adopt them again: `refiner adopt DIR workspace={work.workspace.root}`",
+        )
+    job = _job(work)
+    report = run_trainer(job, _io(work))
+    source = find_export(job.call.output, command.exports, report.checkpoints)
+    # Sizes and shards were looked at; the fence once more, before anything is made of them.
+    job.check_fence()
+    missing = make_model(source, work.output_dir / "model", _companions(work, job.call))
+    newest = max((c.step for c in report.checkpoints if not c.damage), default=0)
+    steps = newest if command.exports == "auto" else max(newest, report.step)
+    return {
+        "steps": steps,
+        "command": command.run,
+        "base_model": _base_model(work),
+        "version": command.version,
+        "export": source.relative_to(job.call.output).as_posix(),
+        "missing": missing,
+        "resumed_from": report.resumed_from,
+        "final": {k: v for k, v in report.values.items() if k not in ("step", "total")},
+    }
+
+
+def _base_model(work: StageWork) -> str:
+    """The model that training started from; empty where only the trainer knows."""
+    return work.config.model.name_or_path if uses(work.config.command, "model") else ""
+
+
+def _job(work: StageWork) -> TrainerJob:
+    config, io = work.config, _io(work)
+    number = io.checkpoints.attempt
+    call = Call(
+        output=work_folder(work.workspace.layout.stage(work.stage_id)),
+        workdir=Path(config.command.workdir or Path.cwd()).expanduser().absolute(),
+        seed=config.seed,
+        stage_id=work.stage_id,
+        attempt=number,
+        data=work.inputs.get("data"),
+        model=_model_folder(work) if uses(config.command, "model") else None,
+    )
+
+    def check_fence() -> None:
+        if work.workspace.is_stale(work.stage_id, number):
+            raise AttemptClosed(
+                f"Attempt {number} of {work.stage_id} is no longer the newest, so its trainer ends",
+                fix="nothing; the newer attempt goes on",
+            )
+
+    keeper = DiskKeeper(work.workspace, config.disk, stop_asked=io.should_stop)
+    ref = AttemptRef(work.stage_id, number)
+    return TrainerJob(
+        command=config.command,
+        call=call,
+        check_fence=check_fence,
+        shortage=lambda need: keeper.shortage(need, ref),
+        make_room=lambda need: keeper.make_room(need, ref),
+        grace_s=config.dispatch.grace_s,
+        watch_s=config.disk.watch_s,
+        ours=Path(next(iter(infra.__path__))).parent,
+    )
+
+
+def _io(work: StageWork) -> AttemptIO:
+    assert isinstance(work.io, AttemptIO), "an attempt's own"
+    return work.io
+
+
+def _model_folder(work: StageWork) -> str:
+    if "policy" in work.inputs:
+        return work.model_ref
+    from flows.stages.fetch import local_model
+
+    return local_model(work.config.model)
+
+
+def _companions(work: StageWork, call: Call) -> Path | None:
+    text = work.config.command.companions
+    if not text:
+        return None
+    return Path(fill(text, call.values())).expanduser()

@@ -1,0 +1,1 @@
+"""Dead runs, ours or anybody's, become stages that go on here."""

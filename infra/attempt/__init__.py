@@ -1,0 +1,1 @@
+"""An attempt from the inside: its IO, its sign of life, requests to stop, its log."""

@@ -1,0 +1,248 @@
+"""Requests to stop: a signal sets a flag, and afterwards somebody asks whose it was.
+
+In: SIGTERM, SIGINT, SIGUSR1 and SIGUSR2; a note beside the attempt (``stop.json``); what Slurm says
+of the job. Out: a flag that the stage looks at between two steps (nothing is ever saved in a
+handler: that hangs now and then), and the failure class that the request means. Slurm tells a job
+nothing but a number, so the job asks: ``scontrol show job`` once, when it ends; what it answers in
+each case was measured on Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+from infra.jobs.processes import host_name
+from refiner_core.contract.records import FailureClass
+
+log = logging.getLogger(__name__)
+
+#: SIGUSR1 and SIGUSR2 come ahead of a time limit, or where a site warns before a preemption.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+ASK_TIMEOUT_S = 5.0
+#: Setting of a job: how long before the time limit Slurm was asked to warn it, seconds.
+SIGNAL_LEAD = "REFINER_SIGNAL_LEAD_S"
+#: A plain SIGTERM this close to the time limit is taken for it, or as close as the warning comes.
+_LIMIT_SHARE, _LIMIT_MIN_S, _LIMIT_MAX_S = 0.05, 5.0, 60.0
+_EARLY_S = 60.0
+_NO_TIME = (None, "", "None", "Unknown", "N/A")
+
+
+class Why(NamedTuple):
+    """Why a job was asked to stop, or ended.
+
+    ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
+    """
+
+    failure: FailureClass
+    message: str
+    comes_back: bool = False
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The Slurm job that this process is part of.
+
+    Attributes
+    ----------
+    id
+        What Slurm calls the job itself (``123``).
+    array_id
+        What it is called as part of an array (``120_3``); empty outside of one.
+    restart
+        How often Slurm has started the job again.
+    node
+        The node's name, as Slurm knows it.
+    """
+
+    id: str
+    array_id: str = ""
+    restart: int = 0
+    node: str = ""
+
+    @classmethod
+    def from_environment(cls, values: Mapping[str, str] = os.environ) -> SlurmJob | None:
+        """The job that the environment speaks of; None outside of Slurm."""
+        if not values.get("SLURM_JOB_ID"):
+            return None
+        array, task = values.get("SLURM_ARRAY_JOB_ID"), values.get("SLURM_ARRAY_TASK_ID")
+        return cls(
+            id=values["SLURM_JOB_ID"],
+            array_id=f"{array}_{task}" if array and task else "",
+            restart=int(values.get("SLURM_RESTART_COUNT") or 0),
+            node=values.get("SLURMD_NODENAME") or host_name(),
+        )
+
+    def is_called(self, name: object) -> bool:
+        """Whether ``name`` means this job."""
+        return bool(name) and str(name) in (self.id, self.array_id)
+
+
+class StopFlag:
+    """Notes that a signal came; a context manager that puts the old handlers back."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopFlag:
+        for number in STOP_SIGNALS:
+            self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old.clear()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = number
+
+
+# ---------------------------------------------------------------- asking Slurm
+
+#: Runs a command of the scheduler; what it printed, empty where it cannot say.
+Ask = Callable[[Sequence[str]], str]
+
+
+def ask_scheduler(command: Sequence[str]) -> str:
+    """What a command of the scheduler prints; empty, and a line in the log, if it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning("%s does not answer: %s", command[0], error)
+        return ""
+    if done.returncode != 0:
+        log.info("%s says: %s", command[0], done.stderr.strip()[:300])
+    return done.stdout
+
+
+def why_stopped(
+    job: SlurmJob | None,
+    number: int | None,
+    asked: Mapping[str, Any] | None,
+    ask: Ask = ask_scheduler,
+) -> Why:
+    """Why a worker that ends on request was asked to.
+
+    Parameters
+    ----------
+    job
+        The Slurm job, if it is one.
+    number
+        The signal, if one came.
+    asked
+        What ``stop.json`` says: our own side gives its reason before it sends a signal.
+    ask
+        How Slurm's commands are called.
+    """
+    if asked is not None:
+        failure: FailureClass = (
+            "cancelled" if asked.get("failure") == "cancelled" else "interrupted"
+        )
+        return Why(failure, str(asked.get("reason", "stopped on request")))
+    name = signal.Signals(number).name if number is not None else "a request"
+    if job is None:
+        return Why("interrupted", f"stopped by {name}")
+    facts = job_facts(ask(("scontrol", "show", "job", "-o", job.id)), job.id)
+    if int(facts.get("Restarts") or 0) > job.restart:
+        # Slurm forgets PreemptTime when it requeues, before the signal arrives.
+        why = _end_of_start(job, job.restart, ask) or _ENDS["REQUEUED"]
+        why = why._replace(comes_back=True)
+    else:
+        why = _why(number, facts)
+    return why._replace(message=f"{why.message} (job {job.array_id or job.id}, {name})")
+
+
+def job_facts(text: str, job_id: str) -> dict[str, str]:
+    """The fields of one job in the output of ``scontrol show job -o``.
+
+    The number of an array's last task is the array's own: Slurm prints all tasks then.
+    """
+    for line in text.splitlines():
+        facts = dict(part.split("=", 1) for part in line.split() if "=" in part)
+        if facts.get("JobId") == job_id:
+            return facts
+    return {}
+
+
+def _why(number: int | None, facts: Mapping[str, str]) -> Why:
+    state = facts.get("JobState", "")
+    if facts.get("PreemptTime") not in _NO_TIME or state == "PREEMPTED":
+        return Why("preempted", "Slurm preempts the job")
+    if state == "NODE_FAIL":
+        return Why("node_failure", "the node failed")
+    if state in ("TIMEOUT", "DEADLINE") or _time_is_up(number, facts):
+        return Why("time_limit", f"the job's time limit ({facts.get('TimeLimit', '?')}) is near")
+    if state in ("CANCELLED", "COMPLETING"):  # it still runs, so it is being ended from outside
+        return Why("cancelled", "the job was cancelled (scancel)")
+    return Why("interrupted", "stopped on request")
+
+
+def _time_is_up(number: int | None, facts: Mapping[str, str]) -> bool:
+    limit, ran = _seconds(facts.get("TimeLimit", "")), _seconds(facts.get("RunTime", ""))
+    if limit is None or ran is None:
+        return False
+    if number in (signal.SIGUSR1, signal.SIGUSR2):
+        return True  # our own warning ahead of the limit (sbatch --signal)
+    near_s = min(_LIMIT_MAX_S, max(_LIMIT_MIN_S, _LIMIT_SHARE * limit))
+    told = os.environ.get(SIGNAL_LEAD, "")
+    # Slurm looks at limits only every half minute or so, and may warn that much earlier.
+    lead_s = float(told) + _EARLY_S if told.replace(".", "", 1).isdigit() else 0.0
+    return limit - ran <= max(near_s, lead_s)
+
+
+def _seconds(text: str) -> float | None:
+    """Slurm's ``[days-]hours:minutes:seconds``; None for UNLIMITED and the like."""
+    days, _, clock = text.rpartition("-")
+    parts = clock.split(":")
+    try:
+        total = float(days or 0) * 86400
+        for part, unit in zip(reversed(parts), (1, 60, 3600), strict=False):
+            total += float(part) * unit
+    except ValueError:
+        return None
+    return total
+
+
+# ---------------------------------------------------------------- after a restart
+
+#: States of a start after which the scheduler starts a job again.
+_ENDS: Mapping[str, Why] = {
+    "PREEMPTED": Why("preempted", "Slurm preempted the job"),
+    "REQUEUED": Why("preempted", "Slurm put the job back into its queue"),
+    "NODE_FAIL": Why("node_failure", "the node failed"),
+    "BOOT_FAIL": Why("node_failure", "the node failed"),
+    "TIMEOUT": Why("time_limit", "the job's time limit was reached"),
+}
+
+
+def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
+    """Why the scheduler has started this job again: what accounting says of its last start.
+
+    Where accounting is off nobody knows any more; then it counts as a preemption.
+    """
+    why = _end_of_start(job, job.restart - 1, ask) or Why("preempted", "the job ended")
+    return Why(why.failure, f"{why.message}; Slurm has started it again (restart {job.restart})")
+
+
+def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
+    """How the job's start number ``start`` (from 0) ended; None where accounting does not say, or
+    not yet. It keeps one line for each, oldest first."""
+    name = job.array_id or job.id
+    printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
+    states = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    return _ENDS.get(states[start]) if start < len(states) else None

@@ -1,0 +1,358 @@
+"""What a running stage writes besides its output: metrics, rollouts, checkpoints, progress.
+
+In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
+``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the
+checkpoints. An attempt that resumes from the checkpoint of step *k* takes over the lines and
+rollouts up to *k* from the attempt that made it (rollouts as hard links), so the newest attempt's
+files always tell the whole story, with no step twice and none missing.
+
+Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker. One
+other thread may be saving a checkpoint while this one logs: what is logged meanwhile may be durable
+with it or later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from infra.disk.room import no_space_guard
+from infra.store import atomic
+from infra.store.checkpoints import CheckpointStore, Complete, saved, step_name
+from infra.store.layout import StagePaths
+from refiner_core.contract.errors import NoSpaceError, WorkspaceError
+from refiner_core.contract.types import Progress, SavedCheckpoint
+
+log = logging.getLogger(__name__)
+
+_JSON_COLUMNS = b"refiner.json_columns"
+
+
+#: What the log shows of a step, where the step has it.
+_IN_LOG = (
+    *("loss/train_avg", "loss/validation", "scores", "loss/total_avg", "objective/kl3_avg"),
+    *("val/stop_rate", "learning_rate", "tokens_per_second"),
+)
+
+
+class Sink(Protocol):
+    """A second place that metrics go to. It never raises."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one step's numbers."""
+        ...
+
+
+class MetricsLine(NamedTuple):
+    """One line of ``metrics.jsonl``; numbers that are not finite are None."""
+
+    step: int
+    metrics: dict[str, float | None]
+
+
+class AttemptIO:
+    """The StageIO of one attempt.
+
+    Parameters
+    ----------
+    stage, attempt
+        Paths of the stage, and the number of this attempt.
+    checkpoints
+        The stage's store; its ``before_commit`` is to be :meth:`flush` of this object.
+    on_progress, stop_asked
+        Where progress goes, and whether someone asked to stop.
+    sinks
+        Second places for metrics, such as a tracker.
+    wait_for_room
+        Waits a while on a full disk; True if there is room.
+    """
+
+    def __init__(
+        self,
+        stage: StagePaths,
+        attempt: int,
+        checkpoints: CheckpointStore,
+        *,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+        stop_asked: Callable[[], bool] = lambda: False,
+        sinks: Sequence[Sink] = (),
+        wait_for_room: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.stage, self.paths = stage, stage.attempt(attempt)
+        self.checkpoints = checkpoints
+        self._on_progress, self._stop_asked, self._sinks = on_progress, stop_asked, sinks
+        self._wait_for_room = wait_for_room
+        self._metrics: FileIO | None = None
+        self._last_step: int | None = None
+        self._asked_for_checkpoint = False
+        #: Step of the checkpoint that the attempt went on from.
+        self.resumed_step: int | None = None
+        self._unsynced: list[Path] = []
+        self._lock = threading.Lock()  # of the open file and of the list
+        self._taken_over = False
+
+    # ------------------------------------------------------------ metrics and rollouts
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step's numbers; a step may have several lines, but steps never go back."""
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
+        self._last_step = step
+        line = json.dumps({"step": step, "metrics": {k: _number(v) for k, v in metrics.items()}})
+        self._held(lambda: self._append(line.encode() + b"\n"))
+        log.info("step %d: %s", step, _shown(metrics))
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store a step's rollouts in a file of its own."""
+        path = self.paths.rollouts / f"{step_name(step)}.parquet"
+        data = encode_rollouts(rows)
+
+        def write() -> None:
+            with no_space_guard(self.paths.data, "writing rollouts"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.write_bytes(path, data, sync=False)
+
+        self._held(write)
+        with self._lock:
+            self._unsynced.append(path)
+
+    def _append(self, line: bytes) -> None:
+        """A line of metrics, whole or not at all."""
+        with no_space_guard(self.paths.data, "writing metrics"), self._lock:
+            if self._metrics is None:
+                self.paths.data.mkdir(parents=True, exist_ok=True)
+                self._metrics = self.paths.metrics.open("ab", buffering=0)
+            size = os.fstat(self._metrics.fileno()).st_size
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[self._metrics.write(rest) :]
+            except OSError:
+                os.ftruncate(self._metrics.fileno(), size)
+                raise
+
+    def _held(self, write: Callable[[], None]) -> None:
+        """Write; on a full disk wait for room and write again, rather than lose the steps that are
+        in memory only."""
+        while True:
+            try:
+                return write()
+            except NoSpaceError as error:
+                if not self.room_again(error):
+                    raise
+
+    def room_again(self, error: NoSpaceError) -> bool:
+        """Wait a while for room after a write that did not fit. True: try it again."""
+        number = "" if error.errno is None else f" [errno {error.errno}]"
+        log.warning("%s%s; waiting for room", error.what, number)
+        began = time.monotonic()
+        found = self._wait_for_room()
+        if found:  # said again: the log may lie on the disk that was full
+            waited_s = time.monotonic() - began
+            log.warning("%s%s; going on after %.1f s without room", error.what, number, waited_s)
+        return found
+
+    def flush(self) -> None:
+        """Make durable what was logged so far. From any thread, and who logs does not wait."""
+        with self._lock:
+            metrics = None if self._metrics is None else os.dup(self._metrics.fileno())
+            unsynced = list(self._unsynced)
+        try:
+            if metrics is not None:
+                os.fsync(metrics)
+            for path in unsynced:
+                atomic.sync_file(path)
+            if unsynced:
+                atomic.sync_folder(self.paths.rollouts)
+        finally:
+            if metrics is not None:
+                os.close(metrics)
+        with self._lock:
+            self._unsynced = [path for path in self._unsynced if path not in unsynced]
+
+    def close(self) -> None:
+        """Flush, and close the files."""
+        self.flush()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    # ------------------------------------------------------------ checkpoints
+
+    def latest_checkpoint(self) -> SavedCheckpoint | None:
+        """The newest complete checkpoint. The first call of an attempt also takes over what was
+        logged up to its step, so call it before anything is logged."""
+        found = self.checkpoints.latest()
+        if found is not None and not self._asked_for_checkpoint and self._last_step is None:
+            self._take_over(found)
+        self._asked_for_checkpoint = True
+        return None if found is None else saved(found)
+
+    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
+        """The newest checkpoint is damaged: from now on the one before it is the newest. Call it
+        before anything is logged."""
+        self.checkpoints.pass_over(checkpoint.step, why)
+        if self._taken_over:  # up to a step that is too late
+            atomic.remove_quietly(self.paths.metrics)
+            atomic.remove_tree(self.paths.rollouts)
+        atomic.remove_quietly(self.paths.resumed)
+        self.resumed_step, self._last_step, self._taken_over = None, None, False
+        self._unsynced.clear()
+        self._asked_for_checkpoint = False
+
+    def go_on_from(self, found: Complete) -> None:
+        """Go on from a checkpoint that is not in the store (another trainer's): notes it down and
+        takes over what ``found.attempt`` has logged up to its step. Call it before anything is
+        logged."""
+        self._take_over(found)
+        self._asked_for_checkpoint = True
+
+    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to write the checkpoint of ``step`` into."""
+        return self.checkpoints.new(step)
+
+    def _take_over(self, found: Complete) -> None:
+        before = self.stage.attempt(found.attempt)
+        with no_space_guard(self.paths.data, "resuming"):
+            self.paths.data.mkdir(parents=True, exist_ok=True)
+            if before.data != self.paths.data:
+                lines = [m for m in read_metrics(before.metrics) if m.step <= found.step]
+                text = "".join(json.dumps(m._asdict()) + "\n" for m in lines)
+                atomic.write_text(self.paths.metrics, text)
+                self._link_rollouts(before.rollouts, found.step)
+                self._last_step = lines[-1].step if lines else None
+                self._taken_over = True
+            atomic.write_json(
+                self.paths.resumed, {"step": found.step, "from_attempt": found.attempt}
+            )
+        self.resumed_step = found.step
+        log.info("going on from the checkpoint of step %d", found.step)
+
+    def _link_rollouts(self, source: Path, last_step: int) -> None:
+        for path in list_rollouts(source):
+            if int(path.stem.removeprefix("step-")) > last_step:
+                continue
+            self.paths.rollouts.mkdir(parents=True, exist_ok=True)
+            target = self.paths.rollouts / path.name
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+                self._unsynced.append(target)
+
+    # ------------------------------------------------------------ progress and stopping
+
+    def progress(self, progress: Progress) -> None:
+        """Tell how far the stage is."""
+        self._on_progress(progress)
+
+    def should_stop(self) -> bool:
+        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        return self._stop_asked()
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out.
+
+    Raises
+    ------
+    WorkspaceError
+        A line is none that was written here; says which.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            value = json.loads(line)
+            lines.append(MetricsLine(int(value["step"]), value["metrics"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise WorkspaceError(
+                f"Line {number} of {path} is no line of metrics.",
+                expected="JSON with `step` and `metrics`, as refiner has written it",
+                fix="remove the line, or restore the file",
+            ) from error
+    return lines
+
+
+def list_rollouts(folder: Path) -> list[Path]:
+    """The rollout files in a folder, by step."""
+    found = folder.glob("step-*.parquet") if folder.is_dir() else ()
+    return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
+
+
+def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Rows as Parquet. Columns that hold mappings, or values of several types, travel as JSON text
+    and are named in the file, so that :func:`read_rollouts` gives back what went in."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    arrays, as_json = [], []
+    for name in names:
+        values = [_plain(row.get(name)) for row in rows]
+        try:
+            if any(_holds_mapping(v) for v in values):
+                raise pa.ArrowInvalid("mapping")
+            arrays.append(pa.array(values))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            as_json.append(name)
+            arrays.append(pa.array([None if v is None else json.dumps(v) for v in values]))
+    table = pa.Table.from_arrays(arrays, names=names)
+    table = table.replace_schema_metadata({_JSON_COLUMNS: json.dumps(as_json).encode()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of one rollout file."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        for name in names:
+            row[name] = None if row[name] is None else json.loads(row[name])
+    return rows
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    """The metrics that a person looks for in a log; all are in ``metrics.jsonl``."""
+    shown = {name: metrics[name] for name in _IN_LOG if name in metrics}
+    return ", ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
+
+
+def _number(value: float) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of the standard kinds, which JSON and Arrow both know."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _holds_mapping(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and any(_holds_mapping(v) for v in value)
+    )

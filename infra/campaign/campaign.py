@@ -1,0 +1,490 @@
+"""Brings the world to a plan: looks, reconciles, acts, and says how it stands.
+
+In: a plan, a workspace, a router of dispatchers. Out: a :class:`StageView` per stage, for terminals
+and UIs, and an event log beside the run's record. The loop runs in a thread, or round by round for
+who has a clock of their own (:meth:`Campaign.begin`, :meth:`Campaign.step`); it may die at any
+point with its process, and the next campaign on the plan goes on from what is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from infra.campaign.acting import Actor, StopWish
+from infra.campaign.actions import Action, CloseAttempt, Launch, Release, Serve
+from infra.campaign.failures import CLASSES, outcome_of, without_progress
+from infra.campaign.observe import Observer, Patience
+from infra.campaign.orchestrators import wanted_by_others
+from infra.campaign.reconcile import Observed, Policy, Taken, reconcile
+from infra.campaign.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
+from infra.campaign.together import Together
+from infra.campaign.views import view_of
+from infra.jobs.dispatch import Router
+from infra.jobs.processes import ProcessId, host_name
+from infra.jobs.protocol import AttemptRef
+from infra.services.leases import CallLeases, held_by_others
+from infra.store.holds import Holds
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.records import RunRecord, StageRecord
+from refiner_core.contract.services import is_service
+from refiner_core.contract.views import StageView
+
+log = logging.getLogger(__name__)
+#: Looking and showing may cost this share of a core, or the next round comes later.
+_LOOK_SHARE = 0.04
+_LONGEST_PAUSE_S = 900.0
+
+
+class Campaign:
+    """One call's work on a plan.
+
+    Parameters
+    ----------
+    plan, workspace, router
+        What should be, where it is recorded, and where jobs run.
+    run
+        The call; it is recorded when it begins. Its ``code`` names the snapshot that jobs import.
+    keeper
+        What knows of room on the disk and makes it; without one a write is tried.
+    clock
+        Seconds, monotonic.
+    on_event
+        Called from the campaign's thread whenever a stage's view has changed.
+    together
+        What it shares with others that this process works on, one step at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        workspace: Workspace,
+        router: Router,
+        *,
+        run: RunRecord,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_event: Callable[[StageView], None] | None = None,
+        together: Together | None = None,
+    ) -> None:
+        self.plan, self.workspace, self.router, self.run = plan, workspace, router, run
+        self.owner = str(ProcessId.of())
+        self._settings, self._clock, self._on_event = plan.config.dispatch, clock, on_event
+        patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
+        self._observer = Observer(workspace, router, patience, clock=clock)
+        self._keeper = keeper or ProbingKeeper(workspace)
+        self._rooms = Rooms(workspace, self._keeper, plan.config.disk, clock, self._note)
+        self._actor = Actor(
+            plan=plan,
+            workspace=workspace,
+            router=router,
+            owner=self.owner,
+            code=workspace.layout.code / run.code if run.code else None,
+            rooms=self._rooms,
+            clock=clock,
+            note=self._note,
+        )
+        self._holds = Holds(plan, workspace.layout)
+        self._leases = CallLeases(workspace, run.run, clock)
+        self._together = together
+        self._own = tuple(dict.fromkeys(s.id for s in (*plan.given, *plan.stages)))
+        self._ended_before: dict[str, int] | None = None
+        self._done_before: frozenset[str] = frozenset()
+        self._stop: StopWish | None = None
+        self._cancelled: dict[str, StopWish] = {}
+        self._spared: Mapping[str, str] = {}
+        self._ready_at: dict[AttemptRef, float] = {}
+        self._views: dict[str, StageView] = {}
+        self._look_s = 0.0
+        self._any_room: bool | None = None
+        self._error: BaseException | None = None
+        self._event_log_works = True
+        self._changed = threading.Condition()
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="campaign", daemon=True)
+
+    # ------------------------------------------------------------ for the caller
+
+    def start(self) -> None:
+        """Record the call and begin, in a thread.
+
+        Raises
+        ------
+        NoSpaceError
+            Not even the run's record fits.
+        """
+        self.begin()
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Record the call and look, for who calls :meth:`step` themselves; errors as for
+        :meth:`start`."""
+        recorded = self.workspace.layout.run(self.run.run).record.exists()
+        if not recorded or self.workspace.read_run(self.run.run) != self.run:
+            self.workspace.write_run(self.run)  # not again: a full disk must not end a retaken call
+        self._write_orchestrator("running", None)
+        self._round(act=False)
+
+    def step(self) -> bool:
+        """One round: look, decide, act. True when every stage is in a terminal state."""
+        return self._round()
+
+    def give_up(self, error: BaseException) -> None:
+        """Say that nobody works on the run any more, though this process may live on; for who calls
+        :meth:`step` themselves, and will not again. What it has begun goes on."""
+        try:
+            self._leases.keep(())
+        except OSError as trouble:
+            log.warning("leases of servers are not given back: %s", trouble)
+        self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+
+    @property
+    def look_s(self) -> float:
+        """What looking and showing have cost in the last round, seconds of a core."""
+        return self._look_s
+
+    def wake_after(self) -> float:
+        """Seconds until the next round is due."""
+        return max(self._settings.poll_s, min(self._look_s / _LOOK_SHARE, 10.0))
+
+    def wait(self, stage_name: str, timeout_s: float | None = None) -> StageView:
+        """Wait until the stage is in a terminal state, or for ``timeout_s``; its view either way.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the campaign's thread.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or self._views[stage_name].terminal, timeout_s
+            )
+            if self._error is not None:
+                raise self._error
+            return self._views[stage_name]
+
+    def views(self) -> dict[str, StageView]:
+        """All stages by name, in the plan's order."""
+        with self._changed:
+            return dict(self._views)
+
+    def request_stop(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin nothing more and ask the running jobs to save and end. Returns at once.
+
+        Jobs that belong to another call that still runs are left alone, and so are those of
+        ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
+        nobody begins another.
+        """
+        if self._stop is None:
+            self._spared = {**self._spared, **(spared or {})}
+            self._stop = StopWish(reason, failure, grace_s=self._settings.grace_s)
+            self._note({"event": "stop", "reason": reason})
+        self._wake.set()
+
+    def join(self) -> dict[str, StageView]:
+        """Wait until every stage is in a terminal state; the last views.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the campaign's thread.
+        """
+        # Not Thread.join: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+        while not self._ended.wait(1.0):
+            pass
+        if self._error is not None:
+            raise self._error
+        return self.views()
+
+    def next_save_bytes(self) -> int:
+        """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
+        open_ = list(self._observer.open)
+        return max((self._keeper.need_of(stage_id) for stage_id in open_), default=0)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in the run's event log, from any thread: something that the user should know."""
+        self._note(event)
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._round():
+                self._wake.wait(self.wake_after())
+                self._wake.clear()
+        except BaseException as error:  # it surfaces in wait() and join()
+            log.debug("the campaign ends with an error", exc_info=error)
+            self._error = error
+            self.give_up(error)
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _round(self, act: bool = True) -> bool:
+        began = time.thread_time()
+        self._any_room = None
+        self._hear_cancel()
+        records, observed = self._observer.look(self._own)
+        self._record_ends()
+        self._note_beginning(records, observed)
+        done = {i for i, r in records.items() if r.result is not None}
+        self._holds.keep(done)
+        observed = replace(
+            observed, short=self._rooms.short(records), checkpoints=self._holds.there(done)
+        )
+        actions = reconcile(self.plan, records, observed, self._policy(records))
+        look_s = time.thread_time() - began
+        if act:
+            self._leases.keep([a.stage.id for a in actions if isinstance(a, Serve) and a.wanted])
+            self._act(actions, records)
+        self._tell_others(observed, actions if act else ())
+        self._stop_jobs(observed)
+        began = time.thread_time()
+        over = self._show(actions, records)
+        self._look_s = look_s + time.thread_time() - began
+        if over:
+            if self._together is not None:
+                self._together.note_busy(self.run.run, ())
+            code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
+            self._write_orchestrator("ended", code)
+        return over
+
+    def _policy(self, records: Mapping[str, StageRecord]) -> Policy:
+        return Policy(
+            owner=self.owner,
+            max_parallel=self._settings.max_parallel,
+            retries=self._settings.retries,
+            stopping=self._stop is not None,
+            cancelled=frozenset(self._cancelled),
+            ended_before=self._ended_before or {},
+            refused=self._actor.refused,
+            now=self._clock(),
+            not_before=self._pauses(records),
+            gave_up=self._rooms.gave_up(),
+            runs_local=self._runs_local,
+            taken=self._together.taken(self._own) if self._together else Taken(),
+        )
+
+    def _runs_local(self, stage: PlannedStage) -> bool:
+        return self.router.executor_for(stage) == "local"
+
+    def _tell_others(self, observed: Observed, actions: tuple[Action, ...]) -> None:
+        """Which slots of this machine this plan takes now."""
+        if self._together is None:
+            return
+        live = {i for i, s in observed.attempts.items() if s.local and s.sight in ("live", "hung")}
+        begun = {a.stage.id for a in actions if isinstance(a, Launch) and self._runs_local(a.stage)}
+        self._together.note_busy(self.run.run, [i for i in live | begun if not is_service(i)])
+
+    def _pauses(self, records: Mapping[str, StageRecord]) -> dict[str, float]:
+        """Until when stages pause whose last attempt ended in a way that time may mend."""
+        found: dict[str, float] = {}
+        for stage_id, record in records.items():
+            last = record.attempts[-1] if record.attempts else None
+            if record.result is not None or last is None or last.outcome is None:
+                continue
+            failure = last.outcome.failure
+            if last.number <= (self._ended_before or {}).get(stage_id, 0):
+                continue
+            count = without_progress(record.attempts, failure)
+            if failure == "disk_full":
+                count -= 1  # room has been looked for; only a second one in a row is strange
+            elif CLASSES[failure].remedy != "pause, then resume":
+                continue
+            if count < 1:
+                continue
+            pause_s = min(self._settings.backoff_s * 2 ** (count - 1), _LONGEST_PAUSE_S)
+            ready = self._ready_at.setdefault(
+                AttemptRef(stage_id, last.number), self._clock() + pause_s
+            )
+            found[stage_id] = ready
+        return found
+
+    def _note_beginning(self, records: Mapping[str, StageRecord], observed: Observed) -> None:
+        """What had ended when this call began is history: it neither counts nor fails it."""
+        if self._ended_before is not None:
+            return
+        self._done_before = frozenset(i for i, r in records.items() if r.result is not None)
+        self._ended_before = self._together.ended_before if self._together else {}
+        for stage_id in self._own:
+            record = records.get(stage_id)
+            if record is None or not record.attempts:
+                self._ended_before.setdefault(stage_id, 0)
+                continue
+            last, seen = record.attempts[-1], observed.attempts.get(stage_id)
+            lives = last.outcome is None and seen is not None and seen.sight != "dead"
+            self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
+            if last.outcome is not None and last.outcome.failure == "cancelled":
+                # It was another's work that somebody has ended, not this call's.
+                self._ended_before[stage_id] = last.number
+
+    def _record_ends(self) -> None:
+        """Keep what the scheduler says of jobs that have ended: it forgets."""
+        for ref, sight in self._observer.sights.items():
+            if sight.sight == "dead" and sight.facts:
+                try:
+                    self.workspace.note_scheduler(*ref, sight.facts)
+                except OSError as error:
+                    log.warning("what the scheduler said of %s is lost: %s", ref, error)
+
+    # ------------------------------------------------------------ acting
+
+    def _act(self, actions: tuple[Action, ...], records: Mapping[str, StageRecord]) -> None:
+        self._actor.launch([a for a in actions if isinstance(a, Launch)], records)
+        for action in actions:
+            if isinstance(action, CloseAttempt):
+                attempt = self._observer.open[action.stage.id]
+                self._actor.close(self._with_the_disk_in_mind(action), attempt)
+            elif isinstance(action, Release):
+                limit = self._settings.retries.launch_failure
+                self._actor.release(action, self._observer.open[action.stage.id], limit)
+
+    def _with_the_disk_in_mind(self, action: CloseAttempt) -> CloseAttempt:
+        """A worker on a full disk may not even be able to leave a word: then that is why."""
+        outcome = action.outcome
+        if outcome.failure not in ("killed", "launch_failure"):
+            return action
+        if self._any_room is None:  # once a round: a thousand jobs may end together
+            self._any_room = self._keeper.make_room(SMALL_BYTES) is not None
+        if self._any_room:
+            return action
+        message = f"{outcome.message}; there is no room on the disk, not even for its last word"
+        return replace(action, outcome=outcome_of("disk_full", message))
+
+    def _hear_cancel(self) -> None:
+        """Whether somebody has cancelled this run, or stages of it, with `refiner cancel`."""
+        asked = self.workspace.cancel_asked(self.run.run)
+        if asked is None:
+            return
+        reason = f"cancelled by {asked.get('by', 'somebody')}"
+        wish = StopWish(reason, "cancelled", self._settings.grace_s, everybody=True)
+        names = asked.get("stages") or list(self.plan.by_name)
+        if not asked.get("stages") and not self._cancelled:
+            # Who ends a call means its own work; another call goes on with what they share.
+            self._spared = wanted_by_others(self.workspace, {self.run.run})
+        wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
+        new = [s for s in wanted if s.id not in self._cancelled]
+        self._cancelled |= {s.id: wish for s in new}
+        if new:
+            names = [s.name for s in new]
+            self._note({"event": "cancel", "reason": reason, "stages": names})
+
+    def _stop_jobs(self, observed: Observed) -> None:
+        """Ask live jobs to end that this call does not want any more."""
+        if self._stop is None and not self._cancelled:
+            return
+        for stage in self.plan.stages:
+            seen, attempt = observed.attempts.get(stage.id), self._observer.open.get(stage.id)
+            wish = self._cancelled.get(stage.id) or self._stop
+            if wish is None or seen is None or attempt is None:
+                continue
+            if stage.id in self._spared and seen.sight == "live":
+                self._actor.left_alone[stage.id] = f"run {self._spared[stage.id]}"
+                continue
+            if is_service(stage.id) and not self._may_end(stage, observed):
+                continue
+            if seen.sight in ("live", "hung"):
+                self._actor.stop(stage, attempt, seen, wish)
+
+    def _may_end(self, service: PlannedStage, observed: Observed) -> bool:
+        """Whether nobody needs a server any more: not the jobs that this call ends, which may
+        still wait for answers while they save, nor anybody else."""
+        ending = (s for s in self.plan.stages if self._stop is not None or s.id in self._cancelled)
+        asking = (s.id for s in ending if service.name in s.after)
+        if any(i in observed.attempts and observed.attempts[i].sight != "dead" for i in asking):
+            return False
+        ours = {self.run.run, *(s.id for s in (*self.plan.given, *self.plan.stages))}
+        if other := held_by_others(self.workspace, service.id, ours):
+            self._actor.left_alone[service.id] = other
+        return not other
+
+    # ------------------------------------------------------------ showing
+
+    def _show(self, actions: tuple[Action, ...], records: Mapping[str, StageRecord]) -> bool:
+        views: dict[str, StageView] = {}
+        for action in actions:
+            stage = action.stage
+            view = view_of(
+                action,
+                records.get(stage.id),
+                self.workspace,
+                owner=self.owner,
+                ended_before=(self._ended_before or {}).get(stage.id, 0),
+                done_before=stage.id in self._done_before,
+            )
+            if stage.id in self._actor.left_alone and not view.terminal:
+                whose = self._actor.left_alone[stage.id]
+                message = f"goes on: it belongs to {whose}, which still runs"
+                if is_service(stage.id):
+                    view = replace(view, state="done", message=f"goes on: {whose} needs it")
+                else:
+                    view = replace(view, state="interrupted", message=message, exit_code=6)
+            views[stage.name] = view
+        with self._changed:
+            changed = [v for n, v in views.items() if v != self._views.get(n)]
+            news = [v for v in changed if _state(v) != _state(self._views.get(v.name))]
+            self._views = views
+            self._changed.notify_all()
+        for view in news:
+            self._note(_event(view))
+        for view in changed:
+            self._tell(view)
+        return all(v.terminal for v in views.values())
+
+    def _tell(self, view: StageView) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(view)
+        except Exception as error:  # a picture that fails must not stop the work behind it
+            log.warning("showing %s failed; it is not shown any more", view.name, exc_info=error)
+            self._on_event = None
+
+    def _write_orchestrator(self, state: str, exit_code: int | None) -> None:
+        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
+        value = {"process": self.owner, "host": host_name(), "state": state}
+        try:
+            self.workspace.write_orchestrator(
+                self.run.run, {**value, "exit_code": exit_code, "at": now_text()}
+            )
+        except OSError as error:
+            log.warning("who works on the run could not be noted: %s", error)
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        """One line in the run's event log. One writer: this call."""
+        path = self.workspace.layout.run(self.run.run).events
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"at": now_text(), **event}) + "\n")
+        except OSError as error:
+            if self._event_log_works:
+                log.warning("the event log cannot be written: %s", error)
+            self._event_log_works = False
+
+
+def _state(view: StageView | None) -> tuple[Any, ...]:
+    return () if view is None else (view.state, view.attempt, view.job_id)
+
+
+def _event(view: StageView) -> dict[str, Any]:
+    return {
+        "event": "stage",
+        "stage": view.name,
+        "state": view.state,
+        "attempt": view.attempt,
+        "job": view.job_id,
+        "seconds": round(view.seconds, 3),
+        "message": view.message,
+    }

@@ -1,0 +1,158 @@
+"""Looks at the world: which attempts live, which are gone, which hang.
+
+In: a workspace and a router of dispatchers. Out: records and
+:class:`~infra.campaign.reconcile.Observed`, together, in the right order (a record is read *after*
+its attempt was seen dead, so its last word is in it).
+
+Liveness goes by process or scheduler first. Whether a job that runs does anything goes by whether
+its heartbeat's *counter*, and more slowly its *progress*, move, timed by this process's own clock:
+clocks are never compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from infra.campaign.failures import classify_silent_end
+from infra.campaign.reconcile import Observed, Seen
+from infra.jobs.dispatch import Router
+from infra.jobs.processes import ProcessId
+from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
+from infra.store.workspace import Workspace
+from refiner_core.contract.records import StageRecord
+from refiner_core.contract.services import is_service
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long silence is borne, seconds: without any heartbeat, and without any progress."""
+
+    heartbeat_s: float = 900.0
+    progress_s: float = 7200.0
+
+
+class _Sign(NamedTuple):
+    """The newest sign of life of an attempt, and when this process first saw it."""
+
+    value: tuple[Any, ...]
+    since: float
+
+
+class Observer:
+    """Remembers between looks only since when a sign of life has not changed."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        router: Router,
+        patience: Patience | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.workspace, self.router = workspace, router
+        self.patience, self._clock = patience or Patience(), clock
+        self._signs: dict[tuple[AttemptRef, str], _Sign] = {}
+        self._done: dict[str, StageRecord] = {}  # a result never changes
+        self.open: dict[str, OpenAttempt] = {}
+        self.sights: Mapping[AttemptRef, JobSight] = {}
+
+    def look(self, stage_ids: Iterable[str]) -> tuple[dict[str, StageRecord], Observed]:
+        """Records of the stages that have one, and what is seen of their newest attempts."""
+        records = {}
+        for stage_id in dict.fromkeys(stage_ids):
+            record = self._done.get(stage_id) or self.workspace.read_record(stage_id)
+            if record is not None:
+                records[stage_id] = record
+        self.open = {
+            stage_id: found
+            for stage_id, record in records.items()
+            if (found := self.open_attempt(stage_id, record)) is not None
+        }
+        self.sights = self.router.look(list(self.open.values()))
+        seen: dict[str, Seen] = {}
+        for stage_id, attempt in self.open.items():
+            look = self._see(attempt, self.sights[attempt.ref])
+            if look.sight != "live":
+                records[stage_id] = self.workspace.read_record(stage_id) or records[stage_id]
+            if _open_number(records[stage_id]) == attempt.ref.number:
+                seen[stage_id] = look
+        self._done |= {i: r for i, r in records.items() if r.result is not None}
+        ready = {
+            (stage_id, attempt.number)
+            for stage_id, record in records.items()
+            if is_service(stage_id)
+            for attempt in record.attempts
+            if self.workspace.layout.attempt(stage_id, attempt.number).endpoint.exists()
+        }
+        return records, Observed(seen, ready=frozenset(ready))
+
+    def open_attempt(self, stage_id: str, record: StageRecord) -> OpenAttempt | None:
+        """The newest attempt, if it has neither outcome nor result."""
+        number = _open_number(record)
+        if number is None:
+            return None
+        started = self.workspace.read_control(
+            self.workspace.layout.attempt(stage_id, number).started
+        )
+        return OpenAttempt(AttemptRef(stage_id, number), record.attempts[-1], started)
+
+    def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
+        number, started = attempt.ref.number, attempt.started
+        note = (
+            f"{job.state} ({job.reason})" if job.state and job.reason else job.state or job.reason
+        )
+        if started is not None and started.get("void"):
+            return Seen(number, "dead", job.local, job.end, note)
+        sight = self._sight(attempt, job)
+        end = job.end
+        if sight == "dead" and end is None:
+            end = classify_silent_end(started is not None, "")
+        return Seen(number, sight, job.local, end, note, job.held, job.running)
+
+    def _sight(self, attempt: OpenAttempt, job: JobSight) -> Sight:
+        owner = ProcessId.parse(attempt.attempt.owner)
+        submitted = attempt.attempt.job_id is not None or attempt.started is not None
+        if not submitted and owner.here:
+            mine = attempt.attempt.owner == str(ProcessId.of())  # and I do not submit while I look
+            if owner.alive and not mine and job.sight in ("unknown", "dead"):
+                return "live"  # it is being submitted
+            if job.sight == "unknown" and attempt.attempt.executor == "local":
+                return "dead"  # claimed, and whoever did died, or failed, before it was submitted
+        if job.sight == "dead":
+            return "dead"
+        if job.sight == "unknown" and attempt.attempt.executor != "local":
+            return "unknown"  # it may queue, and who cannot be asked cannot end it either
+        if job.sight == "live" and not job.running:
+            self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
+            return "live"
+        return "hung" if self._silent_for_too_long(attempt) else "live"
+
+    def _silent_for_too_long(self, attempt: OpenAttempt) -> bool:
+        ref = attempt.ref
+        beat = self.workspace.read_heartbeat(*ref) or {}
+        begun = (attempt.attempt.job_id, attempt.started is not None)
+        heart = self._unchanged_s(ref, "heart", (*begun, beat.get("counter")))
+        progress = self._unchanged_s(ref, "progress", (*begun, beat.get("told")))
+        return heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+
+    def _unchanged_s(self, ref: AttemptRef, name: str, value: tuple[Any, ...]) -> float:
+        """For how long, as far as this process knows, a sign of life has not changed."""
+        now, sign = self._clock(), self._signs.get((ref, name))
+        if sign is None or sign.value != value:
+            self._signs[ref, name] = _Sign(value, now)
+            return 0.0
+        return now - sign.since
+
+    def _forget(self, ref: AttemptRef) -> None:
+        for name in ("heart", "progress"):
+            self._signs.pop((ref, name), None)
+
+
+def _open_number(record: StageRecord) -> int | None:
+    if record.result is not None or not record.attempts:
+        return None
+    last = record.attempts[-1]
+    return last.number if last.outcome is None else None

@@ -1,0 +1,396 @@
+"""Given what should be, what is recorded and what lives: what to do next.
+
+In: a plan, the records of its stages, a look at the world and the rules of this call. Out: one
+action per stage. :func:`reconcile` is pure and level-triggered: it has no memory, so whoever runs
+it next, after a crash or beside another orchestrator, comes to the same decisions; applied until
+nothing but terminal actions is left, it changes nothing more.
+
+A service (kind ``serve``) is never done. It is *wanted* while a stage that asks it runs, or could
+run but for it; *ready* when its live attempt answers. Only then are those stages launched, so that
+no trainer holds GPUs while a server loads its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from infra.campaign.actions import (
+    Action,
+    Block,
+    CloseAttempt,
+    Done,
+    Fail,
+    Launch,
+    Pause,
+    Release,
+    Rest,
+    Serve,
+    Wait,
+)
+from infra.campaign.failures import CLASSES, budget_left, classify_silent_end, outcome_of
+from infra.jobs.protocol import Sight
+from refiner_core.contract.config import RetryConfig
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.services import is_service
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attempt as an observer sees it.
+
+    ``local``: it takes one of this machine's slots; ``silent_end`` is why it ended, if it left no
+    word; ``note`` what the scheduler says of it; ``held``: it waits to be released; ``running``:
+    it does not queue.
+    """
+
+    number: int
+    sight: Sight
+    local: bool = True
+    silent_end: Outcome | None = None
+    note: str = ""
+    held: bool = False
+    running: bool = True
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The world now: the newest attempt of each stage (by stage id), which stages (by id) lack room
+    for what they would write next, which checkpoints (stage id, step) are complete, as far as a
+    stage waits for one, and which attempts (stage id, number) at services have answered."""
+
+    attempts: Mapping[str, Seen] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: frozenset[tuple[str, int]] = frozenset()
+    ready: frozenset[tuple[str, int]] = frozenset()
+
+
+class Taken(NamedTuple):
+    """Local slots that jobs of other plans take: stages that work, and those that only move
+    bytes."""
+
+    work: int = 0
+    light: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of one call.
+
+    Attributes
+    ----------
+    owner, max_parallel, retries
+        Who decides, how many local jobs may run at a time, how often each class may come.
+    stopping, cancelled
+        Begin nothing more at all, or of these stages (by id).
+    ended_before
+        Stage id -> the newest attempt that had ended when this call began: what failed then is
+        history, and the same command tries again.
+    refused
+        Stages that this call could not launch.
+    not_before
+        Stages that pause between two attempts, and until when on the clock that ``now`` is of.
+    gave_up
+        Stages that have waited for room as long as they may.
+    runs_local
+        Whether a stage's next attempt takes a local slot.
+    taken
+        Slots that stages take which are not in the plan.
+    """
+
+    owner: str
+    max_parallel: int = 2
+    retries: RetryConfig = field(default_factory=RetryConfig)
+    stopping: bool = False
+    cancelled: frozenset[str] = frozenset()
+    ended_before: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, Outcome] = field(default_factory=dict)
+    now: float = 0.0
+    not_before: Mapping[str, float] = field(default_factory=dict)
+    gave_up: frozenset[str] = frozenset()
+    runs_local: Callable[[PlannedStage], bool] = lambda _: True
+    taken: Taken = field(default_factory=Taken)
+
+
+_OVER = (Done, Fail, Block, Rest)
+
+
+def reconcile(
+    plan: Plan, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+) -> tuple[Action, ...]:
+    """One action per stage, in the plan's order.
+
+    Parameters
+    ----------
+    plan
+        The stages as they should be.
+    records
+        By stage id; a stage that nobody claimed is absent. Each must have been read *after* its
+        newest attempt was looked at, so that an attempt seen dead has its last word in it.
+    observed
+        The world now.
+    policy
+        The rules of this call.
+    """
+    step = _Step(plan, records, observed, policy)
+    services = [s for s in plan.stages if is_service(s.id)]
+    for stage in plan.stages:
+        if stage not in services:
+            step.decide(stage)
+    for service in services:
+        step.decide_service(service)
+    return tuple(step.actions[stage.name] for stage in plan.stages)
+
+
+class _Step:
+    """One pass over the plan; knows what was decided for the stages before."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        records: Mapping[str, StageRecord],
+        observed: Observed,
+        policy: Policy,
+    ) -> None:
+        self.plan = plan
+        self.records, self.observed, self.policy = records, observed, policy
+        self.actions: dict[str, Action] = {}
+        self.given = {stage.name: self._given(stage) for stage in plan.given}
+        self.launched: set[str] = set()
+        self.wanted: set[str] = set()
+        self.services: dict[str, Action] = {}
+        busy = [
+            is_light(stage_id)
+            for stage_id, seen in observed.attempts.items()
+            if seen.local and seen.sight in ("live", "hung") and not _ended(records.get(stage_id))
+            if not is_service(stage_id)
+        ]
+        #: Free local slots: of stages that work, and of those that only move bytes.
+        self.slots = {
+            False: policy.max_parallel - busy.count(False) - policy.taken.work,
+            True: max(2, policy.max_parallel) - busy.count(True) - policy.taken.light,
+        }
+
+    def _given(self, stage: PlannedStage) -> Done | Fail:
+        """A stage that this call is not about: it is done, or cannot be had."""
+        record = self.records.get(stage.id)
+        if record is not None and record.result is not None:
+            return Done(stage)
+        why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
+        return Fail(stage, outcome_of("bad_configuration", why), "failed")
+
+    def _before(self, name: str) -> Action:
+        """What was decided about an input."""
+        return self.actions[name] if name in self.actions else self.given[name]
+
+    def decide(self, stage: PlannedStage) -> None:
+        self.actions[stage.name] = action = self._action(stage)
+        if isinstance(action, Launch) or (isinstance(action, Wait) and action.attempt > 0):
+            self.wanted.update(service.name for service in self._services_of(stage))
+
+    def decide_service(self, stage: PlannedStage) -> None:
+        """After the others, for it follows from what they need."""
+        self.actions[stage.name] = self._service_action(stage)
+
+    def _service_action(self, stage: PlannedStage) -> Action:
+        asking = [a for a in self.actions.values() if stage.name in a.stage.after]
+        over = all(isinstance(a, _OVER) for a in asking)
+        now = self._service(stage)
+        if isinstance(now, Serve):
+            if over and not self._stopping(stage):
+                return Rest(stage, live=True)
+            return replace(now, wanted=stage.name in self.wanted)
+        if stage.name in self.wanted or isinstance(now, CloseAttempt | Release):
+            return now
+        if isinstance(now, Fail) and any(
+            isinstance(a, Block) and a.by == stage.name for a in asking
+        ):
+            return now
+        return Rest(stage, live=False) if over else Wait(stage, "nobody needs it yet")
+
+    def _service(self, stage: PlannedStage) -> Action:
+        """What a service does if it is wanted."""
+        if stage.name not in self.services:
+            action = self._action(stage)
+            if isinstance(action, Wait) and action.attempt > 0:
+                seen = self.observed.attempts.get(stage.id)
+                ready = seen is not None and seen.sight == "live" and seen.running
+                ready = ready and (stage.id, action.attempt) in self.observed.ready
+                action = Serve(**vars(action), ready=ready)
+            self.services[stage.name] = action
+        return self.services[stage.name]
+
+    def _services_of(self, stage: PlannedStage) -> list[PlannedStage]:
+        found = (self.plan.by_name[name] for name in stage.after)
+        return [s for s in found if is_service(s.id)]
+
+    def _served(self, stage: PlannedStage) -> Action | None:
+        """What a stage does whose service is not ready; None if it is, or it needs none."""
+        for service in self._services_of(stage):
+            now = self._service(service)
+            if isinstance(now, Fail | Block):
+                return Block(stage, service.name, "interrupted" if _resumable(now) else "blocked")
+            self.wanted.add(service.name)
+            if not (isinstance(now, Serve) and now.ready):
+                return Wait(stage, f"waits until {service.name} answers")
+        return None
+
+    def _action(self, stage: PlannedStage) -> Action:
+        record = self.records.get(stage.id)
+        if record is not None and record.result is not None:
+            return Done(stage)
+        last = record.attempts[-1] if record is not None and record.attempts else None
+        if last is not None and last.outcome is None:
+            return self._open_attempt(stage, last)
+        if stage.id in self.policy.refused:
+            outcome = self.policy.refused[stage.id]
+            return Fail(stage, outcome, CLASSES[outcome.failure].exhausted)
+        if record is not None and last is not None and last.outcome is not None:
+            end = self._after_end(stage, record, last.outcome)
+            if end is not None:
+                return end
+        return self._next_attempt(stage, last)
+
+    def _open_attempt(self, stage: PlannedStage, last: Attempt) -> Action:
+        seen = self.observed.attempts.get(stage.id)
+        if seen is None or seen.number != last.number:
+            return Wait(stage, "not looked at yet", last.number)
+        if seen.sight == "unknown":
+            return Wait(stage, seen.note or "nobody can say how it is", last.number, unseen=True)
+        if seen.sight == "live" and seen.held:
+            return Release(stage, last.number, seen.note)
+        if seen.sight == "live":
+            return Wait(stage, seen.note or "runs", last.number, queued=not seen.running)
+        if paused := self._pause(stage):
+            return paused  # not even its outcome could be written
+        if seen.sight == "hung":
+            outcome = outcome_of("hung", "it runs, but has made no progress for too long")
+        else:
+            outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
+        return CloseAttempt(stage, last.number, outcome)
+
+    def _after_end(
+        self, stage: PlannedStage, record: StageRecord, outcome: Outcome
+    ) -> Action | None:
+        """What an ended attempt means for this call; None if another one may begin."""
+        last = record.attempts[-1]
+        before = self.policy.ended_before.get(stage.id, 0)
+        if last.number <= before or outcome.decision == "finish":
+            return None
+        exhausted = CLASSES[outcome.failure].exhausted
+        if outcome.decision == "stop":
+            return Fail(stage, outcome, exhausted)
+        if self._stopping(stage):
+            return self._stopped(stage, outcome.message)
+        # A server that has answered has got further than one that did not come up.
+        ready = [a.number for a in record.attempts if (stage.id, a.number) in self.observed.ready]
+        mine = [
+            a for a in record.attempts if a.number > before and a.number >= max(ready, default=0)
+        ]
+        if not budget_left(mine, self.policy.retries):
+            return Fail(stage, outcome, exhausted)
+        return None
+
+    def _stopping(self, stage: PlannedStage) -> bool:
+        return self.policy.stopping or stage.id in self.policy.cancelled
+
+    def _stopped(self, stage: PlannedStage, message: str) -> Fail:
+        """Asked to end, whatever had happened to it before."""
+        cancelled = stage.id in self.policy.cancelled
+        return Fail(
+            stage, outcome_of("cancelled" if cancelled else "interrupted", message), "interrupted"
+        )
+
+    def _pause(self, stage: PlannedStage) -> Action | None:
+        """Wait for room, if that is what the stage lacks."""
+        reason = self.observed.short.get(stage.id)
+        if reason is None:
+            return None
+        if self._stopping(stage):
+            return self._stopped(stage, reason)
+        if stage.id in self.policy.gave_up:
+            return Fail(stage, outcome_of("disk_full", reason), "interrupted")
+        return Pause(stage, reason)
+
+    def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
+        services = {service.name for service in self._services_of(stage)}
+        needed = dict.fromkeys(
+            n for n in (*stage.inputs.values(), *stage.after) if n not in services
+        )
+        for role, step in stage.at_step.items():
+            if missing := self._checkpoint(stage, stage.inputs[role], step):
+                return missing
+            needed.pop(stage.inputs[role], None)
+        for name in needed:
+            before = self._before(name)
+            if isinstance(before, Fail | Block):
+                by = before.by if isinstance(before, Block) else name
+                return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
+        if stage.id in self.policy.cancelled:
+            return Fail(stage, outcome_of("cancelled", "not begun: cancelled"), "interrupted")
+        if self.policy.stopping:
+            return Fail(stage, outcome_of("interrupted", "not begun: asked to stop"), "interrupted")
+        waiting = [n for n in needed if not isinstance(self._before(n), Done)]
+        if waiting:
+            return Wait(stage, f"waits for {', '.join(waiting)}")
+        if paused := self._pause(stage):
+            return paused
+        pause_s = self.policy.not_before.get(stage.id, self.policy.now) - self.policy.now
+        if pause_s > 0:
+            failure = last.outcome.failure if last is not None and last.outcome else ""
+            return Wait(stage, f"pauses after {failure.replace('_', ' ')}, {pause_s:.0f} s more")
+        if stage.id in self.launched:
+            return Wait(stage, "the same stage under another name is about to run")
+        takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
+        if takes_slot and self.slots[is_light(stage.id)] <= 0:
+            return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
+        if unserved := self._served(stage):
+            return unserved
+        if takes_slot:
+            self.slots[is_light(stage.id)] -= 1
+        self.launched.add(stage.id)
+        return Launch(stage, 0 if last is None else last.number)
+
+    def _checkpoint(self, stage: PlannedStage, name: str, step: int) -> Action | None:
+        """What a stage does that reads the checkpoint of ``step``; None if that is there."""
+        before = self._before(name)
+        if (before.stage.id, step) in self.observed.checkpoints:
+            return None
+        if isinstance(before, Fail | Block):
+            by = before.by if isinstance(before, Block) else name
+            return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
+        if isinstance(before, Done):
+            why = (
+                f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
+                "training is over, and checkpoints that nothing waits for are not kept. Expected: "
+                "it is asked for by publish.which or publish.steps before training ends. To mend "
+                "it: take the step out of what is published; the last one always can be"
+            )
+            return Fail(stage, outcome_of("bad_configuration", why), "failed")
+        if self._stopping(stage):
+            return self._stopped(stage, "not begun: asked to stop")
+        return Wait(stage, f"waits for step {step} of {name}")
+
+
+def is_light(stage_id: str) -> bool:
+    """Whether a stage only moves bytes: it takes no slot from those that compute, nor waits for
+    one of theirs."""
+    return stage_id.partition("-")[0] in ("fetch", "export", "publish", "card")
+
+
+def _ended(record: StageRecord | None) -> bool:
+    return (
+        record is None
+        or record.result is not None
+        or not record.attempts
+        or record.attempts[-1].outcome is not None
+    )
+
+
+def _resumable(action: Fail | Block) -> bool:
+    """Whether what stands in the way was only an interruption on request."""
+    if isinstance(action, Block):
+        return action.state == "interrupted"
+    return action.outcome.failure in ("interrupted", "cancelled")

@@ -1,0 +1,1 @@
+"""Jobs: what is asked of whatever runs them, this machine's own, and what they run."""

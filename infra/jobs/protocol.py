@@ -1,0 +1,148 @@
+"""What a job is, and what is asked of whatever runs it.
+
+In: claimed attempts and how to run them. Out: jobs that outlive whoever submitted them, and one
+look at all of them at once. Implementers: :class:`infra.launch.LocalDispatcher` (this machine),
+:class:`infra.slurm.dispatcher.SlurmDispatcher`, a simulated world in tests;
+:class:`infra.jobs.dispatch.Router` picks one per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from refiner_core.contract.config import Resources
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.records import Attempt, Outcome
+
+Sight = Literal[
+    "live",  # it runs, or is on its way to
+    "dead",  # it is certain that nothing of it runs any more
+    "hung",  # it runs and has shown no sign of life, or no progress, for too long
+    "unknown",  # not looked at yet, or nobody could say
+]
+
+
+class AttemptRef(NamedTuple):
+    """One attempt in the workspace."""
+
+    stage_id: str
+    number: int
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What to run for one attempt.
+
+    ``comment`` is the attempt's unique mark; ``code`` the folder that the job imports our packages
+    from (none: those of this process); ``threads`` the compute threads of one process.
+    ``save_s`` is the longest that a checkpoint has taken so far: the warning before a time limit
+    comes that much earlier. ``avoid`` names nodes that have failed this stage. ``nice`` is how far
+    it gives way to other local jobs (0: not at all).
+    """
+
+    stage_id: str
+    attempt: int
+    comment: str
+    resources: Resources
+    kind: str = ""
+    needs_network: bool = False
+    code: Path | None = None
+    threads: int = 1
+    save_s: float = 0.0
+    avoid: tuple[str, ...] = ()
+    nice: int = 0
+
+    @property
+    def ref(self) -> AttemptRef:
+        """The attempt that it is for."""
+        return AttemptRef(self.stage_id, self.attempt)
+
+
+@dataclass(frozen=True)
+class JobSight:
+    """One job as its dispatcher sees it now.
+
+    Attributes
+    ----------
+    sight
+        Never ``hung``: that is for who watches heartbeats to say.
+    running
+        Its processes run, so that it owes a heartbeat (not while it queues or is suspended).
+    local
+        It takes one of this machine's slots.
+    state, reason
+        In the scheduler's words (``PENDING``, ``Resources``), for people.
+    held
+        The scheduler holds it back after a failed start, until somebody releases it.
+    end
+        Why it ended, where the dispatcher knows: of use when the worker left no word.
+    facts
+        What the scheduler said about the end (states, exit codes, nodes), to be recorded.
+    node
+        Where it runs or ran.
+    """
+
+    sight: Sight
+    running: bool = True
+    local: bool = False
+    state: str = ""
+    reason: str = ""
+    held: bool = False
+    end: Outcome | None = None
+    facts: Mapping[str, str] | None = None
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class OpenAttempt:
+    """An attempt without an outcome, and what the workspace says of it.
+
+    ``started`` is the content of ``started.json``: None before its worker has taken the token.
+    """
+
+    ref: AttemptRef
+    attempt: Attempt
+    started: Mapping[str, str] | None = None
+
+
+class Dispatcher(Protocol):
+    """Where jobs run."""
+
+    executor: str
+
+    def check(self, stage: PlannedStage) -> None:
+        """Refuse, before anything is submitted, a stage that can never run there.
+
+        Raises
+        ------
+        RefinerError
+            Says what it asks for, and what there is.
+        """
+        ...
+
+    def submit(self, requests: Sequence[JobRequest]) -> Mapping[AttemptRef, Exception]:
+        """Start jobs, as one array where that saves the scheduler work, and record each one's id
+        beside its attempt (``job.json``). Returns what went wrong, for those that did not start.
+        """
+        ...
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobSight]:
+        """How these jobs are now, by one query for all of them. Never raises for a scheduler that
+        does not answer: such jobs are ``unknown``."""
+        ...
+
+    def stop(self, attempt: OpenAttempt) -> bool:
+        """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
+        ...
+
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """End the job and all it has started, now; one that queues is withdrawn. False: the order
+        did not get through, and the job may go on."""
+        ...
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """Let a held job start again."""
+        ...

@@ -1,0 +1,1 @@
+"""One local Prefect server per user and node."""

@@ -1,0 +1,354 @@
+"""One local Prefect server per user and node: found, or started once, and reused by every run.
+
+In: the state folder (:mod:`infra.prefect_server.state`). Out: a :class:`ServerInfo` whose
+``client_env`` lets a process that has *not yet imported Prefect* talk to it. Nothing here imports
+Prefect.
+
+Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
+loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
+a file of mode 0600 and in the environment of the processes that need it, never in an argument
+list, a log or ``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
+
+Files in the state folder: ``server.json`` (which process, where), ``auth`` (the key),
+``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite database).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from infra.jobs.processes import ProcessId
+from infra.prefect_server.state import state_dir
+from infra.store.atomic import read_json, write_json
+from refiner_core.contract.errors import RefinerError
+
+_LOG_LIMIT_BYTES = 5_000_000
+_GRACE_S = 8.0
+#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
+_STARTS = 2
+#: What a server needs of our environment. Tokens of ours are none of its business.
+_PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
+)
+
+
+class ServerError(RefinerError, RuntimeError):
+    """The local Prefect server cannot be had. Runs go on without it."""
+
+    resumable = True
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server that answers. ``auth`` is left out of ``repr`` and of every file but its own."""
+
+    url: str  # of the UI: http://127.0.0.1:PORT
+    api_url: str
+    ours: bool  # False: the user's own, named by PREFECT_API_URL
+    pid: int = 0
+    port: int = 0
+    version: str = ""
+    started_at: str = ""
+    home: str = ""
+    auth: str = field(default="", repr=False)
+
+    def client_env(self) -> dict[str, str]:
+        """What a client process needs in its environment before it imports Prefect."""
+        if not self.ours:
+            return {}
+        return {
+            "PREFECT_API_URL": self.api_url,
+            "PREFECT_API_AUTH_STRING": self.auth,
+            "PREFECT_HOME": self.home,
+            "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+            **_NO_ANALYTICS,
+        }
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """What ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
+
+    state: Literal["running", "starting", "stopped", "yours"]
+    info: ServerInfo | None
+    folder: str
+    log: str
+
+
+_NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+
+
+class _Files:
+    """The paths in the state folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.json = folder / "server.json"
+        self.auth = folder / "auth"
+        self.lock = folder / "start.lock"
+        self.log = folder / "server.log"
+        self.home = folder / "prefect"
+
+
+def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None) -> ServerInfo:
+    """A server that answers: the user's own, the one that runs already, or a new one.
+
+    Two callers at once start one server: the second waits for the first.
+
+    Raises
+    ------
+    ServerError
+        None answered within ``wait_s`` seconds; the message names the log.
+    """
+    env = os.environ if env is None else env
+    if theirs := _users_server(env):
+        return theirs
+    files = _Files(state_dir(env))
+    deadline = time.monotonic() + wait_s
+    if info := _running(files):
+        return info
+    with _exclusive(files.lock, deadline):
+        tries = _STARTS
+        while time.monotonic() < deadline:
+            process = _recorded(files)
+            if process is None or not process.alive:
+                if tries == 0:
+                    break
+                _start(files, env)
+                tries -= 1
+            elif info := _running(files):
+                return info
+            time.sleep(0.1)
+    raise ServerError(
+        f"Prefect's server did not answer within {wait_s:.0f} s.",
+        expected="it to answer; work goes on without it",
+        fix=f"see {files.log}, or run `refiner server stop`",
+    )
+
+
+def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
+    """What there is, without starting anything."""
+    env = os.environ if env is None else env
+    files = _Files(state_dir(env))
+    where = (str(files.folder), str(files.log))
+    if theirs := _users_server(env):
+        return ServerStatus("yours", theirs, *where)
+    if info := _running(files):
+        return ServerStatus("running", info, *where)
+    process = _recorded(files)
+    return ServerStatus("starting" if process and process.alive else "stopped", None, *where)
+
+
+def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S) -> bool:
+    """End the server that we started, and only that process: TERM, a while, KILL of its group.
+
+    Returns
+    -------
+    bool
+        Whether there was one to stop.
+    """
+    files = _Files(state_dir(os.environ if env is None else env))
+    with _exclusive(files.lock, time.monotonic() + grace_s):
+        process = _recorded(files)
+        if process is None or not process.terminate():
+            return False
+        if not process.wait_gone(grace_s):
+            process.kill_group()
+        return True
+
+
+def passed_on(env: Mapping[str, str]) -> dict[str, str]:
+    """What a client process needs of our environment; with the user's own server, its settings."""
+    names = {*_PASSED_ON, "REFINER_STATE_DIR", "XDG_STATE_HOME"}
+    if _users_server(env):
+        proxies = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
+        names |= {k for k in env if k.startswith("PREFECT_") or k.lower() in proxies}
+    return {k: env[k] for k in names if k in env}
+
+
+# ---------------------------------------------------------------- finding
+
+
+def _users_server(env: Mapping[str, str]) -> ServerInfo | None:
+    api_url = env.get("PREFECT_API_URL", "").strip().rstrip("/")
+    if not api_url:
+        return None
+    return ServerInfo(url=api_url.removesuffix("/api"), api_url=api_url, ours=False)
+
+
+def _recorded(files: _Files) -> ProcessId | None:
+    found = read_json(files.json)
+    return ProcessId.parse(found["process"]) if found else None
+
+
+def _running(files: _Files) -> ServerInfo | None:
+    """The recorded server, if it lives, holds its port and answers."""
+    found, process = read_json(files.json), _recorded(files)
+    if not found or process is None:
+        return None
+    port = int(found["port"])
+    url = f"http://127.0.0.1:{port}"
+    if not _listens(process, port) or not _healthy(f"{url}/api/health"):
+        return None
+    return ServerInfo(
+        url=url,
+        api_url=f"{url}/api",
+        ours=True,
+        pid=process.pid,
+        port=port,
+        version=str(found.get("version", "")),
+        started_at=str(found.get("started_at", "")),
+        home=str(files.home),
+        auth=files.auth.read_text().strip(),
+    )
+
+
+def _listens(process: ProcessId, port: int) -> bool:
+    """Whether this very process answers on that port, so that no stranger is sent our key."""
+    if not process.alive:
+        return False
+    try:
+        connections = psutil.Process(process.pid).net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return False
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+
+def _healthy(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):  # not up yet; whoever asks decides how long to wait
+        return False
+
+
+# ---------------------------------------------------------------- starting
+
+
+def _start(files: _Files, env: Mapping[str, str]) -> None:
+    """Start a server in a session of its own and note which process it is. Does not wait."""
+    files.home.mkdir(mode=0o700, exist_ok=True)
+    if not files.auth.exists():
+        _write_private(files.auth, f"refiner:{secrets.token_urlsafe(24)}\n")
+    port = _free_port(files)
+    if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
+        files.log.replace(files.log.with_suffix(".log.1"))
+    descriptor = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        child = subprocess.Popen(
+            _command(port),
+            cwd=files.folder,
+            env=_server_env(files, port, env),
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)
+    # Not reaped before its number is noted, so that the number cannot mean another process.
+    process = ProcessId.of(child.pid)
+    record: dict[str, Any] = {
+        "process": str(process),
+        "port": port,
+        "url": f"http://127.0.0.1:{port}",
+        "version": package_version("prefect"),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_json(files.json, record)
+
+
+def _command(port: int) -> list[str]:
+    command = [sys.executable, "-P", "-m", "prefect", "server", "start"]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _write_private(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, str]:
+    url = f"http://127.0.0.1:{port}/api"
+    return {
+        **{k: env[k] for k in _PASSED_ON if k in env},
+        **_NO_ANALYTICS,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "PREFECT_HOME": str(files.home),
+        "PREFECT_API_URL": url,
+        "PREFECT_SERVER_UI_API_URL": url,  # without it the UI asks port 4200 and stays blank
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
+            f"sqlite+aiosqlite:///{files.home / 'prefect.db'}"
+        ),
+        "PREFECT_SERVER_API_AUTH_STRING": files.auth.read_text().strip(),
+        "PREFECT_API_AUTH_STRING": files.auth.read_text().strip(),
+    }
+
+
+def _free_port(files: _Files) -> int:
+    """The port of the last server if it is free, so that bookmarks stay valid; else a free one."""
+    before = (read_json(files.json) or {}).get("port", 0)
+    for port in (int(before), 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # taken since; let the system choose
+                continue
+            return int(probe.getsockname()[1])
+    raise ServerError(
+        "No port of 127.0.0.1 can be bound.",
+        expected="a free port",
+        fix="check the limits of this node, or run with `--no-server`",
+    )
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, deadline: float) -> Iterator[None]:
+    """Hold the start lock. The kernel frees it when its holder dies, so it is never stale.
+
+    The file also names the holder, for the message. The folder is on a disk of this node, where
+    ``flock`` can be relied on.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    holder = os.pread(descriptor, 200, 0).decode().strip() or "unknown"
+                    raise ServerError(
+                        f"Another process ({holder}) is still starting Prefect's server.",
+                        expected="it to be done by now; work goes on without it",
+                        fix="look at that process, or run `refiner server stop` once it is gone",
+                    ) from None
+                time.sleep(0.1)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{ProcessId.of()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,336 @@
+"""Resume checkpoints: complete or invisible, in order, and never one too few.
+
+In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
+(``COMPLETE.json``: step, attempt, sizes and SHA-256 of its files, and what it cost: seconds, bytes,
+and for how long its attempt had run). The engine writes into a temporary folder; that is fsynced,
+hashed, marked, fenced (an attempt that is no longer the newest may not make it visible) and
+renamed. Readers ignore what has no marker or whose files are not as long as the marker says; who is
+to go on from a checkpoint has its contents read, too (markers of older versions have no hashes).
+
+A checkpoint whose contents are not what was saved is passed over for the one before it. It stays,
+as evidence, with its marker renamed to ``DAMAGED.json``, until its step is saved again or room is
+short.
+
+Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
+deleted before its successor is complete. All of a save may happen in a thread of its own, one save
+at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.disk.room import no_space_guard
+from infra.store import atomic
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.types import SavedCheckpoint
+
+log = logging.getLogger(__name__)
+
+MARKER = "COMPLETE.json"
+#: Files that the export of a checkpoint reads; the rest is the state to go on from.
+EXPORTED = ("model.safetensors", "progress.json")
+#: What the marker of a checkpoint is called whose contents are not what was saved.
+DAMAGED = "DAMAGED.json"
+_NAME = re.compile(r"step-(\d+)")
+_TEMPORARY = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
+
+
+class Complete(NamedTuple):
+    """A complete checkpoint and the attempt that made it."""
+
+    step: int
+    attempt: int
+    path: Path
+
+
+def step_name(step: int) -> str:
+    """Folder or file name of a step; sorts like the number for a long time."""
+    return f"step-{step:08d}"
+
+
+class CheckpointStore:
+    """The checkpoints of one stage, as one attempt sees them.
+
+    Parameters
+    ----------
+    folder
+        ``checkpoints/`` of the stage; made at the first save.
+    attempt
+        Number of the attempt that writes.
+    keep
+        Complete checkpoints kept, at least 1.
+    fence
+        Called before anything is deleted, and right before a checkpoint becomes visible; raises if
+        the attempt is stale.
+    before_commit
+        Called before the marker is written: makes durable what must not be newer than it.
+    held
+        Steps that somebody waits for: they are kept beside ``keep`` others.
+    reserve, watch
+        Around each save: sees to it that there is room (and raises ``NoSpaceError`` if there will
+        be none), and hears how long it takes.
+    elapsed
+        Seconds that the attempt has run so far, for the marker (``elapsed_s``).
+
+    Attributes
+    ----------
+    lost_bytes
+        Size of the last half-written save that had to be removed: a whole one is larger.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        attempt: int,
+        keep: int = 2,
+        *,
+        fence: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
+        held: Callable[[], frozenset[int]] = frozenset,
+        reserve: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        watch: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        elapsed: Callable[[], float] | None = None,
+    ) -> None:
+        self.folder, self.attempt, self.keep = folder, attempt, max(1, keep)
+        self._fence, self._before_commit, self._held = fence, before_commit, held
+        self._reserve, self._watch, self._elapsed = reserve, watch, elapsed
+        self.lost_bytes = 0
+        self._passed_over: set[Path] = set()
+
+    # ------------------------------------------------------------ reading
+
+    def complete(self) -> list[Complete]:
+        """All complete checkpoints, oldest step first (by number, not by name)."""
+        return [c for c in map(self._read, self._folders()) if c is not None]
+
+    def latest(self) -> Complete | None:
+        """The newest complete one, to go on from: all of it is read, and held against its hashes.
+
+        Damaged newer ones are named in the log and passed over, by whoever looks later, too.
+        """
+        folders = self._folders()
+        for folder in reversed(folders):
+            found = self._read(folder, log.warning)
+            damage = None if found is None else damage_of(found)
+            if found is not None and damage is None:
+                return found
+            if found is not None and damage is not None:
+                self._set_aside(found, damage)
+        if folders:
+            log.warning("no checkpoint in %s can be used: the stage starts anew", self.folder)
+        return None
+
+    def pass_over(self, step: int, why: str) -> None:
+        """Count the checkpoint of a step as damaged: its files are as they were saved, but what
+        has saved them cannot read them."""
+        found = self._read(self.folder / step_name(step))
+        if found is not None:
+            self._set_aside(found, Damage(why, lasting=True))
+
+    def _set_aside(self, checkpoint: Complete, damage: Damage) -> None:
+        log.warning(
+            "checkpoint %s is damaged and passed over: %s", checkpoint.path, damage.description
+        )
+        self._passed_over.add(checkpoint.path)
+        if not damage.lasting:
+            return  # the next attempt may read what this one could not
+        try:
+            (checkpoint.path / MARKER).rename(checkpoint.path / DAMAGED)
+            atomic.settle_folder(checkpoint.path)
+        except OSError as error:
+            log.warning("that %s is damaged cannot be noted: %s", checkpoint.path, error)
+
+    def _read(
+        self, folder: Path, complain: Callable[[str], Any] = lambda _: None
+    ) -> Complete | None:
+        """The checkpoint in ``folder`` unless this attempt has found it damaged."""
+        return None if folder in self._passed_over else read_checkpoint(folder, complain)
+
+    def _folders(self) -> list[Path]:
+        try:
+            found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+    # ------------------------------------------------------------ writing
+
+    @contextlib.contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """A folder to write the checkpoint of ``step`` into; visible after the block.
+
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; nothing of it stays.
+        """
+        target = self.folder / step_name(step)
+        temporary = self.folder / f"{atomic.TEMPORARY}{step_name(step)}-a{self.attempt}"
+        try:
+            # The guard is inside: it may probe for room, which cleaning up would give back.
+            with no_space_guard(self.folder, f"saving the checkpoint of step {step}"):
+                self._fence()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._sweep(step)
+                if self.keep >= 2:
+                    self._retain(self.keep - 1, spare=target)
+                with self._reserve(), self._watch():
+                    began = time.monotonic()
+                    temporary.mkdir()
+                    yield temporary
+                    self._commit(step, temporary, target, began)
+        finally:
+            if temporary.exists():
+                self.lost_bytes = tree_bytes(temporary)
+                atomic.remove_tree(temporary)
+        self._retain(self.keep, spare=target)
+
+    def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
+        atomic.sync_tree(temporary)
+        self._before_commit()
+        files = {
+            p.relative_to(temporary).as_posix(): p.stat().st_size
+            for p in sorted(temporary.rglob("*"))
+            if p.is_file()
+        }
+        cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
+        if self._elapsed is not None:
+            cost["elapsed_s"] = round(self._elapsed(), 3)
+        hashes = {name: hash_of(temporary / name) for name in files}
+        marker = {"step": step, "attempt": self.attempt, "files": files, "sha256": hashes, **cost}
+        atomic.write_json(temporary / MARKER, marker)
+        self._fence()
+        if target.exists():
+            if self._read(target) is not None:
+                # The same step of the same stage is the same state: the one that is there stays,
+                # so that at no moment there is none.
+                return
+            atomic.remove_tree(target)
+        temporary.rename(target)
+        self._passed_over.discard(target)
+        atomic.sync_folder(self.folder)
+
+    def _retain(self, count: int, *, spare: Path) -> None:
+        """Delete the oldest complete ones down to ``count``, at least 1; never ``spare`` or what is
+        held, and nothing after it, which is not ours."""
+        before = int(spare.name.removeprefix("step-"))
+        held = self._held()
+        complete = [c for c in self.complete() if c.step < before and c.step not in held]
+        count -= self._read(spare) is not None
+        for old in complete[: max(0, len(complete) - max(0, count))]:
+            if old.step in self._held():  # somebody has asked for it in the meantime
+                continue
+            # Marker first: a deletion that is cut short leaves no complete-looking remains.
+            atomic.remove_quietly(old.path / MARKER)
+            atomic.remove_tree(old.path)
+
+    def _sweep(self, step: int) -> None:
+        """Remove what older attempts, or this one, left half-written or half-deleted."""
+        for path in self.folder.iterdir():
+            match = _TEMPORARY.fullmatch(path.name)
+            if match and int(match.group(1)) <= self.attempt:
+                atomic.remove_tree(path)
+        for path in self._folders():
+            older = int(path.name.removeprefix("step-")) < step
+            if older and not any((path / name).exists() for name in (MARKER, DAMAGED)):
+                atomic.remove_tree(path)
+
+
+def read_checkpoint(
+    folder: Path, complain: Callable[[str], Any] = lambda _: None
+) -> Complete | None:
+    """The checkpoint in ``folder``; None if it is not complete (``complain`` hears why)."""
+    try:
+        marker = atomic.read_json(folder / MARKER)
+        if marker is None:
+            why = "was found damaged" if (folder / DAMAGED).exists() else "was not finished"
+            complain(f"checkpoint {folder} has no marker and is ignored: it {why}")
+            return None
+        for name, size in marker["files"].items():
+            path = folder / name
+            found = path.stat().st_size if path.exists() else None
+            if found != size:
+                complain(f"checkpoint {folder} is ignored: {name} has {found} bytes, not {size}")
+                return None
+        found_here = Complete(int(marker["step"]), int(marker["attempt"]), folder)
+        if _NAME.fullmatch(folder.name) and folder.name != step_name(found_here.step):
+            complain(f"checkpoint {folder} is ignored: it is a copy of that of another step")
+            return None
+        return found_here
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        complain(f"checkpoint {folder} is ignored: its marker cannot be read ({error})")
+        return None
+
+
+class Damage(NamedTuple):
+    """What is wrong with a checkpoint that looks complete. ``lasting``: nobody will ever read it,
+    while what the disk refuses to one it may give to the next."""
+
+    description: str
+    lasting: bool
+
+
+def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damage | None:
+    """What in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
+
+    ``names`` are the files that matter; none are all of them.
+    """
+    try:
+        marker = atomic.read_json(checkpoint.path / MARKER) or {}
+        hashes = dict(marker.get("sha256", {}))
+        wanted = sorted(hashes if names is None else hashes.keys() & set(names))
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(hash_of, (checkpoint.path / name for name in wanted)))
+    except (OSError, ValueError, TypeError) as error:
+        return Damage(f"it cannot be read ({error})", lasting=False)
+    different = [n for n, digest in zip(wanted, found, strict=True) if digest != hashes[n]]
+    if not different:
+        return None
+    return Damage(f"the contents of {', '.join(different)} are not what was saved", lasting=True)
+
+
+def checkpoint_to_export(folder: Path, step: int) -> Path:
+    """The checkpoint of a step among those of a training stage, the weights as they were saved.
+
+    Raises
+    ------
+    WorkspaceError
+        It is not there, or damaged.
+    """
+    found = read_checkpoint(folder / step_name(step))
+    damage = None if found is None else damage_of(found, EXPORTED)
+    if found is not None and damage is None:
+        return found.path
+    why = "" if damage is None else f" ({damage.description})"
+    raise WorkspaceError(
+        f"{folder} has no complete checkpoint of step {step}{why}, and this stage reads it",
+        expected="a checkpoint that is kept until it is exported",
+        fix="take the step out of what is published, or train again",
+    )
+
+
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits. Other threads run meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes in the files below ``folder``."""
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def saved(checkpoint: Complete) -> SavedCheckpoint:
+    """As the science sees it."""
+    return SavedCheckpoint(checkpoint.step, checkpoint.path)

@@ -1,0 +1,237 @@
+"""What a workspace remembers of a nightly evaluation: its file, its nights, its history, alerts.
+
+In: values. Out: the same, read from any shell. There are no locks: whatever may be written by two
+at once is a file that one of them creates, so a night that comes late, twice, or while another one
+still runs, can never count double.
+
+    nightly/<name>/versions/0001.json            the file, each time that it said something else
+                   nights/2026-11-21/turns/0001.json   who has worked on the night, in order
+                                     runs/CHECKPOINT-0001.json   its calls of `refiner run`
+                                     missed/CHECKPOINT.json      why there is no number
+                                     ended.json                  nothing is left to do
+                   history/2026-11-21--CHECKPOINT--PROTOCOL.json   one line of the table
+                   values/STAGE--PROTOCOL.json         watched metrics, prompt by prompt
+                   alerts/ID/alert.json delivered-CHANNEL.json failed-CHANNEL-0001.json
+                   page.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.disk.room import no_space_guard
+from infra.jobs.processes import ProcessId
+from infra.store import atomic
+from infra.store.record_files import RecordFiles, now_text
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.records import from_json, to_json
+from refiner_core.nightly.compare import Values
+from refiner_core.nightly.values import ROW_VERSION, Row
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The process that has taken a night up last. ``works``: it does, or may do so elsewhere."""
+
+    turn: int
+    process: str
+    job: str
+    works: bool
+    here: bool
+
+
+class NightlyRecords(RecordFiles):
+    """The records of one nightly evaluation; they need not exist."""
+
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        super().__init__(workspace.layout)
+        self.name = name
+        self.folder = workspace.layout.nightly / name
+
+    # ------------------------------------------------------------ the file
+
+    def note_version(self, value: Mapping[str, Any]) -> None:
+        """Keep what the file says now, unless that was said last."""
+        number, newest = self.newest_version()
+        if newest is not None and {**newest, "at": ""} == {**value, "at": ""}:
+            return
+        path = self.folder / "versions" / f"{number + 1:04d}.json"
+        self._create(path, {**value, "at": now_text()})  # taken: somebody else says the same now
+
+    def newest_version(self) -> tuple[int, dict[str, Any] | None]:
+        """Number and content of the newest; ``(0, None)`` if there is none."""
+        found = _sorted(self.folder / "versions", "[0-9]*.json")
+        return (int(found[-1].stem), self.read_control(found[-1])) if found else (0, None)
+
+    # ------------------------------------------------------------ nights
+
+    def nights(self) -> list[str]:
+        """All nights that anybody has begun or looked after, in order."""
+        return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
+
+    def worker_of(self, night: str) -> Worker | None:
+        """Who has taken a night up last."""
+        found = _sorted(self._night(night) / "turns", "[0-9]*.json")
+        if not found:
+            return None
+        turn = self.read_control(found[-1]) or {}
+        process = ProcessId.parse(str(turn["process"]))
+        left = (self._night(night) / "turns" / f"{found[-1].stem}.left").exists()
+        works = not left and (process.alive if process.here else True)
+        return Worker(
+            int(found[-1].stem), str(process), str(turn.get("job", "")), works, process.here
+        )
+
+    def take_night(self, night: str, after: int) -> bool:
+        """Take a night up, as the one after turn ``after``; False if somebody was faster."""
+        mine = {
+            "process": str(ProcessId.of()),
+            "job": os.environ.get("SLURM_JOB_ID", ""),
+            "at": now_text(),
+        }
+        return self._create(self._night(night) / "turns" / f"{after + 1:04d}.json", mine)
+
+    def leave_night(self, night: str, turn: int) -> None:
+        """Say that nobody works on it any more, complete or not."""
+        self._create(self._night(night) / "turns" / f"{turn:04d}.left", {"at": now_text()})
+
+    def end_night(self, night: str, value: Mapping[str, Any]) -> bool:
+        """Nothing is left to do in a night; once."""
+        return self._create(self._night(night) / "ended.json", {**value, "at": now_text()})
+
+    def ended(self, night: str) -> dict[str, Any] | None:
+        """What was said of a night when nothing was left to do."""
+        return self.read_control(self._night(night) / "ended.json")
+
+    def note_run(self, night: str, checkpoint: str, run: str, digest: str) -> None:
+        """Which call evaluates a checkpoint in a night, and of which weights."""
+        folder = self._night(night) / "runs"
+        number = len(_sorted(folder, f"{checkpoint}-[0-9]*.json")) + 1
+        value = {"run": run, "digest": digest, "checkpoint": checkpoint}
+        while not self._create(folder / f"{checkpoint}-{number:04d}.json", value):
+            number += 1
+
+    def runs_of(self, night: str, checkpoint: str) -> list[dict[str, Any]]:
+        """Calls that evaluate a checkpoint in a night, oldest first."""
+        found = _sorted(self._night(night) / "runs", f"{checkpoint}-[0-9]*.json")
+        read = [r for r in map(self.read_control, found) if r is not None]
+        return [r for r in read if r["checkpoint"] == checkpoint]
+
+    def miss(self, night: str, checkpoint: str, why: str) -> None:
+        """Say why a checkpoint has no number in a night, and will have none."""
+        path = self._night(night) / "missed" / f"{checkpoint}.json"
+        self._create(path, {"checkpoint": checkpoint, "why": why, "at": now_text()})
+
+    def missed(self, night: str) -> dict[str, str]:
+        """Checkpoint -> why it has no number in a night."""
+        found = map(self.read_control, _sorted(self._night(night) / "missed", "[!.]*.json"))
+        return {r["checkpoint"]: r["why"] for r in found if r is not None}
+
+    # ------------------------------------------------------------ the history
+
+    def add_row(self, row: Row) -> bool:
+        """Write a line of the table; False if it is there."""
+        return self._create(self.folder / "history" / f"{row.key}.json", to_json(row))
+
+    def rows(self) -> list[Row]:
+        """The whole table, by night, then as the file names checkpoints.
+
+        Raises
+        ------
+        WorkspaceError
+            A line is damaged, or of a newer version.
+        """
+        return list(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
+        for path in _sorted(self.folder / "history", "[0-9]*.json"):
+            value = self.read_control(path) or {}
+            if value.get("version") != ROW_VERSION:
+                raise WorkspaceError(
+                    f"{path} has version {value.get('version')}",
+                    expected=f"version {ROW_VERSION}",
+                    fix="use the refiner that wrote it, or a newer one",
+                )
+            yield from_json(Row, value)
+
+    def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
+        """Keep watched metrics of an evaluation prompt by prompt: outputs may be reclaimed."""
+        for metric, found in values.items():
+            kept = {"prompts": list(found.prompts), "values": [float(v) for v in found.values]}
+            self._create(self.folder / "values" / f"{stage}--{protocol}--{metric}.json", kept)
+
+    def values(self, stage: str, protocol: str, metric: str) -> Values | None:
+        """A metric of an evaluation by prompt; None where it was not watched then."""
+        path = self.folder / "values" / f"{stage}--{protocol}--{metric}.json"
+        found = self.read_control(path)
+        return None if found is None else Values.of(found["prompts"], found["values"])
+
+    # ------------------------------------------------------------ alerts
+
+    def raise_alert(self, alert: str, value: Mapping[str, Any]) -> bool:
+        """Record an alert; True for the one who did, who then tells everybody."""
+        path = self.folder / "alerts" / alert / "alert.json"
+        return self._create(path, {**value, "id": alert, "at": now_text()})
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """All alerts, by the night in which they were sure."""
+        found = [self.read_control(p / "alert.json") for p in _sorted(self.folder / "alerts", "*")]
+        return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
+
+    def delivered(self, alert: str, channel: str) -> bool:
+        """Whether an alert has gone out by a channel."""
+        return (self.folder / "alerts" / alert / f"delivered-{channel}.json").exists()
+
+    def note_delivery(self, alert: str, channel: str, error: str = "") -> None:
+        """An alert has gone out by a channel, or not, and why."""
+        folder = self.folder / "alerts" / alert
+        if not error:
+            self._create(folder / f"delivered-{channel}.json", {"at": now_text()})
+            return
+        number = len(_sorted(folder, f"failed-{channel}-[0-9]*.json")) + 1
+        self._create(folder / f"failed-{channel}-{number:04d}.json", {"why": error})
+
+    def failures(self, alert: str) -> dict[str, str]:
+        """Channel -> why an alert has not gone out by it yet."""
+        folder = self.folder / "alerts" / alert
+        found: dict[str, str] = {}
+        for path in _sorted(folder, "failed-*.json"):
+            channel = path.stem.removeprefix("failed-").rpartition("-")[0]
+            if not self.delivered(alert, channel):
+                found[channel] = str((self.read_control(path) or {}).get("why", ""))
+        return found
+
+    # ------------------------------------------------------------ parts
+
+    def write_page(self, text: str) -> Path:
+        """Put the trend page in the place of the last one."""
+        path = self.folder / "page.html"
+        with no_space_guard(self.root, "writing the trend page"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(path, text)
+        return path
+
+    def _night(self, night: str) -> Path:
+        return self.folder / "nights" / night
+
+    def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
+        with no_space_guard(self.root, "recording a nightly evaluation"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return atomic.create_json(path, dict(value))
+
+
+def nightly_names(workspace: Workspace) -> list[str]:
+    """Names of the nightly evaluations that a workspace remembers."""
+    return [p.name for p in _sorted(workspace.layout.nightly, "[!.]*")]
+
+
+def _sorted(folder: Path, pattern: str) -> Sequence[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

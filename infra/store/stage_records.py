@@ -1,0 +1,387 @@
+"""Records of stages: what they are, who works on them, how each attempt went, what they made.
+
+In: planned stages, results, outcomes. Out: :class:`StageRecord` values. What several may want to
+write (a claim, a start, an outcome, a result) is created exclusively, so exactly one wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from infra.disk.marks import reclaimed_text
+from infra.disk.room import no_space_guard
+from infra.publishing.folder import target_damage
+from infra.store import atomic
+from infra.store.checkpoints import MARKER
+from infra.store.layout import AttemptPaths, Layout
+from infra.store.record_files import RecordFiles, now_text
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.plan import STAGE_VERSIONS, PlannedStage
+from refiner_core.contract.records import (
+    RECORD_VERSION,
+    Attempt,
+    Outcome,
+    StageRecord,
+    StageResult,
+    StageSpec,
+    from_json,
+    to_json,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an orchestrator says when it takes a stage.
+
+    ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
+    another one has come since.
+    """
+
+    owner: str
+    executor: str
+    after: int = 0
+
+
+class StageRecords(RecordFiles):
+    """The part of a workspace that knows stages and attempts."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        # Ended attempts that a later one has followed: they never change again.
+        self._over: dict[tuple[str, int], Attempt] = {}
+
+    # ------------------------------------------------------------ reading
+
+    def read_record(self, stage_id: str) -> StageRecord | None:
+        """All that is known of a stage; None if nobody ever claimed it."""
+        paths = self.layout.stage(stage_id)
+        numbers = paths.attempt_numbers()
+        spec = self._load(StageSpec, paths.spec)
+        if spec is None and numbers:  # the specification is written before the first attempt
+            raise WorkspaceError(
+                f"{paths.control} has attempts, but no {paths.spec.name}",
+                expected="folders that refiner has made",
+                fix=self._way_out(paths.spec),
+            )
+        if spec is None:
+            return None
+        # Attempts first: a result that lands in between then only shows too little, not too much.
+        found = {n: self.read_attempt(stage_id, n) for n in numbers}
+        result = self._load(StageResult, paths.result)
+        attempts = tuple(a for a in found.values() if a is not None)
+        if result is None and len(attempts) < len(found):
+            number = next(n for n, a in found.items() if a is None)
+            raise WorkspaceError(
+                f"{paths.attempt(number).control} has no {paths.attempt(number).intent.name}",
+                expected="folders that refiner has made",
+                fix="delete that folder",
+            )
+        if result is not None:
+            attempts = tuple(_succeeded(a, result) for a in attempts)
+        return StageRecord(spec, attempts, result)
+
+    def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
+        """One attempt, put together from the files of its several writers."""
+        if kept := self._over.get((stage_id, number)):
+            return kept
+        attempt = self._read_attempt(stage_id, number)
+        newer = self.layout.attempt(stage_id, number + 1).control
+        if attempt is not None and attempt.outcome is not None and newer.exists():
+            self._over[stage_id, number] = attempt  # nobody writes there any more
+        return attempt
+
+    def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
+        paths = self.layout.attempt(stage_id, number)
+        attempt = self._load(Attempt, paths.intent)
+        if attempt is None:
+            return None
+        job = self.read_control(paths.job) or {}
+        started = self.read_control(paths.started) or {}
+        ended = self.read_control(paths.outcome) or {}
+        resumed = self.read_control(paths.resumed) or {}
+        outcome = ended.get("outcome")
+        seconds = ended.get("seconds")
+        if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
+            seconds = (self.read_heartbeat(stage_id, number) or {}).get("seconds")
+        node = started.get("node") or (self.read_scheduler(stage_id, number) or {}).get("node")
+        return replace(
+            attempt,
+            job_id=job.get("job_id"),
+            started_at=None if started.get("void") else started.get("started_at"),
+            ended_at=ended.get("ended_at"),
+            resumed_from_step=resumed.get("step"),
+            outcome=None if outcome is None else from_json(Outcome, outcome),
+            restart=int(started.get("restart") or job.get("restart") or 0),
+            node=str(node or ""),
+            seconds=seconds,
+        )
+
+    def read_result(self, stage_id: str) -> StageResult | None:
+        """The result of a finished stage."""
+        return self._load(StageResult, self.layout.stage(stage_id).result)
+
+    def output_dir(self, stage_id: str) -> Path | None:
+        """Where a finished stage's output lies; None if it is not done."""
+        result = self.read_result(stage_id)
+        return None if result is None else self.layout.stage(stage_id).data / result.output_dir
+
+    def output_damage(self, stage_id: str) -> str | None:
+        """What is wrong with a finished stage's output; None if all is there.
+
+        Looks at names and sizes only, so that it costs nothing beside reading the files.
+        """
+        folder, result = self.output_dir(stage_id), self.read_result(stage_id)
+        if folder is None or result is None:
+            return None
+        for file in result.files:
+            path = folder / file.path
+            try:
+                size = path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                why = reclaimed_text(self.layout.stage(stage_id))
+                return f"{path} is gone" + (f": {why}" if why else "")
+            if size != file.bytes:
+                return f"{path} has {size} bytes instead of {file.bytes}"
+        for fetched in result.report.get("fetched", ()) if stage_id.startswith("fetch-") else ():
+            if not Path(fetched["folder"]).is_dir():
+                return f"{fetched['folder']} is gone"
+        is_published = stage_id.startswith(("publish-", "card-"))
+        return target_damage(result.report) if is_published else None
+
+    def check_output(self, stage_id: str) -> None:
+        """Refuse to read an output that is not what the stage has left.
+
+        Raises
+        ------
+        WorkspaceError
+            A file of it is gone or cut short.
+        """
+        if damage := self.output_damage(stage_id):
+            raise WorkspaceError(
+                f"{damage}, though {stage_id} is done",
+                expected="the output of a finished stage as it was left",
+                fix=self._way_out(self.layout.stage(stage_id).result),
+            )
+
+    def stage_ids(self) -> list[str]:
+        """All stages that were ever claimed here."""
+        try:
+            return sorted(p.name for p in self.layout.stages.iterdir() if p.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def claim_attempt(
+        self, stage: PlannedStage, config: RecipeConfig, inputs: Mapping[str, str], claim: Claim
+    ) -> Attempt | None:
+        """Take the next attempt at a stage; None if another orchestrator was faster.
+
+        ``inputs`` maps roles to stage ids. The attempt's folder is prepared under a temporary name
+        and renamed, so whoever sees it sees the unique comment and the owner too.
+
+        Raises
+        ------
+        NoSpaceError
+            The small files did not fit.
+        """
+        number = claim.after + 1
+        paths = self.layout.stage(stage.id)
+        attempt = Attempt(
+            number=number,
+            comment=f"refiner-{stage.id}-{number:04d}-{secrets.token_hex(6)}",
+            executor=claim.executor,
+            owner=claim.owner,
+            claimed_at=now_text(),
+        )
+        with no_space_guard(self.root, f"claiming {stage.title}"):
+            paths.attempts.mkdir(parents=True, exist_ok=True)
+            self._write_spec(stage)
+            files = {"config": config, "inputs": inputs}
+            return self._claim(stage.id, attempt, files)
+
+    def claim_restart(self, stage_id: str, before: int, job: Mapping[str, Any]) -> Attempt | None:
+        """Take the attempt after ``before`` for the same job, which the scheduler has started
+        again; None if somebody else was faster.
+
+        Owner, comment, configuration and inputs are those of the attempt before: it is the same
+        job, of the same orchestrator.
+
+        Parameters
+        ----------
+        stage_id, before
+            The newest attempt, which has ended.
+        job
+            What ``job.json`` is to say besides what it said of the attempt before.
+
+        Raises
+        ------
+        NoSpaceError
+            The small files did not fit.
+        """
+        old = self.layout.attempt(stage_id, before)
+        intent = self._load(Attempt, old.intent)
+        if intent is None:
+            return None
+        attempt = replace(intent, number=before + 1, claimed_at=now_text())
+        files = {
+            "config": self.read_control(old.config) or {},
+            "inputs": self.read_control(old.inputs) or {},
+            "job": {**(self.read_control(old.job) or {}), **job},
+        }
+        if batch := self.read_control(old.batch):
+            files["batch"] = batch
+        with no_space_guard(self.root, f"claiming {stage_id} again"):
+            return self._claim(stage_id, attempt, files)
+
+    def _claim(self, stage_id: str, attempt: Attempt, files: Mapping[str, Any]) -> Attempt | None:
+        paths = self.layout.stage(stage_id)
+        won = self._rename_in(paths.attempt(attempt.number), attempt, files)
+        if not won or max(paths.attempt_numbers()) != attempt.number:
+            return None
+        if paths.result.exists():  # it became done between the caller's look and now
+            done = Outcome("none", "finish", "was done already")
+            self.close_attempt(stage_id, attempt.number, done)
+            return None
+        return attempt
+
+    def _rename_in(self, target: AttemptPaths, attempt: Attempt, files: Mapping[str, Any]) -> bool:
+        temporary = atomic.temporary_name(target.control)
+        claim = secrets.token_hex(8)
+        try:
+            temporary.mkdir()
+            for name, value in files.items():
+                atomic.write_json(temporary / f"{name}.json", to_json(value))
+            atomic.write_json(temporary / target.intent.name, {**to_json(attempt), "claim": claim})
+            try:
+                temporary.rename(target.control)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):
+                    raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        atomic.settle_folder(target.control.parent)
+        # Not the rename's own word: NFS may repeat a request and report on the second one.
+        found = self.read_control(target.intent) or {}
+        return bool(found.get("claim") == claim)
+
+    def _write_spec(self, stage: PlannedStage) -> None:
+        spec = StageSpec(
+            version=RECORD_VERSION,
+            name=stage.name,
+            kind=stage.kind,
+            fingerprint=stage.fingerprint,
+            model=stage.model,
+            stage_version=STAGE_VERSIONS[stage.kind],
+            identity=stage.identity,
+            sources=stage.sources,
+            input_fingerprints=stage.input_fingerprints,
+        )
+        path = self.layout.stage(stage.id).spec
+        if not path.exists():
+            atomic.create_json(path, to_json(spec))
+
+    def start_attempt(self, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
+        """Take the token that lets an attempt run. False: it was taken or given up before."""
+        return atomic.create_json(self.layout.attempt(stage_id, number).started, dict(value))
+
+    def void_attempt(self, stage_id: str, number: int) -> bool:
+        """Give up an attempt that never started, so that a late job of it cannot start any more.
+
+        False if it has started after all.
+        """
+        if self.start_attempt(stage_id, number, {"void": True, "at": now_text()}):
+            return True
+        started = self.read_control(self.layout.attempt(stage_id, number).started) or {}
+        return bool(started.get("void"))
+
+    def close_attempt(
+        self, stage_id: str, number: int, outcome: Outcome, seconds: float | None = None
+    ) -> bool:
+        """Write how an attempt ended; False if somebody had written it before."""
+        value = {"outcome": to_json(outcome), "ended_at": now_text(), "seconds": seconds}
+        return atomic.create_json(self.layout.attempt(stage_id, number).outcome, value)
+
+    def publish_result(self, stage_id: str, result: StageResult) -> bool:
+        """Make a stage done; False if it was done before."""
+        return atomic.create_json(self.layout.stage(stage_id).result, to_json(result))
+
+    def is_stale(self, stage_id: str, number: int) -> bool:
+        """Whether an attempt may no longer make anything visible: a later one exists, or someone
+        has closed it."""
+        paths = self.layout.stage(stage_id)
+        newest = max(paths.attempt_numbers(), default=0)
+        return newest > number or paths.attempt(number).outcome.exists()
+
+    def ask_stop(
+        self,
+        stage_id: str,
+        number: int,
+        failure: Literal["interrupted", "cancelled"],
+        reason: str,
+    ) -> bool:
+        """Say why a worker is about to be asked to save and end, before it gets the signal: it
+        cannot know otherwise whose signal that is. False if somebody had said so before.
+
+        The worker looks for it, too, so that it ends even where no signal reaches it.
+        """
+        value = {"reason": reason, "failure": failure, "at": now_text()}
+        return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
+
+    def stop_asked(self, stage_id: str, number: int) -> dict[str, Any] | None:
+        """Why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
+        return self.read_control(self.layout.attempt(stage_id, number).stop)
+
+    # ------------------------------------------------------------ what others know of an attempt
+
+    def note_scheduler(self, stage_id: str, number: int, facts: Mapping[str, str]) -> bool:
+        """Keep what the scheduler said when a job had ended; False if that was kept before.
+
+        ``node`` among the facts is where it ran, for an attempt whose worker never said so.
+        """
+        path = self.layout.attempt(stage_id, number).scheduler
+        with no_space_guard(self.root, "noting what the scheduler says"):
+            return atomic.create_json(path, dict(facts))
+
+    def read_scheduler(self, stage_id: str, number: int) -> dict[str, str] | None:
+        """What the scheduler said when the job had ended; None if nobody has asked."""
+        return self.read_control(self.layout.attempt(stage_id, number).scheduler)
+
+    def longest_save_s(self, stage_id: str) -> float:
+        """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""
+        paths = self.layout.stage(stage_id)
+        markers = paths.checkpoints.glob(f"step-*/{MARKER}")
+        values = [(self._glance(path) or {}).get("seconds") for path in markers]
+        for number in paths.attempt_numbers():
+            values.append((self.read_heartbeat(stage_id, number) or {}).get("save_s"))
+        return max((float(v) for v in values if v is not None), default=0.0)
+
+    def read_heartbeat(self, stage_id: str, number: int) -> dict[str, Any] | None:
+        """The newest heartbeat of an attempt; None where there is none that can be read.
+
+        It is the one file that is not made durable, so a power cut may leave it empty.
+        """
+        return self._glance(self.layout.attempt(stage_id, number).heartbeat)
+
+    def _glance(self, path: Path) -> dict[str, Any] | None:
+        """What a file says; None, and a warning, for one that is damaged."""
+        try:
+            return self.read_control(path)
+        except WorkspaceError as error:
+            log.warning("%s", error)
+            return None
+
+
+def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:
+    """The result is written before the outcome and says as much; a kill may come in between."""
+    if attempt.number != result.attempt or attempt.outcome is not None:
+        return attempt
+    return replace(attempt, outcome=Outcome("none", "finish"), ended_at=result.finished_at)

@@ -1,0 +1,199 @@
+"""The workspace: a folder of records and data, and the only code that knows where they lie.
+
+In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
+records of stages (:mod:`infra.store.stage_records`), of calls (:mod:`infra.store.run_records`) and
+of sweeps (:mod:`infra.store.sweep_records`) are read and written. Every file has one writer; what
+several may want to write is created exclusively. No locks and no database: it works on NFS and
+Lustre, for several orchestrators and users at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from infra.disk.room import has_room, no_space_error
+from infra.store import atomic
+from infra.store.layout import Layout
+from infra.store.proof_records import ProofRecords
+from infra.store.record_files import now_text
+from infra.store.run_records import RunRecords
+from infra.store.stage_records import Claim, StageRecords
+from infra.store.sweep_records import SweepRecords
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+
+__all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
+
+#: Raised when an older refiner would misread the folder. 2: data lie in another folder; without
+#: such a folder a workspace still has format 1.
+FORMAT = 2
+
+
+class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
+    """A workspace folder.
+
+    Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is
+    an empty workspace then, and nothing is ever written).
+    """
+
+    def __init__(self, root: Path, data_root: Path | None = None) -> None:
+        control = root.expanduser().absolute()
+        super().__init__(Layout(control, (data_root or control).expanduser().absolute()))
+
+    @classmethod
+    def open(cls, root: Path | str, data_root: Path | str | None = None) -> Workspace:
+        """The workspace at ``root``, created if absent.
+
+        Parameters
+        ----------
+        root
+            Folder of the small files.
+        data_root
+            Folder of the large ones (none: the same, or what the workspace was made with). It is
+            written down when the workspace is made, so that whoever opens it later need not know.
+
+        Raises
+        ------
+        WorkspaceError
+            Not a folder, not writable, of a newer format, or its data are not there.
+        ConfigurationError
+            It was made with another data root, or that one holds data of another workspace.
+        NoSpaceError
+            There is no room for even a small file.
+        """
+        self = cls(Path(root), None if data_root is None else Path(data_root))
+        found = self._read_format()
+        if found is not None and data_root is not None:
+            self._refuse_other_data_root(found)
+        try:
+            found = found or self._make()
+            self.layout = Layout(self.root, self._data_of(found))
+            self._check_data_root(found)
+            for folder in (self.layout.stages, self.layout.runs, self.layout.code):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not has_room(self.root, 4096):
+                raise no_space_error(self.root, "opening the workspace")
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "not writable", str(self.root))
+        except OSError as error:
+            raise self._open_error(error) from error
+        return self
+
+    @classmethod
+    def read_only(cls, root: Path | str) -> Workspace:
+        """The workspace at ``root`` for reading; it need not exist.
+
+        Raises
+        ------
+        WorkspaceError
+            It is not a folder, or of a newer format.
+        """
+        self = cls(Path(root))
+        found = self._read_format()
+        if found is not None:
+            self.layout = Layout(self.root, self._data_of(found))
+        return self
+
+    # ------------------------------------------------------------ making
+
+    def _make(self) -> dict[str, Any]:
+        """Write down what this workspace is; of two who make it at once, one decides."""
+        value: dict[str, Any] = {"format": 1, "made": now_text()}
+        data = self.layout.data
+        if data != self.root:
+            self._refuse_foreign_data(value)
+            data.mkdir(parents=True, exist_ok=True)
+            inside = data.is_relative_to(self.root)  # then it moves with the workspace
+            name = data.relative_to(self.root).as_posix() if inside else str(data)
+            value |= {"format": 2, "data": name, "id": secrets.token_hex(8)}
+        self.root.mkdir(parents=True, exist_ok=True)
+        atomic.create_json(self.layout.format_file, value)
+        found = self._read_format() or value
+        if data != self.root:
+            self._refuse_other_data_root(found)
+        return found
+
+    def _read_format(self) -> dict[str, Any] | None:
+        if self.root.exists() and not self.root.is_dir():
+            raise WorkspaceError(
+                f"The workspace {self.root} is not a folder",
+                expected="a folder, or a path that does not exist yet",
+                fix="name another one with `workspace=DIR`",
+            )
+        found = self.read_control(self.layout.format_file)
+        number = None if found is None else found.get("format")
+        if found is not None and not isinstance(number, int):
+            raise WorkspaceError(
+                f"{self.layout.format_file} names no format",
+                expected='{"format": 1}',
+                fix="restore the file, or name another folder with `workspace=DIR`",
+            )
+        if isinstance(number, int) and number > FORMAT:
+            raise WorkspaceError(
+                f"The workspace {self.root} has format {number}",
+                expected=f"format {FORMAT} or older, which this version of refiner knows",
+                fix="use the refiner that made it or a newer one, or another `workspace=DIR`",
+            )
+        return found
+
+    # ------------------------------------------------------------ the data root
+
+    def _data_of(self, found: dict[str, Any]) -> Path:
+        return self.root / str(found.get("data", ""))  # an absolute one stays as it is
+
+    def _refuse_other_data_root(self, found: dict[str, Any]) -> None:
+        recorded = self._data_of(found)
+        if os.path.realpath(recorded) == os.path.realpath(self.layout.data):
+            return
+        raise ConfigurationError(
+            f"The workspace {self.root} keeps its data in {recorded}, and data_root is "
+            f"{self.layout.data}.",
+            expected="the data root that the workspace was made with, or none",
+            fix="drop `data_root`, or name another `workspace=`; to move the data, let all jobs "
+            f"end, move {recorded} to the new place and name that as `data` in "
+            f"{self.layout.format_file}",
+        )
+
+    def _check_data_root(self, found: dict[str, Any]) -> None:
+        """Whether the data root is there, and holds what belongs to this workspace."""
+        if "id" not in found:
+            return
+        mark = atomic.read_json(self.layout.data_mark)
+        if mark is None and self.stage_ids():
+            raise WorkspaceError(
+                f"{self.layout.data}, where {self.root} keeps its data, is not there or empty",
+                expected=f"{self.layout.data_mark.name} and the data of "
+                f"{len(self.stage_ids())} stages",
+                fix=f"mount it, or correct `data` in {self.layout.format_file}",
+            )
+        if mark is None:
+            self.layout.data.mkdir(parents=True, exist_ok=True)
+            mark = {"id": found["id"], "workspace": str(self.root)}
+            atomic.create_json(self.layout.data_mark, mark)
+        self._refuse_foreign_data(found)
+
+    def _refuse_foreign_data(self, found: dict[str, Any]) -> None:
+        mark = atomic.read_json(self.layout.data_mark)
+        if mark is None or mark.get("id") == found.get("id"):
+            return
+        if "id" not in found and self.layout.format_file.exists():
+            return  # it has just been made by somebody else, whose word counts
+        raise ConfigurationError(
+            f"{self.layout.data} holds the data of another workspace, {mark.get('workspace')}.",
+            expected="a data root of its own for each workspace",
+            fix="name another `data_root=`",
+        )
+
+    def _open_error(self, error: OSError) -> OSError:
+        if isinstance(error, WorkspaceError) or getattr(error, "resumable", False):
+            return error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return no_space_error(self.root, "opening the workspace", error)
+        return WorkspaceError(
+            f"The workspace {self.root} cannot be used: {error.strerror or error}",
+            expected="a folder in which you may create files",
+            fix="correct its permissions, or name another one with `workspace=DIR`",
+        )

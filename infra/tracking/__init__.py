@@ -1,0 +1,1 @@
+"""W&B as a second place for metrics and tables."""

@@ -1,0 +1,247 @@
+"""Offline W&B runs of stages, sent to a W&B server from where there is a network.
+
+In: a workspace and ids of stages. Out: :class:`OfflineRun` values, each one folder that an attempt
+has written; :func:`send` hands them to ``wandb sync``. A stage is one W&B run however many attempts
+it has: all were begun with the stage's id, and are sent in order. What was sent is noted beside the
+files, with their size, so that asking again sends only what is new; and where the run can be looked
+at is noted as for an online run, for cards and reports.
+
+The key stays where wandb looks for it (``WANDB_API_KEY``, or what `wandb login` has left).
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.disk.room import no_space_guard
+from infra.store import atomic
+from infra.store.workspace import Workspace
+from infra.tracking.tracker import ADDRESS_FILE
+from refiner_core.contract.errors import RefinerError, UnsupportedError
+
+#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
+SENT_FILE = "sent.json"
+CLOUD = "https://api.wandb.ai"
+#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
+ANSWER_S, BATCH_S = 10.0, 900.0
+_BATCH = 50
+_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
+_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
+
+
+class TrackerOutage(RefinerError, RuntimeError):
+    """The W&B server cannot be reached, or did not take what it was sent."""
+
+    exit_code = 7
+    resumable = True
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """One attempt's offline run.
+
+    Attributes
+    ----------
+    stage_id, attempt
+        Whose it is; a sweep's report has its name and 0.
+    folder
+        What ``wandb sync`` takes.
+    bytes
+        Size of its file now.
+    sent_bytes
+        Size when it was sent; 0: never.
+    """
+
+    stage_id: str
+    attempt: int
+    folder: Path
+    bytes: int
+    sent_bytes: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has something that was not sent."""
+        return self.bytes != self.sent_bytes
+
+
+def offline_runs(workspace: Workspace, stage_ids: Iterable[str]) -> list[OfflineRun]:
+    """The offline runs of these stages, attempts in order."""
+    found = []
+    for stage_id in dict.fromkeys(stage_ids):
+        paths = workspace.layout.stage(stage_id)
+        for number in paths.attempt_numbers():
+            found += offline_runs_in(paths.attempt(number).tracker, stage_id, number)
+    return found
+
+
+def offline_runs_in(tracker: Path, stage_id: str, attempt: int = 0) -> list[OfflineRun]:
+    """The offline runs in one tracker's folder, oldest first."""
+    sent = atomic.read_json(tracker / SENT_FILE) or {}
+    found = []
+    for folder in sorted((tracker / "wandb").glob("offline-run-*")):
+        size = sum(p.stat().st_size for p in folder.glob("*.wandb"))
+        if size:
+            found.append(OfflineRun(stage_id, attempt, folder, size, int(sent.get(folder.name, 0))))
+    return found
+
+
+def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
+    """Send the runs that have something new; returns how many.
+
+    Parameters
+    ----------
+    tell
+        Told after each batch how many of how many are sent.
+
+    Raises
+    ------
+    TrackerOutage
+        The server cannot be reached, or refuses; what was sent is noted.
+    UnsupportedError
+        Nobody is logged in.
+    """
+    new = [run for run in runs if run.is_new]
+    if not new:
+        return 0
+    check_server(server_address())
+    done = 0
+    for batch in _batches(new):
+        said, code = _sync(batch)
+        finished = set(_FINISHED.findall(said))
+        sent = batch if code == 0 else [r for r in batch if _is_named(r.folder, finished)]
+        _note(sent, said)
+        done += len(sent)
+        tell(done, len(new))
+        if code != 0:
+            raise _refused(said, done, len(new))
+    return done
+
+
+def sync_command(runs: Sequence[OfflineRun]) -> list[str]:
+    """What is run: this environment's wandb, on folders whose state wandb has seen or not."""
+    words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
+    return [*words, *(str(run.folder) for run in runs)]
+
+
+def server_address() -> str:
+    """The server that wandb would use: its variable, its settings file, or the cloud."""
+    if given := os.environ.get("WANDB_BASE_URL"):
+        return given
+    home = os.environ.get("WANDB_CONFIG_DIR")
+    folder = Path(home) if home else Path("~/.config/wandb").expanduser()
+    settings = configparser.ConfigParser()
+    try:
+        settings.read(folder / "settings")
+        return settings.get("default", "base_url", fallback=CLOUD)
+    except configparser.Error:  # wandb will say so itself
+        return CLOUD
+
+
+def check_server(address: str) -> None:
+    """Find out in seconds whether the server answers: wandb itself would try for hours.
+
+    Raises
+    ------
+    TrackerOutage
+        It does not.
+    """
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S):
+            return
+    except urllib.error.HTTPError:
+        return  # it has answered
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise TrackerOutage(
+            f"The W&B server {_shown(address)} does not answer ({reason}).",
+            expected="a node from which it can be reached",
+            fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
+        ) from error
+
+
+def _batches(runs: Sequence[OfflineRun]) -> Iterable[list[OfflineRun]]:
+    """So many at a time, without parting the attempts at a stage: these must be sent in order."""
+    batch: list[OfflineRun] = []
+    for run in runs:
+        if len(batch) >= _BATCH and run.stage_id != batch[-1].stage_id:
+            yield batch
+            batch = []
+        batch.append(run)
+    if batch:
+        yield batch
+
+
+def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
+    """What wandb has said, and its exit code."""
+    with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
+        (Path(folder) / "wandb").mkdir()
+        environment = {**os.environ, "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
+        environment.pop("WANDB_MODE", None)  # `offline` would keep it from sending
+        environment.pop("WANDB_SILENT", None)
+        try:
+            done = subprocess.run(
+                sync_command(batch),
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=BATCH_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            said = (error.stdout or b"").decode(errors="replace")
+            return f"{said}\nIt was not done after {BATCH_S:.0f} s.", 124
+    return done.stdout.decode(errors="replace"), done.returncode
+
+
+def _is_named(folder: Path, finished: set[str]) -> bool:
+    return any(Path(name).name == folder.name for name in finished)
+
+
+def _note(sent: Sequence[OfflineRun], said: str) -> None:
+    """What was sent, and where it can be looked at."""
+    addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
+    for run in sent:
+        tracker = run.folder.parent.parent
+        with no_space_guard(tracker, "noting what W&B has"):
+            noted = atomic.read_json(tracker / SENT_FILE) or {}
+            atomic.write_json(tracker / SENT_FILE, {**noted, run.folder.name: run.bytes})
+            if (address := addresses.get(_id_of(run))) is not None:
+                atomic.write_json(tracker / ADDRESS_FILE, {"url": address})
+
+
+def _id_of(run: OfflineRun) -> str:
+    """The W&B run's id, as its file is named after it."""
+    file = next(run.folder.glob("run-*.wandb"), None)
+    return "" if file is None else file.stem.removeprefix("run-")
+
+
+def _refused(said: str, done: int, total: int) -> RefinerError:
+    if "No API key" in said or "not logged in" in said.lower():
+        return UnsupportedError(
+            "Nobody is logged in to W&B here.",
+            expected="a key in WANDB_API_KEY, or one that `wandb login` has stored",
+            fix="set it, and run the same command again",
+        )
+    lines = [line.removeprefix("wandb: ").strip() for line in said.splitlines() if line.strip()]
+    return TrackerOutage(
+        f"W&B took {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
+        expected="all of them sent",
+        fix="run the same command again; what was sent is not sent twice",
+    )
+
+
+def _shown(address: str) -> str:
+    """Without a name or password that somebody has written into it."""
+    return re.sub(r"//[^/@]*@", "//", address)

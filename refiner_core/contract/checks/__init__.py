@@ -1,0 +1,1 @@
+"""What a recipe's fields must be together, section by section."""

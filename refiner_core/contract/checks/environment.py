@@ -1,0 +1,197 @@
+"""Checks of the tool-use lane, made when a plan is made.
+
+In: a configuration. Out: nothing, or the first refusal. What an environment itself cannot do (a
+domain that it does not have, a user without an endpoint) is refused where it is opened.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from refiner_core.contract.checks.shaping import check_curriculum, check_shaping
+from refiner_core.contract.config import RecipeConfig, UserConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.marks import walk
+
+#: In the place of a source of rows: what the environment itself has.
+BUILTIN_ROWS = "builtin:synthetic"
+#: Fields that mean nothing without an environment, or nothing with one.
+ONLY_OF_AGENTS = ("environment.", "evaluate.user.", "grpo.curriculum.", "grpo.credit")
+_NOT_OF_AGENTS = (
+    "data.rl_path",
+    "data.rl_split",
+    "data.rl_revision",
+    "data.held_out_fraction",
+    "data.refiner_mode",
+    "data.max_rl_rows",
+    "data.synthetic_sft_rows",
+    "data.synthetic_rl_rows",
+    "data.all_held_out",
+    "grpo.stop_strings",
+)
+
+
+class _Numbers(NamedTuple):
+    path: str
+    low: float
+    high: float
+    expected: str
+
+
+_NUMBERS = (
+    _Numbers("environment.max_turns", 1, 1e9, "at least 1"),
+    _Numbers("environment.max_train_tasks", 1, 1e9, "at least 1, or none for all"),
+    _Numbers("environment.demonstrations", 0, 1e9, "zero or more"),
+    _Numbers("environment.flawed_demonstrations", 0, 1, "a share between 0 and 1"),
+    _Numbers("environment.max_argument_bytes", 16, 1e9, "at least 16 bytes"),
+    _Numbers("environment.turn_timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
+    _Numbers("environment.episode_timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
+    _Numbers("environment.workers", 1, 4096, "1 to 4096"),
+    _Numbers("environment.max_error_share", 0, 1, "a share between 0 and 1"),
+    *(
+        _Numbers(f"{user}.{name}", low, high, expected)
+        for user in ("environment.user", "evaluate.user")
+        for name, low, high, expected in (
+            ("temperature", 0, 10, "zero or more"),
+            ("max_tokens", 1, 1e9, "at least 1"),
+            ("timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
+            ("max_retries", 0, 1e9, "zero or more"),
+        )
+    ),
+)
+_DEFAULTS = {path: info.default for path, info in walk(RecipeConfig)}
+_OF_AGENTS = tuple(p for p in _DEFAULTS if p.startswith(ONLY_OF_AGENTS))
+
+
+def check_environment(config: RecipeConfig) -> None:
+    """Refuse what cannot be meant.
+
+    Raises
+    ------
+    ConfigurationError
+        A value is impossible, or is set where it means nothing.
+    """
+    for path, low, high, expected in _NUMBERS:
+        value = get_field(config, path)
+        if value is not None and not low <= value <= high:
+            raise ConfigurationError(
+                f"`{path}` is {value}.", expected=expected, fix=f"set {path}=… to such a value"
+            )
+    if not config.environment.name:
+        _refuse_without(config)
+        return
+    _check_splits(config)
+    check_shaping(config.environment.shaping)
+    _check_name(config)
+    _refuse_with(config)
+    _check_demonstrations(config)
+    for where, user in (
+        ("environment", config.environment.user),
+        ("evaluate", config.evaluate.user),
+    ):
+        _check_user(where, user)
+    _check_user_of_tau2(config)
+    check_curriculum(config.grpo.curriculum)
+
+
+def _refuse_without(config: RecipeConfig) -> None:
+    """A recipe without an environment that sets something of one means another recipe."""
+    for path in _OF_AGENTS:
+        value = get_field(config, path)
+        if value != _DEFAULTS[path]:
+            raise ConfigurationError(
+                f"`{path}` is {_shown(value)}, but the recipe has no environment.",
+                expected="environment.name, or the default of what only an agent's recipe has",
+                fix=f"set environment.name=desk (or another), or drop {path}",
+            )
+
+
+def _refuse_with(config: RecipeConfig) -> None:
+    for path in _NOT_OF_AGENTS:
+        value = get_field(config, path)
+        if value != _DEFAULTS[path] and not (path == "data.rl_path" and value is None):
+            raise ConfigurationError(
+                f"`{path}` is {_shown(value)}, which means nothing with environment.name="
+                f"{config.environment.name}.",
+                expected="tasks and splits of the environment (environment.tasks, "
+                "environment.train_split, environment.test_split, environment.max_train_tasks)",
+                fix=f"drop {path}",
+            )
+
+
+def _check_name(config: RecipeConfig) -> None:
+    name = config.environment.name
+    file, colon, attribute = name.rpartition(":")
+    if name in ("desk", "tau2") or (file.endswith(".py") and colon and attribute.isidentifier()):
+        return
+    raise ConfigurationError(
+        f"There is no environment {name!r} (environment.name).",
+        expected="`desk`, `tau2`, or FILE.py:NAME of your own",
+        fix="correct environment.name, or leave it empty for the refiner's task",
+    )
+
+
+def _check_splits(config: RecipeConfig) -> None:
+    if config.environment.train_split == config.environment.test_split:
+        raise ConfigurationError(
+            "`environment.train_split` and `environment.test_split` are both "
+            f"{config.environment.test_split!r}: the tasks of training are no test of it.",
+            expected="two splits that share no task",
+            fix="set environment.test_split to another one",
+        )
+
+
+def _check_demonstrations(config: RecipeConfig) -> None:
+    environment, own_rows = config.environment, config.data.sft_path in (None, BUILTIN_ROWS)
+    if "sft" in config.stages and own_rows and not environment.demonstrations:
+        raise ConfigurationError(
+            "The recipe has an `sft` stage, but no demonstrations: data.sft_path names no file, "
+            "and environment.demonstrations is 0.",
+            expected="conversations to learn from",
+            fix="set environment.demonstrations=500 (where the environment has an expert), or "
+            "data.sft_path=FILE",
+        )
+    if environment.demonstrations and not own_rows:
+        raise ConfigurationError(
+            f"Demonstrations come from data.sft_path={config.data.sft_path}, and "
+            f"environment.demonstrations is {environment.demonstrations}.",
+            expected="one source of demonstrations",
+            fix="drop one of the two",
+        )
+
+
+def _check_user(where: str, user: UserConfig) -> None:
+    if user.base_url and not user.model:
+        raise ConfigurationError(
+            f"`{where}.user.base_url` is set, but `{where}.user.model` is empty.",
+            expected="the name by which the endpoint knows the model",
+            fix=f"set {where}.user.model=NAME",
+        )
+    if not user.api_key_env.replace("_", "a").isalnum():
+        raise ConfigurationError(
+            f"`{where}.user.api_key_env` is no name of an environment variable.",
+            expected="a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
+            fix="put the key into the environment: export OPENAI_API_KEY=…",
+        )
+    parts = urlsplit(user.base_url)
+    if user.base_url and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
+        raise ConfigurationError(
+            f"`{where}.user.base_url` is no address of a server, or holds a user or password.",
+            expected="http:// or https://, a host, and no secret, because addresses are recorded",
+            fix=f"set e.g. {where}.user.base_url=http://127.0.0.1:8000/v1",
+        )
+
+
+def _check_user_of_tau2(config: RecipeConfig) -> None:
+    if config.environment.name == "tau2" and not config.environment.user.model:
+        raise ConfigurationError(
+            "`environment.user.model` is empty, and tau2-bench has no user without a model.",
+            expected="a simulated user at an OpenAI-compatible endpoint",
+            fix="set environment.user.model=NAME and environment.user.base_url=…",
+        )
+
+
+def _shown(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else repr(value)

@@ -1,0 +1,440 @@
+"""Checks across fields, made when a plan is made: impossible sizes are refused with the numbers.
+
+Each check is one row of :data:`CHECKS`: a condition that must hold, what to say when it does not,
+and which field mends it. Nothing here looks at the world; what the machine lacks is found at run
+time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from refiner_core.contract.checks.command import check_command
+from refiner_core.contract.checks.environment import check_environment
+from refiner_core.contract.checks.sample import check_sampling
+from refiner_core.contract.checks.training import check_training
+from refiner_core.contract.config import (
+    DataConfig,
+    EnvironmentConfig,
+    EvaluateConfig,
+    JudgeConfig,
+    RecipeConfig,
+    RetryConfig,
+    RewardConfig,
+)
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.judge_config import LEXICAL_MODELS
+from refiner_core.contract.marks import walk
+from refiner_core.contract.placement import STAGES
+from refiner_core.contract.protocols import configs_under, refused_under
+from refiner_core.contract.services import asks_judge
+from refiner_core.contract.services import serves as serves
+
+
+class Check(NamedTuple):
+    """``holds(config)`` or else a refusal made of ``what``, ``expected``, ``fix``."""
+
+    holds: Callable[[RecipeConfig], bool]
+    what: Callable[[RecipeConfig], str]
+    expected: str
+    fix: str
+
+
+#: Fields of a request to a judge that have a field of their own, or are none of the user's.
+_OWN_OF_BODY = frozenset(
+    ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
+)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Sections of jobs.
+_WITH_RESOURCES = (*("data", "sft", "sample", "rft", "grpo"), *("command", "publish", "evaluate"))
+_AT_LEAST_ONE = (
+    "data.max_prompt_token_length",
+    "data.synthetic_sft_rows",
+    "data.synthetic_rl_rows",
+    "sft.pack_length",
+    "sft.per_device_train_batch_size",
+    "sft.gradient_accumulation_steps",
+    "sft.eval_freq",
+    "sft.save_freq",
+    "sft.keep",
+    "sample.attempts",
+    "sample.max_kept",
+    "sample.generation_batch_size",
+    "sample.save_freq",
+    "sample.keep",
+    "rft.pack_length",
+    "rft.per_device_train_batch_size",
+    "rft.gradient_accumulation_steps",
+    "rft.eval_freq",
+    "rft.save_freq",
+    "rft.keep",
+    "grpo.num_training_steps",
+    "grpo.num_unique_prompts_rollout",
+    "grpo.response_length",
+    "grpo.max_token_length",
+    "grpo.pack_length",
+    "grpo.per_device_train_batch_size",
+    "grpo.num_mini_batches",
+    "grpo.num_epochs",
+    "grpo.generation_batch_size",
+    "grpo.save_freq",
+    "grpo.keep",
+    "grpo.active_sampling_max_rounds",
+    "grpo.vllm_num_engines",
+    "grpo.vllm_tensor_parallel_size",
+    "evaluate.num_samples",
+    "evaluate.batch_size",
+    "evaluate.bootstrap_samples",
+    "judge.max_tokens",
+    "judge.concurrency",
+    "model.cpu_threads",
+    "command.keep",
+    "dispatch.max_parallel",
+    # None, where a field allows it, is "no limit" and not a number.
+    "data.max_sft_rows",
+    "data.max_rl_rows",
+    "sft.max_train_steps",
+    "rft.max_train_steps",
+    *(
+        f"{stage}.{name}"
+        for stage in STAGES
+        for name in ("first_save", "nproc_per_node", "health.patience")
+    ),
+    "evaluate.max_prompts",
+    *(
+        f"{stage}.resources.{name}"
+        for stage in (*_WITH_RESOURCES, "judge")
+        for name in ("nodes", "cpus", "memory_gb", "time_limit_min")
+    ),
+)
+_NOT_NEGATIVE = (
+    "sft.learning_rate",
+    "sft.muon_learning_rate",
+    "sft.weight_decay",
+    "sample.temperature",
+    "sample.top_k",
+    "sample.min_partial",
+    "rft.learning_rate",
+    "rft.muon_learning_rate",
+    "rft.weight_decay",
+    "grpo.learning_rate",
+    "grpo.weight_decay",
+    "grpo.temperature",
+    "grpo.beta",
+    "grpo.clip_lower",
+    "grpo.clip_higher",
+    "grpo.truncated_importance_sampling_ratio_cap",
+    "grpo.async_steps",
+    "grpo.rollout_server.max_restarts",
+    *(f"{stage}.health.min_entropy" for stage in STAGES),
+    "evaluate.temperature",
+    "evaluate.top_k",
+    "judge.temperature",
+    "judge.cache_gb",
+    "judge.outage_patience_s",
+    "judge.serve.idle_timeout_s",
+    "dispatch.poll_s",
+    "dispatch.grace_s",
+    "dispatch.backoff_s",
+    "dispatch.nice",
+    "disk.margin_gb",
+    "disk.wait_min",
+    "disk.hold_s",
+    "judge.max_retries",
+    *(f"{stage}.resources.gpus" for stage in (*_WITH_RESOURCES, "judge")),
+)
+_ABOVE_ZERO = (
+    "reward.verification_reward",
+    "sft.num_train_epochs",
+    "rft.num_train_epochs",
+    "sample.success",
+    "sample.top_p",
+    "grpo.top_p",
+    "grpo.rollout_server.start_timeout_s",
+    "grpo.rollout_server.request_timeout_s",
+    "grpo.rollout_server.canary_tolerance",
+    *(f"{stage}.health.max_kl" for stage in STAGES),
+    "evaluate.top_p",
+    "judge.timeout_s",
+    "judge.batch_timeout_s",
+    "judge.serve.start_timeout_s",
+    "dispatch.heartbeat_timeout_s",
+    "dispatch.hung_after_s",
+    "dispatch.scheduler_poll_s",
+    "disk.watch_s",
+)
+_ABOVE_ONE = tuple(f"{stage}.health.spike_factor" for stage in STAGES)
+_RETRIES = tuple(f"dispatch.retries.{f.name}" for f in fields(RetryConfig))
+_SHARES = (
+    "data.validation_fraction",
+    "reward.paper_citation_weight",
+    "judge.max_failed_share",
+    "disk.warn_share",
+    *(f"{stage}.warmup_ratio" for stage in STAGES),
+    "sample.success",
+    "sample.top_p",
+    "grpo.top_p",
+    "evaluate.top_p",
+    *(f"{stage}.health.max_truncated_share" for stage in STAGES),
+)
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        lambda c: c.data.validation_fraction < 1.0,
+        lambda c: f"`data.validation_fraction` is {c.data.validation_fraction}.",
+        "a share below 1: something must be left to train on",
+        "set e.g. data.validation_fraction=0.05",
+    ),
+    Check(
+        lambda c: 0.0 < c.data.held_out_fraction < 1.0,
+        lambda c: f"`data.held_out_fraction` is {c.data.held_out_fraction}.",
+        "a share of questions strictly between 0 and 1",
+        "set e.g. data.held_out_fraction=0.1",
+    ),
+    Check(
+        lambda c: (
+            not (c.reward.instance_rubrics_only and c.reward.rubric_source in ("static", "none"))
+        ),
+        lambda c: (
+            "`reward.instance_rubrics_only` is true but `reward.rubric_source` is "
+            f"{c.reward.rubric_source}: no rubric would be left."
+        ),
+        "rubric_source `instance` or `instance+static`",
+        "change one of the two",
+    ),
+    Check(
+        lambda c: (
+            not asks_judge(c)
+            or c.judge.kind != "openai"
+            or bool(c.judge.base_url or c.judge.base_urls or serves(c.judge))
+        ),
+        lambda c: "`judge.kind` is openai, but neither an address nor a server to start is given.",
+        "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
+        "set judge.base_url=http://127.0.0.1:8000/v1",
+    ),
+    Check(
+        lambda c: c.judge.kind == "lexical" or c.judge.model not in LEXICAL_MODELS,
+        lambda c: f"`judge.kind` is openai, but `judge.model` is still {c.judge.model!r}.",
+        "the name by which the server knows its model",
+        "set judge.model=NAME",
+    ),
+    Check(
+        lambda c: c.judge.kind != "lexical" or c.judge.model in LEXICAL_MODELS,
+        lambda c: (
+            f"`judge.model` is {c.judge.model!r}, but `judge.kind` is lexical: word overlap would "
+            "be recorded under the name of a model."
+        ),
+        f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
+        "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
+        f"judge.model={LEXICAL_MODELS[0]}",
+    ),
+    Check(
+        lambda c: c.judge.serve.engine != "command" or bool(c.judge.serve_command),
+        lambda c: "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
+        "the command that serves the judge",
+        "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+    ),
+    Check(
+        lambda c: _VARIABLE.fullmatch(c.judge.api_key_env) is not None,
+        lambda c: "`judge.api_key_env` is no name of an environment variable.",
+        "a name such as REFINER_JUDGE_API_KEY, never the key itself, because fields are recorded",
+        "put the key into the environment: export REFINER_JUDGE_API_KEY=…",
+    ),
+    Check(
+        lambda c: _is_extra_body(c.judge.extra_body),
+        lambda c: f"`judge.extra_body` is {c.judge.extra_body!r:.80}.",
+        f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
+        """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+    ),
+    Check(
+        lambda c: all(_is_web_address(a) for a in (c.judge.base_url, *c.judge.base_urls)),
+        lambda c: (
+            "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
+            "user or password."
+        ),
+        "http:// or https://, a host, and no secret, because addresses are recorded",
+        "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
+        "variable that judge.api_key_env names",
+    ),
+    Check(
+        lambda c: not (c.data.sft_path is None and "sft" in c.stages and not c.environment.name),
+        lambda c: "The recipe has an `sft` stage, but `data.sft_path` is empty.",
+        "demonstrations to train on",
+        "set data.sft_path=FILE, or drop `sft` from `stages`",
+    ),
+    Check(
+        lambda c: (
+            not (
+                c.data.rl_path is None
+                and {"rft", "grpo", "evaluate"} & set(c.stages)
+                and not c.environment.name
+            )
+        ),
+        lambda c: "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
+        "prompts with rubrics",
+        "set data.rl_path=FILE",
+    ),
+    Check(
+        lambda c: not (c.data.all_held_out and set(STAGES) & set(c.stages)),
+        lambda c: "`data.all_held_out` is true, but the recipe trains.",
+        "prompts to train on",
+        "drop data.all_held_out; another set to evaluate on is named in a protocol file's `data`",
+    ),
+    Check(
+        lambda c: _repository(c) is not None,
+        lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
+        "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
+        "correct publish.repo_id",
+    ),
+    Check(
+        lambda c: all(p not in ("", ".", "..") for p in (_repository(c) or "").split("/")),
+        lambda c: f"`publish.repo_id` would be {_repository(c)!r}, outside of the target.",
+        "names joined by single slashes, none of them empty, `.` or `..`",
+        "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
+    ),
+    Check(
+        lambda c: (
+            c.publish.per_step != "repository"
+            or c.publish.which in ("final", "best")
+            or "{step}" in c.publish.repo_id
+        ),
+        lambda c: f"publish.per_step=repository, but `publish.repo_id` is {c.publish.repo_id!r}.",
+        "a repository for each step",
+        "write {step} into publish.repo_id, or set publish.per_step=tag",
+    ),
+    *(
+        Check(
+            lambda c, name=name: (  # type: ignore[misc]
+                "evaluate" not in c.stages
+                or 0 < len(getattr(c.evaluate, name)) == len(set(getattr(c.evaluate, name)))
+            ),
+            lambda c, name=name: f"`evaluate.{name}` is {list(getattr(c.evaluate, name))}.",  # type: ignore[misc]
+            "at least one, and each at most once",
+            f"correct evaluate.{name}, or drop `evaluate` from `stages`",
+        )
+        for name in ("models", "decoding")
+    ),
+)
+
+
+def _is_extra_body(text: str) -> bool:
+    if not text.strip():
+        return True
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
+
+
+def _is_web_address(text: str | None) -> bool:
+    if text is None:
+        return True
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc
+
+
+def _repository(config: RecipeConfig) -> str | None:
+    """``publish.repo_id`` with an example's values filled in; None if that cannot be done."""
+    try:
+        return config.publish.repo_id.format(
+            recipe=config.recipe, seed=config.seed, step=1, fingerprint="0" * 8
+        )
+    except (ValueError, LookupError, AttributeError):
+        return None
+
+
+class _Range(NamedTuple):
+    """What each of some fields must be where it is a number; read at once, for many trials."""
+
+    paths: tuple[str, ...]
+    read: Callable[[RecipeConfig], tuple[Any, ...]]
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _range(paths: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> _Range:
+    return _Range(paths, attrgetter(*paths), holds, expected)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+_RANGES = (
+    _range(tuple(path for path, _ in walk(RecipeConfig)), _is_finite, "a finite number"),
+    _range(_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
+    _range(_NOT_NEGATIVE, lambda v: v >= 0, "zero or more"),
+    _range(_RETRIES, lambda v: v >= -1, "zero or more, or -1 for no limit"),
+    _range(_ABOVE_ZERO, lambda v: v > 0, "a number above zero"),
+    _range(_ABOVE_ONE, lambda v: v > 1, "a number above one"),
+    _range(_SHARES, lambda v: 0.0 <= v <= 1.0, "a share between 0 and 1"),
+)
+
+
+def check_config(config: RecipeConfig) -> RecipeConfig:
+    """``config`` itself, or the first refusal.
+
+    Raises
+    ------
+    ConfigurationError
+        A value or a combination of values is impossible.
+    """
+    for paths, read, holds, expected in _RANGES:
+        for path, value in zip(paths, read(config), strict=True):
+            if value is not None and not holds(value):
+                raise _number(path, value, expected)
+    for check in CHECKS:
+        if not check.holds(config):
+            raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
+    check_environment(config)
+    check_command(config)
+    check_training(config)
+    check_sampling(config)
+    for name, measured in configs_under(config).items():
+        with refused_under(name):
+            _check_measuring(
+                measured.data,
+                measured.reward,
+                measured.judge,
+                measured.evaluate,
+                measured.grpo.response_length,
+                measured.environment,
+            )
+    return config
+
+
+@functools.lru_cache(maxsize=64)
+def _check_measuring(
+    data: DataConfig,
+    reward: RewardConfig,
+    judge: JudgeConfig,
+    evaluate: EvaluateConfig,
+    response_length: int,
+    environment: EnvironmentConfig,
+) -> None:
+    """Check what a protocol may fix, of a recipe of its kind; thousands of trials have it in
+    common."""
+    plain = RecipeConfig(stages=("data", "evaluate"), environment=environment)
+    grpo = replace(plain.grpo, response_length=response_length)
+    check_config(
+        replace(plain, data=data, reward=reward, judge=judge, evaluate=evaluate, grpo=grpo)
+    )
+
+
+def _number(path: str, value: Any, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{path}` is {value}.", expected=expected, fix=f"set {path}=… to such a value"
+    )

@@ -1,0 +1,259 @@
+"""The report of a sweep from its evidence.
+
+::
+
+    evidence ─ groups ──> numbers (arms against the baseline) ──┐
+        │         └─────> matrix (judges x policies), rubrics ──┼─> SweepReport
+        ├─ curves (training) ───────────────────────────────────┤
+        └─ flips (prompts that changed, answers side by side) ──┘
+
+Pure but for :class:`~refiner_core.report.sweep.evidence.Stored`, which is asked for the few texts
+that are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refiner_core.evaluation.power import Components, detectable_effect, variance_components
+from refiner_core.report.curves import make_curves
+from refiner_core.report.sweep.attempts import make_attempts
+from refiner_core.report.sweep.document import REPORT_VERSION, Comparison, SweepReport
+from refiner_core.report.sweep.evidence import Evidence, TrialEvidence
+from refiner_core.report.sweep.flips import make_flips, make_side_by_side
+from refiner_core.report.sweep.groups import Group, make_groups
+from refiner_core.report.sweep.matrix import make_agreement, make_matrix
+from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, paired_layouts
+from refiner_core.report.sweep.rubrics import make_rubrics
+
+Floats = npt.NDArray[np.float64]
+POWER = 0.8
+#: Models that a recipe may train, each from the one before; others come after these.
+_TRAINED_IN_ORDER = ("base", "sft", "rft", "grpo")
+
+
+def make_report(evidence: Evidence) -> SweepReport:
+    """All comparisons of a sweep, and what stands beside them."""
+    sweep = evidence.sweep
+    groups = make_groups(evidence)
+    chosen, metric, problems = choose_primary(evidence, groups)
+    comparisons: list[Comparison] = []
+    for group in groups:
+        setting, missing = _setting(evidence, group, groups)
+        wanted = metric if group is chosen else ""
+        comparisons += compare_group(group, setting, missing, primary=wanted)
+    comparisons.sort(key=lambda c: not c.primary)
+    matrix = make_matrix(evidence, groups, chosen, comparisons)
+    flips = make_flips(evidence, chosen, metric) if chosen else ()
+    report = SweepReport(
+        version=REPORT_VERSION,
+        sweep=sweep.name,
+        title=sweep.name,
+        question=str(sweep.question.get("text") or ""),
+        made_at=evidence.made_at,
+        state=evidence.state,
+        recipe=sweep.recipe,
+        baseline=sweep.baseline,
+        arms=tuple(arm.name for arm in sweep.arms),
+        seeds=sweep.seeds,
+        factors=_factors(evidence),
+        arm_levels={arm.name: dict(arm.levels) for arm in sweep.arms},
+        trials=tuple(trial.row for trial in evidence.trials),
+        comparisons=tuple(comparisons),
+        curves=make_curves(evidence),
+        matrix=matrix,
+        agreement=make_agreement(matrix),
+        rubrics=make_rubrics(evidence, chosen, _changes(comparisons)) if chosen else (),
+        flips=flips,
+        side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
+        attempts=make_attempts(groups),
+        incidents=evidence.incidents,
+        protocols=_protocols(evidence, groups),
+        provenance=evidence.provenance,
+        forecast=sweep.forecast,
+        warnings=(*evidence.warnings, *problems, *_warnings(evidence, groups)),
+    )
+    return replace(report, detectable=_detectable(evidence, chosen, metric))
+
+
+def _changes(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Arm -> its difference on the sweep's question."""
+    primary = (c for c in comparisons if c.primary)
+    return {n.arm: n.difference for c in primary for n in c.numbers if n.difference is not None}
+
+
+# ---------------------------------------------------------------- the sweep's question
+
+
+def choose_primary(
+    evidence: Evidence, groups: Sequence[Group]
+) -> tuple[Group | None, str, tuple[str, ...]]:
+    """The group and the metric that answer the sweep's question, and what was wrong with it.
+
+    What the question leaves open: the last model that was trained, the ``sampled`` decoding if
+    there is one, the ``oracle`` where answers have a known truth and else ``rubric_score`` (of
+    agents ``pass@1``); the protocol under which the most arms were measured beside the baseline.
+    """
+    asked = evidence.sweep.question
+    wanted = {k: str(asked.get(k) or "") for k in ("model", "decoding", "metric", "protocol")}
+    model = wanted["model"] or _last_model(evidence, groups)
+    fitting = [g for g in groups if g.model == model and evidence.sweep.baseline in g.arms]
+    if wanted["decoding"]:
+        fitting = [g for g in fitting if g.decoding == wanted["decoding"]]
+    if wanted["protocol"]:
+        named = [g for g in fitting if wanted["protocol"] in g.protocol_files]
+        if not named and "measured_as" in asked:
+            named = [g for g in fitting if asked["measured_as"] in g.protocol_files]
+        fitting = named
+    metric = wanted["metric"]
+    if not metric:
+        known = {m for g in fitting for m in g.metrics}
+        usual = ("oracle", "pass@1", "rubric_score")
+        metric = next((m for m in usual if m in known), usual[-1])
+    fitting = [g for g in fitting if metric in g.metrics]
+    if not fitting:
+        if not groups:
+            return None, "", ()
+        text = " ".join(filter(None, (model, wanted["protocol"], wanted["decoding"], metric)))
+        return None, "", (f"Nothing answers the sweep's question: no evaluation has {text}.",)
+    best = max(
+        fitting,
+        key=lambda g: (len(g.arms), g.decoding == "sampled", bool(g.protocol_files - {""})),
+    )
+    return best, metric, ()
+
+
+def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
+    """The model that training ends with, of those that were evaluated."""
+    found = {g.model for g in groups}
+    trained = {name for trial in evidence.trials[:1] for name in trial.stages}
+    # Records keep stages by name, not in the order in which they train.
+    order = [name for name in _TRAINED_IN_ORDER if name in found]
+    order += sorted(name for name in found & trained if name not in _TRAINED_IN_ORDER)
+    return order[-1] if order else next(iter(g.model for g in reversed(groups)), "")
+
+
+def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[str, Any]:
+    """The smallest effect that the primary comparison could see, from the spread that it has."""
+    found: dict[str, Any] = {"power": POWER, "alpha": ALPHA}
+    wanted = evidence.sweep.question.get("smallest_effect")
+    if isinstance(wanted, int | float):
+        found["smallest_effect"] = float(wanted)
+    if planned := evidence.sweep.forecast.get("detectable"):
+        found["planned"] = planned
+    if chosen is None:
+        return found
+    layouts = _layouts(evidence, chosen, metric)
+    if not layouts:
+        return {**found, "note": "not known: no arm can be compared with the baseline yet"}
+    parts = [variance_components(values) for values in layouts]
+    seeds, prompts = max(p.seeds for p in parts), max(p.prompts for p in parts)
+    of_seeds = [p.seed for p in parts if p.seed is not None]
+    components = Components(
+        float(np.mean(of_seeds)) if of_seeds else None,
+        float(np.mean([p.prompt for p in parts])),
+        float(np.mean([p.residual for p in parts])),
+        seeds,
+        prompts,
+    )
+    several = max(1, len(layouts))
+    return {
+        **found,
+        "metric": metric,
+        "effect": detectable_effect(components, seeds, prompts, POWER, ALPHA / several),
+        "effect_alone": detectable_effect(components, seeds, prompts, POWER, ALPHA),
+        "seeds": seeds,
+        "prompts": prompts,
+        "components": components._asdict(),
+        "basis": f"how far seeds and prompts of this sweep are apart, {seeds} "
+        f"seed{'s' * (seeds > 1)}, {prompts} prompts, {several} arm{'s' * (several > 1)} "
+        "against the baseline",
+    }
+
+
+def _layouts(evidence: Evidence, group: Group, metric: str) -> list[Floats]:
+    """Arm minus baseline [seeds, prompts] of every arm that can be compared."""
+    setting, _ = _setting(evidence, group, [group])
+    layouts = paired_layouts(group, metric, setting).values()
+    return [v for v in layouts if (~np.isnan(v).any(axis=0)).sum() >= 2]
+
+
+# ---------------------------------------------------------------- what is missing
+
+
+def _setting(
+    evidence: Evidence, group: Group, groups: Sequence[Group]
+) -> tuple[Setting, tuple[str, ...]]:
+    """What comparisons of a group need to know, and the arms that were measured in no way at all:
+    those are said to be missing beside the baseline."""
+    sweep = evidence.sweep
+    arms = tuple(arm.name for arm in sweep.arms)
+    beside = [g for g in groups if (g.model, g.decoding) == (group.model, group.decoding)]
+    measured = {arm for g in beside if g.reward == group.reward for arm in g.arms}
+    missing = tuple(a for a in arms if a not in measured) if sweep.baseline in group.arms else ()
+    shown = {*group.arms, *missing}
+    absent = {
+        trial.place: _why_absent(trial, group)
+        for trial in evidence.trials
+        if trial.row.arm in shown and trial.place not in group.cells
+    }
+    return Setting(sweep.baseline, arms, sweep.seeds, absent), missing
+
+
+def _why_absent(trial: TrialEvidence, group: Group) -> str:
+    row = trial.row
+    if row.state == "done" and not trial.missing:
+        return "it was not measured in this way"
+    names = [name for name in trial.missing if f"-{group.model}" in name]
+    if row.state == "done":  # so every stage is, and what there is of them could not be read
+        return f"{names[0] if names else 'its evaluation'} is left out: see the warnings"
+    what = f"{names[0]} is not done" if names else "it is not done"
+    return f"{what}, the trial is {row.state}" + (f" ({row.reason})" if row.reason else "")
+
+
+def _warnings(evidence: Evidence, groups: Sequence[Group]) -> list[str]:
+    found = []
+    if len(evidence.sweep.seeds) == 1:
+        found.append(
+            "One seed: differences are about these checkpoints. Whether the recipes differ takes "
+            "at least three seeds."
+        )
+    for trial in evidence.trials:
+        if trial.row.state == "failed":
+            why = f": {trial.row.reason}" if trial.row.reason else ""
+            found.append(f"{trial.row.arm}, seed {trial.row.seed}, has failed{why}.")
+    last = _last_model(evidence, groups)
+    own = [g for g in groups if g.model == last and not g.reward]
+    arms = {a for g in own for a in g.arms}
+    if own and len(arms) > 1 and not any(set(g.arms) == arms for g in own):
+        found.append(
+            "No protocol is common to all arms: their judge or rubrics differ, and with them what "
+            "their own numbers mean. Name a protocol file in `evaluate.protocols`, and run the "
+            "sweep again: only these evaluations are added."
+        )
+    return found
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+    found: dict[str, dict[str, None]] = {}
+    for arm in evidence.sweep.arms:
+        for factor, label in arm.levels.items():
+            found.setdefault(factor, {})[str(label)] = None
+    return {factor: tuple(labels) for factor, labels in found.items()}
+
+
+def _protocols(evidence: Evidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
+    """What the fingerprints of the shown numbers stand for."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        spelt = evidence.protocols.get(group.protocol, {})
+        found[group.protocol] = {"name": group.name, "judged by": group.judge, **spelt}
+    return found

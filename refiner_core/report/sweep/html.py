@@ -1,0 +1,358 @@
+"""The page of a report: one HTML file that needs nothing but a browser, from any disk.
+
+In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: the page's text. All that is
+shown is in the HTML; its script only hides, sorts and remembers (in the address, so that a page
+that loads itself again stays where it was). No request ever leaves it: a content security policy
+forbids them and lets no script run but the page's own, which is known by its hash. Everything is
+escaped.
+
+What would make a page too large to open is bounded (answers, prompts, curves' points, rows) and
+what is left out is said; the JSON beside the page has it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from refiner_core.report import drawing
+from refiner_core.report.conversations import (
+    FAILURE_WORDS,
+    attempts_of,
+    attempts_tables,
+    conversation,
+)
+from refiner_core.report.sweep import printing, words
+from refiner_core.report.sweep.document import (
+    Agreement,
+    ArmNumber,
+    Comparison,
+    Curve,
+    MatrixCell,
+    MatrixRow,
+    SweepReport,
+)
+from refiner_core.report.sweep.rows import Column, arm_row, comparison_notes
+from refiner_core.report.sweep.transcripts import fitting, marked
+
+#: Rows of arms on the page, over all comparisons.
+MOST_ROWS = 2_500
+#: Points of curves on the page, over all metrics and arms.
+MOST_POINTS = 30_000
+MOST_CURVES = 3_000
+#: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
+FEW_ARMS = 7
+MOST_FLIPS = 600
+VIEWS = (
+    ("summary", "Summary"),
+    ("arms", "Arms"),
+    ("curves", "Learning curves"),
+    ("judges", "Judges × arms"),
+    ("rubrics", "Rubrics"),
+    ("flips", "Prompts that flip"),
+    ("answers", "Answers side by side"),
+    ("cost", "Cost and waste"),
+    ("incidents", "Incidents"),
+    ("protocols", "Protocols and provenance"),
+)
+#: What they are called in a report of agents; the first of these has a view of its own there.
+ATTEMPTS = ("attempts", "Why attempts fail")
+OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
+
+
+def views_of(report: SweepReport) -> tuple[tuple[str, str], ...]:
+    """The views of a report: of agents without those of judges, which are not asked about them."""
+    if not report.attempts:
+        return VIEWS
+    empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
+    kept = [(i, OF_AGENTS.get(i, name)) for i, name in VIEWS if not empty.get(i)]
+    place = [i for i, _ in kept].index("arms") + 1
+    return (*kept[:place], ATTEMPTS, *kept[place:])
+
+
+def page(report: SweepReport, *, reload_s: int = 0) -> str:
+    """The page's text, free of what UTF-8 cannot hold.
+
+    Parameters
+    ----------
+    report
+        What is shown.
+    reload_s
+        Seconds after which the page of a running sweep loads itself again; 0: never. A sweep that
+        is over has a page that stays.
+    """
+    script = _read("page.js")
+    live = reload_s if report.state == "running" else 0
+    return _template().render(
+        report=report,
+        style=Markup(_read("page.css")),
+        script=Markup(script),
+        script_hash=_hash_of(script),
+        reload_s=live,
+        views=views_of(report),
+        p=printing,
+        w=words,
+        d=drawing,
+        marked=marked,
+        conversation=conversation,
+        failure_words=FAILURE_WORDS,
+        tree=tree,
+        **_contents(report),
+    )
+
+
+def _contents(report: SweepReport) -> dict[str, Any]:
+    """What the template shows, by name."""
+    compared = shown_comparisons(report)
+    columns = [Column.of(c, report) for c in compared]
+    index = {arm: i for i, arm in enumerate(arms_in_order(report))}
+    few = leading_arms(report)
+    return {
+        "index": index,
+        "few": few,
+        "compared": [
+            (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
+            for c, column in zip(compared, columns, strict=True)
+        ],
+        "primary_at": next((i for i, c in enumerate(compared) if c.primary), 0),
+        "not_shown": len(report.comparisons) - len(compared),
+        "plots": plots(report, index, frozenset(index[a] for a in few)),
+        "matrices": matrices(report),
+        "rubric_scale": drawing.scale_for(
+            [v for r in report.rubrics for v in r.values.values()], ticks=3
+        ),
+        "prompts": (shown := fitting(report.side_by_side, few)),
+        "attempts": attempts_of(a for side in shown for a in side.answers),
+        "attempts_tables": attempts_tables(report.attempts, few),
+        "spelt": spelt_protocols(report.protocols),
+        "flips": report.flips[:MOST_FLIPS],
+        "costs": words.costs(report),
+        "whole": words.cost_of("all arms", report.trials),
+    }
+
+
+# ---------------------------------------------------------------- what is chosen for the page
+
+
+def arms_in_order(report: SweepReport) -> list[str]:
+    """All arms, the baseline first: an arm's place decides its colour in every view."""
+    return sorted(report.arms, key=lambda arm: arm != report.baseline)
+
+
+def shown_comparisons(report: SweepReport) -> list[Comparison]:
+    """The primary comparison and as many others, in their order, as a page can hold."""
+    ordered = sorted(report.comparisons, key=lambda c: not c.primary)
+    kept: list[Comparison] = []
+    rows = 0
+    for comparison in ordered:
+        rows += len(comparison.numbers)
+        if kept and rows > MOST_ROWS:
+            break
+        kept.append(comparison)
+    return kept
+
+
+def leading_arms(report: SweepReport) -> list[str]:
+    """The baseline and the arms that differ most from it; all where there are few."""
+    arms = arms_in_order(report)
+    if len(arms) <= FEW_ARMS or report.primary is None:
+        return arms[:FEW_ARMS]
+    found: dict[str, ArmNumber] = {n.arm: n for n in report.primary.numbers}
+
+    def size(arm: str) -> float:
+        number = found.get(arm)
+        return -abs(number.difference or 0.0) if number is not None else 0.0
+
+    leading = {report.baseline, *sorted(arms, key=size)[: FEW_ARMS - 1]}
+    return [arm for arm in arms if arm in leading][:FEW_ARMS]
+
+
+def plots(
+    report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
+) -> list[dict[str, Any]]:
+    """Learning curves, one drawing for each metric of a stage."""
+    by_metric: dict[str, list[Curve]] = {}
+    for curve in report.curves[:MOST_CURVES]:
+        if curve.arm in index:
+            by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(curve)
+    each = max(8, MOST_POINTS // max(1, len(report.curves[:MOST_CURVES])))
+    made = []
+    for name, found in by_metric.items():
+        found = sorted(found, key=lambda c: index[c.arm])
+        drawn = [drawing.Drawn(index[c.arm], c, drawing.thinned(c, each)) for c in found]
+        visible = shown if any(d.index in shown for d in drawn) else frozenset({drawn[0].index})
+        made.append(
+            {
+                "name": name,
+                "svg": drawing.curves(name, drawn, visible),
+                "drawn": drawn,
+                "shown": visible,
+                "rows": [_last_row(d) for d in sorted(drawn, key=lambda d: d.index not in visible)],
+            }
+        )
+    return made
+
+
+def _last_row(drawn: drawing.Drawn) -> dict[str, Any]:
+    """First and last point of a curve, for the table below its drawing."""
+    curve = drawn.curve
+    known = [i for i, v in enumerate(curve.mean) if printing.finite(v) is not None]
+    if not known:
+        return {"index": drawn.index, "arm": curve.arm, "first": None, "last": None}
+    first, last = known[0], known[-1]
+    return {
+        "index": drawn.index,
+        "arm": curve.arm,
+        "first": (curve.steps[first], curve.mean[first]),
+        "last": (curve.steps[last], curve.mean[last], curve.low[last], curve.high[last]),
+        "seeds": len(curve.by_seed),
+    }
+
+
+def matrices(report: SweepReport) -> list[dict[str, Any]]:
+    """Judges against arms, one table for each metric and decoding: judges are its columns."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, row in enumerate(report.matrix):
+        groups.setdefault((row.metric, row.decoding), []).append(place)
+    made = []
+    for (metric, decoding), places in groups.items():
+        rows = [report.matrix[place] for place in places]
+        cells = [{c.arm: c for c in row.cells} for row in rows]
+        pairs = [a for a in report.agreement if {a.first, a.second} <= set(places)]
+        made.append(
+            {
+                "name": f"{metric}, {decoding}" if decoding else metric,
+                "rows": rows,
+                "cells": cells,
+                "ranges": [_range(found.values()) for found in cells],
+                "said": [*_first_places(rows), *_orders(report.matrix, pairs)],
+            }
+        )
+    return made
+
+
+def _range(cells: Iterable[MatrixCell]) -> tuple[float, float]:
+    known = [v for v in (printing.finite(c.value) for c in cells) if v is not None]
+    return (min(known), max(known)) if known else (0.0, 0.0)
+
+
+def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
+    """Which arm each judge puts first, and what to think of one that it has trained."""
+    best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
+    named = [(row, arms) for row, arms in best.items() if arms]
+    if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
+        yield f"All of them put {words.listed(named[0][1])} first."
+    elif len(named) > 1:
+        said = (f"{judge_name(row)} puts {words.listed(arms)} first" for row, arms in named)
+        yield f"{'; '.join(said)}."
+    for row, arms in named:
+        others = [c for c in row.cells if c.value is not None and c.arm not in row.trains]
+        if others and (own := [arm for arm in arms if arm in row.trains]):
+            yield (
+                f"{judge_name(row)} puts {words.listed(own)} first, which it has trained: look at "
+                "a judge that trains nobody before believing it."
+            )
+
+
+def _orders(rows: Sequence[MatrixRow], pairs: Sequence[Agreement]) -> Iterator[str]:
+    """How far two judges agree on the order of arms."""
+    for pair in pairs:
+        both = f"{judge_name(rows[pair.first])} and {judge_name(rows[pair.second])}"
+        if pair.tau is None:
+            yield f"{both}: one of them tells no arms apart."
+        else:
+            yield (
+                f"{both} order {pair.arms} arms with Kendall's tau {printing.number(pair.tau, 2)} "
+                f"(1 is the same order, {printing.MINUS}1 the reverse)."
+            )
+
+
+def judge_name(row: MatrixRow) -> str:
+    """A judge with its rubric set and the protocol in which it asks."""
+    rubrics = f" with {row.rubrics}" if row.rubrics else ""
+    return f"{row.judge or 'no judge'}{rubrics} ({row.protocol})"
+
+
+# ---------------------------------------------------------------- small things
+
+
+def tree(value: Any, depth: int = 0) -> Markup:
+    """Any JSON value as nested lists of terms."""
+    if isinstance(value, Mapping) and value and depth < 6:
+        rows = Markup("").join(
+            Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
+            for k, v in value.items()
+        )
+        return Markup('<dl class="tree">{}</dl>').format(rows)
+    if isinstance(value, list | tuple) and value and depth < 6:
+        if all(isinstance(v, str | int | float) for v in value):
+            return Markup("<bdi>{}</bdi>").format(", ".join(_leaf(v) for v in value))
+        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
+        return Markup("<ul>{}</ul>").format(items)
+    if isinstance(value, str) and "\n" in value:
+        return Markup("<pre>{}</pre>").format(printing.plain(value))
+    return Markup("<bdi>{}</bdi>").format(_leaf(value))
+
+
+def _leaf(value: Any) -> str:
+    if value is None or value == "" or value == {} or value == []:
+        return printing.MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return printing.MISSING if printing.finite(value) is None else f"{value:.6g}"
+    return printing.plain(str(value))
+
+
+def spelt_protocols(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Protocols field by field: what all share, and in what they differ."""
+    flat = {fingerprint: dict(_flat(protocol)) for fingerprint, protocol in protocols.items()}
+    fields = list(dict.fromkeys(name for found in flat.values() for name in found))
+    shared, different = [], []
+    for name in fields:
+        texts = [found.get(name, printing.MISSING) for found in flat.values()]
+        if len(set(texts)) == 1 and name != "name":
+            shared.append((name, texts[0]))
+        else:
+            different.append((name, texts))
+    return {"fingerprints": list(flat), "shared": shared, "different": different}
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Fields by dotted name, as text."""
+    for key, found in value.items():
+        if isinstance(found, Mapping) and found:
+            yield from _flat(found, f"{before}{key}.")
+        elif isinstance(found, list | tuple) and found:
+            yield f"{before}{key}", ", ".join(_leaf(v) for v in found)
+        else:
+            yield f"{before}{key}", _leaf(found)
+
+
+def _hash_of(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+@lru_cache
+def _read(name: str) -> str:
+    return files("refiner_core.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@lru_cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printing.plain(value) if type(value) is str else value,
+    )
+    return environment.from_string(_read("page.html.jinja"))

@@ -1,0 +1,167 @@
+"""Numbers of a report as people read them; page, Markdown and terminal print alike.
+
+In: numbers, None where there is none. Out: text. How many digits are shown follows from how well a
+number is known: two significant digits of half its interval. What is missing is a dash, never a 0
+and never ``nan``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import datetime
+from statistics import median
+
+from refiner_core.report.sweep.document import ArmNumber, Comparison
+
+MISSING = "—"
+MINUS = "\u2212"
+_MOST_DECIMALS = 6
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None for one that is none."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def decimals_for(width: float | None, value: float | None = None) -> int:
+    """Decimals that show two significant digits of half an interval's ``width``; without one,
+    three of the ``value``."""
+    if width is not None and math.isfinite(width) and width > 0:
+        return _bounded(1 - math.floor(math.log10(width / 2)))
+    if value is None or not math.isfinite(value) or value == 0:
+        return 3
+    return _bounded(2 - math.floor(math.log10(abs(value))))
+
+
+def decimals_of(comparison: Comparison) -> int:
+    """One number of decimals for all arms of a comparison, so that its columns line up."""
+    widths = [w for n in comparison.numbers for w in _widths(n)]
+    if widths:
+        return decimals_for(median(widths))
+    values = [n.value for n in comparison.numbers if finite(n.value) is not None]
+    return decimals_for(None, median(abs(v) for v in values if v is not None) if values else None)
+
+
+def _widths(number: ArmNumber) -> Iterable[float]:
+    for low, high in (
+        (number.low, number.high),
+        (number.difference_low, number.difference_high),
+    ):
+        if low is not None and high is not None and math.isfinite(high - low) and high > low:
+            yield high - low
+
+
+def _bounded(decimals: int) -> int:
+    return max(0, min(_MOST_DECIMALS, decimals))
+
+
+def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> str:
+    """``0.612``, ``+0.031``, ``−0.031``; a dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    text = f"{value:{'+' if signed else ''}.{decimals}f}"
+    if float(text) == 0:
+        text = text.lstrip("+-")
+    return text.replace("-", MINUS)
+
+
+def interval(low: float | None, high: float | None, decimals: int = 3) -> str:
+    """``[0.59, 0.63]``, or nothing where either end is missing."""
+    if finite(low) is None or finite(high) is None:
+        return ""
+    return f"[{number(low, decimals)}, {number(high, decimals)}]"
+
+
+def with_interval(
+    value: float | None,
+    low: float | None,
+    high: float | None,
+    decimals: int = 3,
+    *,
+    signed: bool = False,
+) -> str:
+    """``+0.031 [0.012, 0.050]``."""
+    return f"{number(value, decimals, signed=signed)} {interval(low, high, decimals)}".strip()
+
+
+def p_text(p: float | None) -> str:
+    """``0.21``, ``0.004``, ``< 0.001``."""
+    if p is None or not math.isfinite(p):
+        return MISSING
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def p_phrase(p: float | None) -> str:
+    """``= 0.21``, ``< 0.001``: for after ``p``."""
+    text = p_text(p)
+    return text if text.startswith("<") else f"= {text}"
+
+
+def hours(value: float | None) -> str:
+    """Hours of something."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if 0 < value < 0.001:
+        return "< 0.001"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def duration(seconds: float | None) -> str:
+    """``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if 0 < seconds < 1:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    for above, unit, size, small, below in (
+        (86400, "d", 86400, "h", 3600),
+        (3600, "h", 3600, "min", 60),
+        (60, "min", 60, "s", 1),
+    ):
+        if whole >= above:
+            rest = whole % size // below
+            return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
+    return f"{whole} s"
+
+
+def count(value: int | None) -> str:
+    """``12 800``: digits in threes, apart by a space that no line breaks at."""
+    return MISSING if value is None else f"{value:,}".replace(",", "\u202f")
+
+
+def counted(value: int, one: str, many: str = "") -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{count(value)} {one if value == 1 else many or one + 's'}"
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum of what is known; None where nothing is."""
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    return math.fsum(known) if known else None
+
+
+def moment(at: str) -> str:
+    """``2026-11-21 12:34 UTC``; what is no time stays as it is."""
+    try:
+        found = datetime.fromisoformat(at)
+    except ValueError:
+        return at
+    return f"{found:%Y-%m-%d %H:%M}" + (" UTC" if found.utcoffset() is not None else "")
+
+
+def plain(text: str) -> str:
+    """Text that every file can hold and no terminal obeys: control characters and halves of
+    characters are shown by a sign of their own."""
+    if text.isprintable():  # nearly all are
+        return text
+    return "".join(_sign(c) for c in text)
+
+
+def _sign(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t" or (code >= 0x20 and not 0x7F <= code < 0xA0):
+        return "\ufffd" if 0xD800 <= code < 0xE000 else character
+    return chr(0x2400 + code) if code < 0x20 else "\ufffd"
