@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: Command -> (module below flows.cli, one line of help). The line stands here so that `--help`
 #: imports nothing.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("init", "Begin: a folder with a recipe and a profile of your own, ready to plan."),
+    "doctor": ("doctor", "Look at this machine: what works, what does not, what mends it."),
     "run": ("run", "Carry out a recipe: what is done is skipped, what runs is waited for."),
     "plan": ("plan", "Show what a recipe would do; changes nothing."),
     "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
@@ -29,7 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("cancel", "End a run or some of its stages; what is saved is kept."),
     "resume": ("resume", "Go on with a recorded run, from any shell."),
     "sweep": ("sweep", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
-    "report": ("report", "Say what the arms of a sweep have shown: page, Markdown, CSV, JSON."),
+    "report": (
+        "report",
+        "Make the page of a run or a sweep: what it did, what it has shown.",
+    ),
     "prove-resume": (
         "prove",
         "Prove that training resumes exactly: straight and interrupted runs.",
@@ -47,9 +52,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rubrics": ("rubrics", "List, show and check rubric sets."),
     "protocols": ("protocols", "List, show and check protocols: fixed ways of measuring."),
     "environments": ("environments", "List, show, check and play what agents with tools work in."),
+    "show": ("show", "Explain a configuration field: its mark, type, default and source."),
     "recipes": ("plan", "List the shipped recipes."),
     "profiles": ("profiles", "List the shipped Slurm profiles."),
     "server": ("server", "Show or stop the local Prefect server."),
+    "completion": ("completion", "Print what a shell needs to complete commands and fields."),
 }
 
 

@@ -1,13 +1,14 @@
 """The configuration of a run: frozen dataclasses, every field marked and documented.
 
 One section per stage (`data`, `sft`, `grpo`, `publish`, `evaluate`) plus what several stages share
-(`model`, `reward`, `judge`) and what only steers the run (`tracking`, `dispatch`). Field names of
-training are those of the reference trainer (open-instruct's GRPO), so that a seed card's flags read
-the same here. Values at class level are the defaults of a full-size run; recipes set the rest.
+(`model`, `reward`, `judge`) and what only steers the run (`tracking`, `dispatch`, `disk`,
+`notify`). Field names of training are those of the reference trainer (open-instruct's GRPO), so
+that a seed card's flags read the same here. Values at class level are the defaults of a full-size
+run; recipes set the rest.
 
 Text comes in through :mod:`refiner_core.contract.loading`, which turns YAML and overrides into
 these classes and refuses what does not fit. Cross-field checks live in
-:mod:`refiner_core.contract.checks`.
+:mod:`refiner_core.contract.checks.recipe`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from refiner_core.contract.command_config import CommandConfig
 from refiner_core.contract.environment_config import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -25,6 +27,13 @@ from refiner_core.contract.environment_config import (
 from refiner_core.contract.judge_config import JudgeConfig, RewardConfig, ServeConfig
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
+from refiner_core.contract.steering_config import (
+    DiskConfig,
+    DispatchConfig,
+    NotifyConfig,
+    RetryConfig,
+    TrackingConfig,
+)
 from refiner_core.contract.training_config import (
     GrpoConfig,
     HealthConfig,
@@ -44,6 +53,7 @@ __all__ = [
     "HealthConfig",
     "JudgeConfig",
     "ModelConfig",
+    "NotifyConfig",
     "PublishConfig",
     "RecipeConfig",
     "Resources",
@@ -244,175 +254,6 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
-    """W&B as a sink; our own JSON lines are the truth."""
-
-    wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
-    project: str = execution("refiner", doc="W&B project")
-    entity: str | None = execution(None, doc="W&B entity; none is your default")
-    group: str | None = execution(
-        None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
-    )
-
-
-@dataclass(frozen=True)
-class RetryConfig:
-    """How many attempts in a row may end in a failure class without getting further.
-
-    An attempt that got further (the next one went on from a later checkpoint) clears the count; -1
-    is no limit. Classes that are not named here (bad configuration, bad data, not finite,
-    cancelled) are never tried again.
-    """
-
-    preempted: int = execution(-1, doc="the scheduler gave the node to somebody else")
-    time_limit: int = execution(2, doc="the job's time was up")
-    node_failure: int = execution(10, doc="the node died; it is avoided from then on")
-    launch_failure: int = execution(5, doc="the scheduler could not start the job")
-    killed: int = execution(2, doc="the worker was gone without a word")
-    hung: int = execution(2, doc="no progress for `dispatch.hung_after_s`")
-    out_of_memory: int = execution(1, doc="the host's memory did not suffice")
-    gpu_out_of_memory: int = execution(1, doc="the GPU's memory did not suffice")
-    gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
-    disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
-    judge_outage: int = execution(20, doc="the judge did not answer often enough")
-    environment_outage: int = execution(
-        20, doc="an environment or its user failed in too many episodes"
-    )
-    hub_outage: int = execution(20, doc="the Hub did not answer, or asked to wait for too long")
-    bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """Where jobs run and how patient the orchestrator is."""
-
-    executor: Literal["local", "slurm"] = execution(
-        "local", doc="this machine, or Slurm through submitit"
-    )
-    profile: str | None = execution(
-        None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
-    )
-    poll_s: float = execution(0.5, doc="seconds between looks at the workspace, at least")
-    scheduler_poll_s: float = execution(10.0, doc="seconds between queries to the scheduler")
-    grace_s: float = execution(60.0, doc="seconds a job gets to save after a request to stop")
-    heartbeat_timeout_s: float = execution(900.0, doc="no heartbeat for this long counts as hung")
-    hung_after_s: float = execution(
-        7200.0, doc="a heartbeat without any progress for this long counts as hung, too"
-    )
-    max_parallel: int = execution(2, doc="local jobs at a time")
-    nice: int = execution(
-        10,
-        doc="how far local jobs that export, publish, or evaluate a step give way to training "
-        "(0: not at all, 19: most)",
-    )
-    backoff_s: float = execution(
-        30.0, doc="pause before an attempt after a judge outage or launch failure; doubles"
-    )
-    retries: RetryConfig = section(RetryConfig, doc="attempts per failure class")
-
-
-@dataclass(frozen=True)
-class DiskConfig:
-    """Room for what a run writes: how it is measured, and what happens when there is too little."""
-
-    probe: str = execution(
-        "auto",
-        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
-        "`lustre`, or `command:PROGRAM ARGUMENTS`",
-    )
-    pattern: str | None = execution(
-        None,
-        doc="regular expression for a `command:` probe with groups `used` and `limit` (or `free`), "
-        "bytes or with a unit, and optionally `inodes_used` and `inodes_limit`",
-    )
-    limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
-    inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
-    margin_gb: float = execution(0.0, doc="room that is always left free, GiB")
-    watch_s: float = execution(30.0, doc="seconds between looks at the room that is left")
-    warn_share: float = execution(0.9, doc="warn when more than this share is used")
-    reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
-    wait_min: float = execution(
-        1440.0, doc="minutes that a paused stage waits for room before it is given up (resumable)"
-    )
-    hold_s: float = execution(
-        60.0, doc="seconds that a running job waits for room before a save, then it ends resumable"
-    )
-    ledger: str | None = execution(
-        None, doc="folder of the reservations, to share it between workspaces on one quota"
-    )
-    watch_caches: tuple[str, ...] = execution(
-        ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
-        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
-        "reclaimed by `refiner disk --reclaim --caches` only",
-    )
-
-
-@dataclass(frozen=True)
-class CommandConfig:
-    """A training script of somebody else's, run under the same care (stage `command`).
-
-    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
-    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
-
-    ``{output}``
-        folder for what it makes; the same one in all attempts.
-    ``{seed}``, ``{workdir}``
-        run seed; folder it starts in.
-    ``{data}``
-        output folder of the `data` stage.
-    ``{model}``
-        folder of the model that it starts from: the recipe's newest one, else the base model.
-    ``{resume}``
-        ``resume_arguments``; nothing as long as there is no complete checkpoint.
-    ``{checkpoint}``
-        the newest complete checkpoint (in ``resume_arguments`` only).
-    """
-
-    run: str = identity("", doc="the shell command that trains")
-    version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
-    adopted: str = identity(
-        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
-    )
-    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
-    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
-    resume_arguments: str = execution(
-        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
-    )
-    checkpoints: str = execution(
-        "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
-    )
-    step_pattern: str = execution(
-        r"(\d+)(?!.*\d)", doc="regular expression whose group is the step in a checkpoint's name"
-    )
-    complete: str = execution(
-        "weights",
-        doc="when a checkpoint counts: `weights` (every shard can be read), `file:NAME` (that file "
-        "is there, too), or `quiet:SECONDS` (and unchanged for so long)",
-    )
-    keep: int = execution(2, doc="complete checkpoints kept when room is short")
-    heartbeat: Literal["output", "files"] = execution(
-        "output", doc="sign of life: something printed, or something written below `{output}`"
-    )
-    progress_pattern: str = execution(
-        r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
-        doc="regular expression on printed lines: groups `step`, `total`, and any metric by name",
-    )
-    exports: str = identity(
-        "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
-    )
-    companions: str = identity(
-        "",
-        doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
-        "it starts from",
-    )
-    stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
-        "TERM", doc="signal that asks it to save and end"
-    )
-    needs_network: bool = execution(False, doc="whether it must run where the internet is")
-    resources: Resources = section(Resources, doc="resources of its job")
-
-
-@dataclass(frozen=True)
 class RecipeConfig:
     """A whole recipe."""
 
@@ -451,3 +292,4 @@ class RecipeConfig:
     tracking: TrackingConfig = section(TrackingConfig, doc="experiment tracking")
     dispatch: DispatchConfig = section(DispatchConfig, doc="jobs")
     disk: DiskConfig = section(DiskConfig, doc="room on the disk")
+    notify: NotifyConfig = section(NotifyConfig, doc="who hears of it")

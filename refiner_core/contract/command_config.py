@@ -1,0 +1,77 @@
+"""Configuration of the stage `command`: somebody else's trainer, under the same care.
+
+See :mod:`refiner_core.contract.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from refiner_core.contract.marks import execution, identity, section
+from refiner_core.contract.resources import Resources
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """A training script of somebody else's, run under the same care (stage `command`).
+
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
+    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+
+    ``{output}``
+        folder for what it makes; the same one in all attempts.
+    ``{seed}``, ``{workdir}``
+        run seed; folder it starts in.
+    ``{data}``
+        output folder of the `data` stage.
+    ``{model}``
+        folder of the model that it starts from: the recipe's newest one, else the base model.
+    ``{resume}``
+        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+    ``{checkpoint}``
+        the newest complete checkpoint (in ``resume_arguments`` only).
+    """
+
+    run: str = identity("", doc="the shell command that trains")
+    version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
+    adopted: str = identity(
+        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+    )
+    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
+    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    resume_arguments: str = execution(
+        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+    )
+    checkpoints: str = execution(
+        "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
+    )
+    step_pattern: str = execution(
+        r"(\d+)(?!.*\d)", doc="regular expression whose group is the step in a checkpoint's name"
+    )
+    complete: str = execution(
+        "weights",
+        doc="when a checkpoint counts: `weights` (every shard can be read), `file:NAME` (that file "
+        "is there, too), or `quiet:SECONDS` (and unchanged for so long)",
+    )
+    keep: int = execution(2, doc="complete checkpoints kept when room is short")
+    heartbeat: Literal["output", "files"] = execution(
+        "output", doc="sign of life: something printed, or something written below `{output}`"
+    )
+    progress_pattern: str = execution(
+        r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
+        doc="regular expression on printed lines: groups `step`, `total`, and any metric by name",
+    )
+    exports: str = identity(
+        "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
+    )
+    companions: str = identity(
+        "",
+        doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
+        "it starts from",
+    )
+    stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
+        "TERM", doc="signal that asks it to save and end"
+    )
+    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    resources: Resources = section(Resources, doc="resources of its job")

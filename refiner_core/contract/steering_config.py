@@ -1,0 +1,142 @@
+"""Configuration of what only steers a run: tracking, jobs, disk, notifications.
+
+Every field is execution: none changes what is computed. See :mod:`refiner_core.contract.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from refiner_core.contract.marks import execution, section
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """W&B as a sink; our own JSON lines are the truth."""
+
+    wandb: Literal["offline", "online", "disabled"] = execution("offline", doc="W&B mode")
+    project: str = execution("refiner", doc="W&B project")
+    entity: str | None = execution(None, doc="W&B entity; none is your default")
+    group: str | None = execution(
+        None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
+    )
+
+
+@dataclass(frozen=True)
+class RetryConfig:
+    """How many attempts in a row may end in a failure class without getting further.
+
+    An attempt that got further (the next one went on from a later checkpoint) clears the count; -1
+    is no limit. Classes that are not named here (bad configuration, bad data, not finite,
+    cancelled) are never tried again.
+    """
+
+    preempted: int = execution(-1, doc="the scheduler gave the node to somebody else")
+    time_limit: int = execution(2, doc="the job's time was up")
+    node_failure: int = execution(10, doc="the node died; it is avoided from then on")
+    launch_failure: int = execution(5, doc="the scheduler could not start the job")
+    killed: int = execution(2, doc="the worker was gone without a word")
+    hung: int = execution(2, doc="no progress for `dispatch.hung_after_s`")
+    out_of_memory: int = execution(1, doc="the host's memory did not suffice")
+    gpu_out_of_memory: int = execution(1, doc="the GPU's memory did not suffice")
+    gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
+    disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
+    judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    environment_outage: int = execution(
+        20, doc="an environment or its user failed in too many episodes"
+    )
+    hub_outage: int = execution(20, doc="the Hub did not answer, or asked to wait for too long")
+    bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """Where jobs run and how patient the orchestrator is."""
+
+    executor: Literal["local", "slurm"] = execution(
+        "local", doc="this machine, or Slurm through submitit"
+    )
+    profile: str | None = execution(
+        None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
+    )
+    poll_s: float = execution(0.5, doc="seconds between looks at the workspace, at least")
+    scheduler_poll_s: float = execution(10.0, doc="seconds between queries to the scheduler")
+    grace_s: float = execution(60.0, doc="seconds a job gets to save after a request to stop")
+    heartbeat_timeout_s: float = execution(900.0, doc="no heartbeat for this long counts as hung")
+    hung_after_s: float = execution(
+        7200.0, doc="a heartbeat without any progress for this long counts as hung, too"
+    )
+    max_parallel: int = execution(2, doc="local jobs at a time")
+    nice: int = execution(
+        10,
+        doc="how far local jobs that export, publish, or evaluate a step give way to training "
+        "(0: not at all, 19: most)",
+    )
+    backoff_s: float = execution(
+        30.0, doc="pause before an attempt after a judge outage or launch failure; doubles"
+    )
+    retries: RetryConfig = section(RetryConfig, doc="attempts per failure class")
+
+
+@dataclass(frozen=True)
+class DiskConfig:
+    """Room for what a run writes: how it is measured, and what happens when there is too little."""
+
+    probe: str = execution(
+        "auto",
+        doc="how room is measured: `auto`, `statvfs`, `quota`, `repquota`, `xfs`, `btrfs`, "
+        "`lustre`, or `command:PROGRAM ARGUMENTS`",
+    )
+    pattern: str | None = execution(
+        None,
+        doc="regular expression for a `command:` probe with groups `used` and `limit` (or `free`), "
+        "bytes or with a unit, and optionally `inodes_used` and `inodes_limit`",
+    )
+    limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
+    inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
+    margin_gb: float = execution(0.0, doc="room that is always left free, GiB")
+    watch_s: float = execution(30.0, doc="seconds between looks at the room that is left")
+    warn_share: float = execution(0.9, doc="warn when more than this share is used")
+    reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
+    wait_min: float = execution(
+        1440.0, doc="minutes that a paused stage waits for room before it is given up (resumable)"
+    )
+    hold_s: float = execution(
+        60.0, doc="seconds that a running job waits for room before a save, then it ends resumable"
+    )
+    ledger: str | None = execution(
+        None, doc="folder of the reservations, to share it between workspaces on one quota"
+    )
+    watch_caches: tuple[str, ...] = execution(
+        ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "WANDB_DIR"),
+        doc="environment variables (or paths) of caches that fill the same quota; shown, and "
+        "reclaimed by `refiner disk --reclaim --caches` only",
+    )
+
+
+@dataclass(frozen=True)
+class NotifyConfig:
+    """Who hears of a run or sweep, and of what. Quiet as long as no channel is named."""
+
+    on: tuple[Literal["finished", "failed", "paused", "resumed", "stopped"], ...] = execution(
+        ("finished", "failed", "paused"),
+        doc="what is told of: it is `finished`; it has `failed`; a stage is `paused` (no room, "
+        "an outage) or has `resumed`; it was `stopped` on request",
+    )
+    command: str | None = execution(
+        None,
+        doc="shell command that gets the message as JSON on its standard input, and its fields as "
+        "REFINER_TITLE, REFINER_TEXT, …",
+    )
+    webhook: str | None = execution(
+        None,
+        doc="NAME of the environment variable that holds the address which the message is POSTed "
+        "to, as chat servers want it",
+    )
+    prefect: bool = execution(
+        False, doc="emit an event `refiner.run.…` on the Prefect server, for an automation"
+    )
+    after_min: float = execution(
+        0.0, doc="stay quiet about what ends within so many minutes: somebody watches it"
+    )

@@ -1,0 +1,215 @@
+"""The report of a run as values: all that its page and its JSON show.
+
+In: nothing; :mod:`flows.reporting.run` fills these from the records of a workspace, and
+:mod:`refiner_core.report.run.html` draws them. A number that is not known is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RUN_REPORT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt at a stage. Times are the writers' own, ISO 8601 in UTC; seconds of work."""
+
+    number: int
+    began_at: str
+    ended_at: str
+    seconds: float | None
+    outcome: str
+    text: str = ""
+    node: str = ""
+    job_id: str = ""
+    log: str = ""
+    reached_step: int | None = None
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of the run.
+
+    ``state`` is that of ``refiner status``. ``skipped``: it was there before the run began, made by
+    ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is what its output takes.
+    """
+
+    name: str
+    kind: str
+    id: str
+    fingerprint: str
+    state: str
+    skipped: bool = False
+    made_by: str = ""
+    reason: str = ""
+    inputs: tuple[str, ...] = ()
+    seconds: float | None = None
+    queue_seconds: float | None = None
+    lost_seconds: float = 0.0
+    gpu_hours: float | None = None
+    cpu_hours: float | None = None
+    step: int | None = None
+    total: int | None = None
+    attempts: tuple[AttemptRow, ...] = ()
+    output: str = ""
+    output_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class IncidentLine:
+    """Something that went wrong in a stage, and what was done about it."""
+
+    at: str
+    stage: str
+    text: str
+    resolved: bool
+
+
+@dataclass(frozen=True)
+class MetricCurve:
+    """One metric of a training stage over its steps; ``values`` has None where it was not logged,
+    or not finite. ``from_attempts`` are the steps at which a further attempt took over."""
+
+    stage: str
+    metric: str
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+    from_attempts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NumberRow:
+    """One evaluated number of a model, with its 95 % interval and what it was measured by."""
+
+    model: str
+    protocol: str
+    protocol_name: str
+    decoding: str
+    metric: str
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int | None
+    higher_is_better: bool | None = None
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A part of a rollout's reward: its raw value, its weight, and what it added."""
+
+    name: str
+    value: float | None
+    weight: float | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """One answer of a model to a prompt, or an attempt of an agent at a task.
+
+    ``model`` is whose (``sft``, ``grpo``, or ``step 12`` of training); ``judgements`` are as
+    stored (rubric, score, reason, …); ``episode`` is the JSON of an
+    :class:`~refiner_core.environments.record.EpisodeRecord`, and ``text`` is empty then.
+    """
+
+    model: str
+    text: str
+    status: str = ""
+    finish_reason: str = ""
+    reward: float | None = None
+    parts: tuple[RewardPart, ...] = ()
+    judgements: tuple[Mapping[str, Any], ...] = ()
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    episode: Mapping[str, Any] | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt with what several models, or one in the course of its training, said to it.
+
+    ``kind``: ``before and after`` (the evaluated models, in the order of training) or ``rollout``
+    (samples of one step of GRPO). ``why`` says why it was chosen (``improved most``, ``got worse
+    most``, ``typical``, ``best``, ``worst``, ``no score``). ``change`` is after minus before.
+    """
+
+    kind: Literal["before and after", "rollout"]
+    sample_id: str
+    why: str
+    question: str
+    prompt: str
+    said: tuple[Said, ...]
+    metric: str = ""
+    change: float | None = None
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What the run takes, by kind of file, and what is left. Bytes."""
+
+    used: Mapping[str, int] = field(default_factory=dict)
+    free_bytes: int | None = None
+    limit_bytes: int | None = None
+    source: str = ""
+    reclaimed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What all attempts of the run's own stages took; None where nobody knows."""
+
+    seconds: float | None = None
+    gpu_hours: float | None = None
+    cpu_hours: float | None = None
+    money: float | None = None
+    currency: str = ""
+    lost_seconds: float = 0.0
+    lost_steps: int = 0
+    judge: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint that has been published."""
+
+    stage: str
+    target: str
+    card: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything about a run at one moment.
+
+    ``state``: ``running`` as long as somebody works on it, else ``done``, ``failed`` or
+    ``stopped``. ``settings`` are the overrides and every field that is not its default.
+    """
+
+    version: int
+    run: str
+    recipe: str
+    description: str
+    state: Literal["running", "done", "failed", "stopped"]
+    state_text: str
+    command: tuple[str, ...]
+    workspace: str
+    began_at: str
+    ended_at: str
+    made_at: str
+    agent: bool = False
+    stages: tuple[StageRow, ...] = ()
+    incidents: tuple[IncidentLine, ...] = ()
+    curves: tuple[MetricCurve, ...] = ()
+    numbers: tuple[NumberRow, ...] = ()
+    examples: tuple[Example, ...] = ()
+    disk: DiskUse = field(default_factory=DiskUse)
+    cost: Cost = field(default_factory=Cost)
+    published: tuple[Published, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    next_commands: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
