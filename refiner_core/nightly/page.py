@@ -42,7 +42,7 @@ def trend_page(trends: Trends) -> str:
     nights = sorted({r.night for s in trends.series for r in s.rows} | set(trends.missed))
     return _template().render(
         t=trends,
-        style=Markup(_read("refiner_core.report", "page.css") + _read(__package__, "trends.css")),
+        style=Markup(_read("refiner_core.report.sweep", "page.css") + _read(__package__, "trends.css")),
         nights=nights,
         groups=_groups(trends.series, nights),
         open_alerts=open_alerts(trends.alerts),

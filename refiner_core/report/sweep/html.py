@@ -343,7 +343,7 @@ def _hash_of(script: str) -> str:
 
 @lru_cache
 def _read(name: str) -> str:
-    return files("refiner_core.report").joinpath(name).read_text(encoding="utf-8")
+    return files("refiner_core.report.sweep").joinpath(name).read_text(encoding="utf-8")
 
 
 @lru_cache
