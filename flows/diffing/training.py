@@ -14,9 +14,10 @@ from typing import Any
 
 from flows.diffing.sides import Half, Pair
 from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
+from refiner_core.contract.planned import TRAINED
 from refiner_core.contract.proofs import MEASURED
 
-_TRAINS = ("sft", "sample", "rft", "grpo", "command")
+_COMPARED = ("sample", *TRAINED)
 #: In the order in which a rollout comes about.
 _FIELDS = (
     *("prompt_index", "sample_id", "response_ids", "response_text", "logprobs", "finish_reason"),
@@ -70,7 +71,7 @@ def divergences(pairs: Sequence[Pair]) -> list[Divergence]:
     """Each pair of training stages of which both sides have logged something."""
     found = []
     for pair in pairs:
-        if pair.kind not in _TRAINS or (both := pair.both) is None:
+        if pair.kind not in _COMPARED or (both := pair.both) is None:
             continue
         if (one := _divergence(pair.name, *both)) is not None:
             found.append(one)

@@ -15,12 +15,11 @@ from flows.checking.sources import model_digest
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.planned import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.sweep_records import trial_of
 from refiner_core.nightly.values import Checkpoint, Source
 
-#: Training stages, in the order in which they follow each other.
-_ORDER = ("sft", "rft", "grpo", "command")
 _PATIENCE_S = 60.0
 
 
@@ -148,13 +147,13 @@ def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
     """Finished stages of a run that hold a model, the furthest first."""
     found: list[tuple[tuple[int, float], str]] = []
     for name, stage_id in run.stages.items():
-        if name not in _ORDER and not name.startswith("export-"):
+        if name not in TRAINED and not name.startswith("export-"):
             continue
         record = workspace.read_record(stage_id)
         if record is None or record.result is None:
             continue
         family, _, step = record.spec.model.partition("-step")
-        place = _ORDER.index(family) if family in _ORDER else len(_ORDER)
+        place = TRAINED.index(family) if family in TRAINED else len(TRAINED)
         found.append(((place, int(step) if step else math.inf), stage_id))
     return [stage_id for _, stage_id in sorted(found, reverse=True)]
 

@@ -33,11 +33,9 @@ from refiner_core.cards.facts import UNKNOWN
 from refiner_core.cards.resume import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
+from refiner_core.contract.planned import MODELS
 from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
-
-#: The order of models on a card, by the front of their names.
-_MODELS = ("base", "sft", "rft", "grpo", "command")
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _rank(role: str) -> tuple[str, int, int]:
     steps before the end."""
     measured = without_protocol(role).removeprefix("evaluation-")
     model, _, step = measured.partition("-step")
-    order = _MODELS.index(model) if model in _MODELS else len(_MODELS)
+    order = MODELS.index(model) if model in MODELS else len(MODELS)
     return protocol_name(role), order, int(step) if step.isdigit() else 10**12
 
 

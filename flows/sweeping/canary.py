@@ -17,10 +17,10 @@ from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import TRAINED
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
 
-_TRAINING = ("sft", "rft", "grpo", "command")
 _GIB = 2**30
 
 
@@ -50,7 +50,7 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
 
 def last_training(trial: Trial) -> PlannedStage | None:
     """The last stage of a trial that trains; None if none does."""
-    return next((s for s in reversed(trial.plan.stages) if s.kind in _TRAINING), None)
+    return next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
 
 
 def has_shown(workspace: Workspace, stage: PlannedStage) -> bool:

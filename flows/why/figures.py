@@ -19,6 +19,7 @@ from refiner_core.cards import Evidence, facts_to_json, record_of
 from refiner_core.cards.facts import finite
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
+from refiner_core.contract.planned import TRAINED
 from refiner_core.contract.records import StageRecord
 from refiner_core.evaluation.samples import METRICS
 
@@ -30,7 +31,7 @@ _DECODINGS = ("greedy", "sampled")
 FLOOR = "random_copier"
 #: The same of an agent.
 FLOORS = (FLOOR, "do_nothing")
-_MODELS = ("base", *FLOORS, "sft", "rft", "grpo", "command")
+_MODELS = ("base", *FLOORS, *TRAINED)
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
 

@@ -24,10 +24,11 @@ from refiner_core.cards.agent_results import (
 )
 from refiner_core.cards.facts import CardFacts, finite, public_name
 from refiner_core.cards.printed import MISSING, Line, number
+from refiner_core.contract.planned import TRAINED
 from refiner_core.evaluation.metrics import higher_is_better, of_tasks
 from refiner_core.evaluation.names import domain_of
 
-_ORDER = ("base", "random_copier", "do_nothing", "sft", "rft", "grpo", "command")
+_ORDER = ("base", "random_copier", "do_nothing", *TRAINED)
 _LABELS = {
     "base": "base",
     "random_copier": "random copier (floor)",

@@ -28,6 +28,10 @@ StageKind = Literal[
     "serve",
 ]
 
+#: Models that a run may train, and those that it may measure, in the order in which they come.
+TRAINED: tuple[StageKind, ...] = ("sft", "rft", "grpo", "command")
+MODELS: tuple[str, ...] = ("base", *TRAINED)
+
 #: Raise a kind's number when the same configuration would now give another result.
 STAGE_VERSIONS: dict[StageKind, int] = {
     "fetch": 1,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refiner_core.contract.planned import MODELS
 from refiner_core.evaluation.power import Components, detectable_effect, variance_components
 from refiner_core.report.curves import make_curves
 from refiner_core.report.sweep.attempts import make_attempts
@@ -33,8 +34,6 @@ from refiner_core.report.sweep.rubrics import make_rubrics
 
 Floats = npt.NDArray[np.float64]
 POWER = 0.8
-#: Models that a recipe may train, each from the one before; others come after these.
-_TRAINED_IN_ORDER = ("base", "sft", "rft", "grpo")
 
 
 def make_report(evidence: Evidence) -> SweepReport:
@@ -133,8 +132,8 @@ def _last_model(evidence: Evidence, groups: Sequence[Group]) -> str:
     found = {g.model for g in groups}
     trained = {name for trial in evidence.trials[:1] for name in trial.stages}
     # Records keep stages by name, not in the order in which they train.
-    order = [name for name in _TRAINED_IN_ORDER if name in found]
-    order += sorted(name for name in found & trained if name not in _TRAINED_IN_ORDER)
+    order = [name for name in MODELS if name in found]
+    order += sorted(name for name in found & trained if name not in MODELS)
     return order[-1] if order else next(iter(g.model for g in reversed(groups)), "")
 
 
