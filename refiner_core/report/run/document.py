@@ -82,7 +82,14 @@ class MetricCurve:
 
 @dataclass(frozen=True)
 class NumberRow:
-    """One evaluated number of a model, with its 95 % interval and what it was measured by."""
+    """One evaluated number of a model, with its 95 % interval and what it was measured by.
+
+    ``protocol`` is the fingerprint (of a metric that is weighed, such as ``reward``, it is another
+    one than that of the others beside it), ``under`` the name of the protocol file, empty for the
+    recipe's own settings: numbers with one ``under`` and ``decoding`` belong in one table.
+    ``reference``: not a model of this run, but what stands beside it (the random copier; of agents
+    doing nothing). Rows come in the order of training, references last.
+    """
 
     model: str
     protocol: str
@@ -94,11 +101,34 @@ class NumberRow:
     high: float | None
     n: int | None
     higher_is_better: bool | None = None
+    under: str = ""
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class ChangeRow:
+    """What training has changed in a number: ``after`` minus ``before``, paired over the prompts,
+    with its 95 % interval; ``n`` counts prompts. The first trained model (or the base) against the
+    last one comes first."""
+
+    before: str
+    after: str
+    under: str
+    decoding: str
+    metric: str
+    value_before: float
+    value_after: float
+    difference: float
+    low: float | None
+    high: float | None
+    n: int
+    higher_is_better: bool | None = None
 
 
 @dataclass(frozen=True)
 class RewardPart:
-    """A part of a rollout's reward: its raw value, its weight, and what it added."""
+    """A part of a rollout's reward: its raw value, its weight, and what it added; the shares of a
+    reward's parts add up to it, where they are known. A part of weight 0 was measured only."""
 
     name: str
     value: float | None
@@ -186,7 +216,8 @@ class RunReport:
     """Everything about a run at one moment.
 
     ``state``: ``running`` as long as somebody works on it, else ``done``, ``failed`` or
-    ``stopped``. ``settings`` are the overrides and every field that is not its default.
+    ``stopped``. ``settings`` are the fields whose values are not their defaults (dotted name ->
+    value), ``overrides`` what of that was said on the command line; secrets are left out of both.
     """
 
     version: int
@@ -205,10 +236,12 @@ class RunReport:
     incidents: tuple[IncidentLine, ...] = ()
     curves: tuple[MetricCurve, ...] = ()
     numbers: tuple[NumberRow, ...] = ()
+    changes: tuple[ChangeRow, ...] = ()
     examples: tuple[Example, ...] = ()
     disk: DiskUse = field(default_factory=DiskUse)
     cost: Cost = field(default_factory=Cost)
     published: tuple[Published, ...] = ()
+    overrides: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     next_commands: tuple[str, ...] = ()
