@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.listing import show_listing
 from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
 
 if TYPE_CHECKING:
@@ -30,11 +31,19 @@ _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 @click.group(
     "environments",
+    invoke_without_command=True,
     epilog="KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders] or "
     "environment.tasks=FILE.jsonl. How to write one: refiner_core/environments/README.md.",
 )
-def environments_command() -> None:
-    """List, show and check what agents with tools work in; play a task by hand."""
+@json_option
+@click.pass_context
+def environments_command(context: click.Context, as_json: bool) -> None:
+    """List, show and check what agents with tools work in; play a task by hand.
+
+    Without a command, list them.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_command, as_json=as_json)
 
 
 @environments_command.command("list")
@@ -45,8 +54,8 @@ def list_command(as_json: bool) -> None:
         if as_json:
             print_json({"version": 1, "environments": _KNOWN})
             return
-        print_table(list(_KNOWN.items()), ("name", "for"))
-        click.echo("Next:\n  refiner environments show desk", err=True)
+        following = ("refiner environments show desk", "refiner plan tiny-tools")
+        show_listing(list(_KNOWN.items()), ("name", "for"), following)
 
 
 @environments_command.command("show")

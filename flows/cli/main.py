@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "protocols": ("protocols", "List, show and check protocols: fixed ways of measuring."),
     "environments": ("environments", "List, show, check and play what agents with tools work in."),
     "show": ("show", "Explain a configuration field: its mark, type, default and source."),
-    "recipes": ("plan", "List the shipped recipes."),
+    "recipes": ("recipes", "List the shipped recipes."),
     "profiles": ("profiles", "List the shipped Slurm profiles."),
     "server": ("server", "Show or stop the local Prefect server."),
     "completion": ("completion", "Print what a shell needs to complete commands and fields."),

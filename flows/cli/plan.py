@@ -1,4 +1,4 @@
-"""`refiner plan`, `explain`, `recipes`: look, change nothing, import nothing heavy."""
+"""`refiner plan` and `explain`: look, change nothing, import nothing heavy."""
 
 from __future__ import annotations
 
@@ -240,18 +240,3 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
             click.echo(f"  {key} = {value}")
         for role, name in entry.stage.inputs.items():
             click.echo(f"  input {role} = {plan.by_name[name].title}")
-
-
-@click.command("recipes")
-@json_option
-def recipes_command(as_json: bool) -> None:
-    """List the shipped recipes with what each is for."""
-    from refiner_core.contract.loading import load_recipe, shipped_recipes
-
-    found = {name: load_recipe(name).description for name in shipped_recipes()}
-    if as_json:
-        print_json({"version": 1, "recipes": found})
-        return
-    for name, description in found.items():
-        click.echo(name)
-        click.echo(f"  {description}\n")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from flows.cli.options import json_option, print_json
+from flows.cli.listing import show_listing
+from flows.cli.options import json_option, print_json, until_nobody_reads
 
 
 @click.command("profiles")
@@ -17,12 +18,9 @@ def profiles_command(as_json: bool) -> None:
     from infra.slurm.profiles import list_profiles
 
     found = list_profiles()
-    if as_json:
-        print_json({"version": 1, "profiles": found})
-        return
-    for name, description in found.items():
-        click.echo(name)
-        click.echo(f"  {description}\n")
-    click.echo(
-        "Next:\n  refiner plan RECIPE dispatch.executor=slurm dispatch.profile=NAME", err=True
-    )
+    with until_nobody_reads():
+        if as_json:
+            print_json({"version": 1, "profiles": found})
+            return
+        following = ("refiner plan RECIPE dispatch.executor=slurm dispatch.profile=NAME",)
+        show_listing(list(found.items()), ("name", "for"), following)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.listing import show_listing
 from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
 
 if TYPE_CHECKING:
@@ -21,11 +22,19 @@ _WIDTH = 98
 
 @click.group(
     "protocols",
+    invoke_without_command=True,
     epilog="A protocol of your own is one YAML file, named in evaluate.protocols; begin with a copy"
     " of what `refiner protocols show held-out-greedy-v1` names.",
 )
-def protocols_command() -> None:
-    """List, show and check protocols: fixed ways of measuring, for models that differ in theirs."""
+@json_option
+@click.pass_context
+def protocols_command(context: click.Context, as_json: bool) -> None:
+    """List, show and check protocols: fixed ways of measuring, for models that differ in theirs.
+
+    Without a command, list them.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_command, as_json=as_json)
 
 
 @protocols_command.command("list")
@@ -41,10 +50,14 @@ def list_command(as_json: bool) -> None:
             return
         rows = [
             (known.protocol.name, known.fingerprint, ", ".join(known.protocol.sections),
-             textwrap.shorten(known.description, 60, placeholder=" …"))
+             known.description)
             for known in found
         ]  # fmt: skip
-        print_table(rows, ("name", "fingerprint", "fixes", "for"))
+        following = (
+            "refiner protocols show NAME",
+            "refiner plan RECIPE evaluate.protocols=[NAME]",
+        )
+        show_listing(rows, ("name", "fingerprint", "fixes", "for"), following)
 
 
 @protocols_command.command("show")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
+from flows.cli.listing import show_listing
+from flows.cli.options import json_option, print_json, until_nobody_reads
 
 if TYPE_CHECKING:
     from refiner_core.rubrics import RubricSet
@@ -22,11 +23,19 @@ _WIDTH = 98
 
 @click.group(
     "rubrics",
+    invoke_without_command=True,
     epilog="A set of your own is one YAML file, named in reward.static_rubrics; begin with a copy "
     "of what `refiner rubrics show v3` names.",
 )
-def rubrics_command() -> None:
-    """List, show and check rubric sets."""
+@json_option
+@click.pass_context
+def rubrics_command(context: click.Context, as_json: bool) -> None:
+    """List, show and check rubric sets.
+
+    Without a command, list them.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_command, as_json=as_json)
 
 
 @rubrics_command.command("list")
@@ -42,10 +51,11 @@ def list_command(as_json: bool) -> None:
             return
         rows = [
             (s.name, str(s.version), f"{_count(s, 'positive')} + {_count(s, 'negative')}",
-             s.digest()[:12], textwrap.shorten(s.description, 66, placeholder=" …"))
+             s.digest()[:12], s.description)
             for s in sets
         ]  # fmt: skip
-        print_table(rows, ("name", "version", "rubrics (+ -)", "digest", "for"))
+        following = ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME")
+        show_listing(rows, ("name", "version", "rubrics (+ -)", "digest", "for"), following)
 
 
 @rubrics_command.command("show")
