@@ -123,8 +123,8 @@ def _to_wandb(workspace: Workspace, written: Written) -> str:
 
 
 def _show(written: Written) -> None:
+    from refiner_core.report.printing import moment, plain
     from refiner_core.report.sweep import words
-    from refiner_core.report.sweep.printing import moment, plain
     from refiner_core.report.sweep.rows import Column, arm_row
 
     report = written.report

@@ -42,7 +42,7 @@ _FIELDS = (
 )
 _KINDS = ("hub", "folder", "stage", "newest")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
 #: What the night decides by itself.
 _OURS = ("model.name_or_path", "model.revision", "stages", "only", "evaluate.models")
 _MOST_CATCH_UP = 60
@@ -249,12 +249,13 @@ def _overrides(value: Any) -> tuple[str, ...]:
             f"`overrides` has {', '.join(ours)}.",
             expected="data, judge and evaluation settings: which models are evaluated is said by "
             "`checkpoints`",
-            fix="drop it",
+            fix="drop it from `overrides`, and name the models in `checkpoints`",
         )
     if any(o.partition("=")[0].strip() == "evaluate.occasion" for o in value):
         raise ConfigurationError(
             "`overrides` has evaluate.occasion, by which the canary's nights are told apart.",
-            fix="drop it",
+            expected="occasions that the nights set themselves",
+            fix="drop it from `overrides`",
         )
     return tuple(value)
 
@@ -286,7 +287,11 @@ def _text(values: Mapping[str, Any], key: str, origin: str, default: str = "") -
     value = values.get(key, default)
     if not isinstance(value, str) or not value.strip():
         if key not in values:
-            raise ConfigurationError(f"{origin} has no `{key}`.", fix=f"add `{key}: …`")
+            raise ConfigurationError(
+                f"{origin} has no `{key}`.",
+                expected="it, as text",
+                fix=f"add `{key}: …` (the shipped tiny-nightly has all that is needed)",
+            )
         raise _wrong(key, value, "text (quote it)")
     return value.strip()
 

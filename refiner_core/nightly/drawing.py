@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from refiner_core.nightly.series import Series, changed_beside
 from refiner_core.nightly.values import Row
 from refiner_core.report.drawing import Scale, scale_for
-from refiner_core.report.sweep.printing import number
+from refiner_core.report.printing import number
 
 _WIDTH, _HEIGHT = 960, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 40

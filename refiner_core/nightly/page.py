@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
@@ -19,7 +18,8 @@ from markupsafe import Markup
 from refiner_core.nightly.drawing import LETTERS, Frame, draw, scale_of
 from refiner_core.nightly.series import Series, changed_beside
 from refiner_core.nightly.values import Row
-from refiner_core.report.sweep.printing import number
+from refiner_core.report.pages import base_style, read
+from refiner_core.report.printing import number
 
 #: Nights whose numbers stand in words below a drawing.
 _LAST = 30
@@ -42,7 +42,7 @@ def trend_page(trends: Trends) -> str:
     nights = sorted({r.night for s in trends.series for r in s.rows} | set(trends.missed))
     return _template().render(
         t=trends,
-        style=Markup(_read("refiner_core.report.sweep", "page.css") + _read(__package__, "trends.css")),
+        style=Markup(base_style() + read(__package__, "trends.css")),
         nights=nights,
         groups=_groups(trends.series, nights),
         open_alerts=open_alerts(trends.alerts),
@@ -131,9 +131,4 @@ def _template() -> Template:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(_read(__package__, "trends.html.jinja"))
-
-
-@lru_cache(maxsize=4)
-def _read(package: str, name: str) -> str:
-    return files(package).joinpath(name).read_text(encoding="utf-8")
+    return environment.from_string(read(__package__, "trends.html.jinja"))

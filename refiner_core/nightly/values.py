@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from refiner_core.contract.alarms import Alarm as Alarm
+
 #: Version of the rows of a history.
 ROW_VERSION = 1
 SourceKind = Literal["hub", "folder", "stage", "newest"]
 When = Literal["any", "drop", "rise"]
-Channel = Literal["command", "webhook", "prefect"]
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,6 @@ class Checkpoint:
 
     name: str
     source: Source
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """One way in which an alert goes out.
-
-    ``what`` is a shell command, or the name of the environment variable that holds the webhook's
-    address (an address is often a secret, and the file is not the place for one).
-    """
-
-    channel: Channel
-    what: str = ""
-
-    @property
-    def name(self) -> str:
-        """In records and messages."""
-        return self.channel if self.channel != "webhook" else f"webhook-{self.what}"
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from refiner_core.report.printing import counted
 from refiner_core.report.sweep.document import Answer, AttemptsRow
-from refiner_core.report.sweep.printing import counted
 
 #: Characters of one message, and of a whole attempt, on a page; an attempt's size for its bound.
 MOST_OF_MESSAGE = 2_000

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from refiner_core.report.printing import finite, number
 from refiner_core.report.sweep.document import Curve
-from refiner_core.report.sweep.printing import finite, number
 
 #: Marks of a mean, by what a comparison says: told apart by form, not by colour alone.
 SHAPES: Mapping[str, str] = {
@@ -201,7 +201,8 @@ def curves(stage_metric: str, drawn: Sequence[Drawn], shown: frozenset[int]) -> 
     body = "".join(_curve(d, place, d.index in shown) for d in drawn)
     return Markup(
         f'<svg class="curves" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}">'
+        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}" '
+        f'data-frame="{_LEFT},{WIDTH - _RIGHT},{WIDTH}">'
         f"{_grid(place)}{body}"
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>'
     )

@@ -24,10 +24,7 @@ from refiner_core.contract.sweep_records import (
     SweepRecord,
     TrialRecord,
 )
-from refiner_core.report.sweep.document import SweepReport
-from refiner_core.report.sweep.html import page
-from refiner_core.report.sweep.markdown import escaped, markdown
-from refiner_core.report.sweep.printing import (
+from refiner_core.report.printing import (
     decimals_for,
     duration,
     hours,
@@ -36,6 +33,9 @@ from refiner_core.report.sweep.printing import (
     plain,
     with_interval,
 )
+from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.html import page
+from refiner_core.report.sweep.markdown import escaped, markdown
 from refiner_core.report.sweep.table import document, number_rows, numbers_csv, trials_csv
 from refiner_core.report.sweep.words import answer
 from tests.support.sweep_reports import (

@@ -12,24 +12,18 @@ what is left out is said; the JSON beside the page has it.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
-from markupsafe import Markup
-
-from refiner_core.report import drawing
+from refiner_core.report import drawing, printing
 from refiner_core.report.conversations import (
     FAILURE_WORDS,
     attempts_of,
     attempts_tables,
     conversation,
 )
-from refiner_core.report.sweep import printing, words
+from refiner_core.report.pages import leaf, parts_of
+from refiner_core.report.sweep import words
 from refiner_core.report.sweep.document import (
     Agreement,
     ArmNumber,
@@ -39,8 +33,9 @@ from refiner_core.report.sweep.document import (
     MatrixRow,
     SweepReport,
 )
+from refiner_core.report.sweep.fitting import fitting
 from refiner_core.report.sweep.rows import Column, arm_row, comparison_notes
-from refiner_core.report.sweep.transcripts import fitting, marked
+from refiner_core.report.transcripts import marked
 
 #: Rows of arms on the page, over all comparisons.
 MOST_ROWS = 2_500
@@ -88,22 +83,18 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         Seconds after which the page of a running sweep loads itself again; 0: never. A sweep that
         is over has a page that stays.
     """
-    script = _read("page.js")
     live = reload_s if report.state == "running" else 0
-    return _template().render(
+    parts = parts_of(__package__)
+    return parts.template.render(
         report=report,
-        style=Markup(_read("page.css")),
-        script=Markup(script),
-        script_hash=_hash_of(script),
+        parts=parts,
         reload_s=live,
         views=views_of(report),
-        p=printing,
         w=words,
         d=drawing,
         marked=marked,
         conversation=conversation,
         failure_words=FAILURE_WORDS,
-        tree=tree,
         **_contents(report),
     )
 
@@ -283,34 +274,6 @@ def judge_name(row: MatrixRow) -> str:
 # ---------------------------------------------------------------- small things
 
 
-def tree(value: Any, depth: int = 0) -> Markup:
-    """Any JSON value as nested lists of terms."""
-    if isinstance(value, Mapping) and value and depth < 6:
-        rows = Markup("").join(
-            Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
-            for k, v in value.items()
-        )
-        return Markup('<dl class="tree">{}</dl>').format(rows)
-    if isinstance(value, list | tuple) and value and depth < 6:
-        if all(isinstance(v, str | int | float) for v in value):
-            return Markup("<bdi>{}</bdi>").format(", ".join(_leaf(v) for v in value))
-        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
-        return Markup("<ul>{}</ul>").format(items)
-    if isinstance(value, str) and "\n" in value:
-        return Markup("<pre>{}</pre>").format(printing.plain(value))
-    return Markup("<bdi>{}</bdi>").format(_leaf(value))
-
-
-def _leaf(value: Any) -> str:
-    if value is None or value == "" or value == {} or value == []:
-        return printing.MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return printing.MISSING if printing.finite(value) is None else f"{value:.6g}"
-    return printing.plain(str(value))
-
-
 def spelt_protocols(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Protocols field by field: what all share, and in what they differ."""
     flat = {fingerprint: dict(_flat(protocol)) for fingerprint, protocol in protocols.items()}
@@ -331,28 +294,6 @@ def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str
         if isinstance(found, Mapping) and found:
             yield from _flat(found, f"{before}{key}.")
         elif isinstance(found, list | tuple) and found:
-            yield f"{before}{key}", ", ".join(_leaf(v) for v in found)
+            yield f"{before}{key}", ", ".join(leaf(v) for v in found)
         else:
-            yield f"{before}{key}", _leaf(found)
-
-
-def _hash_of(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-@lru_cache
-def _read(name: str) -> str:
-    return files("refiner_core.report.sweep").joinpath(name).read_text(encoding="utf-8")
-
-
-@lru_cache
-def _template() -> Template:
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printing.plain(value) if type(value) is str else value,
-    )
-    return environment.from_string(_read("page.html.jinja"))
+            yield f"{before}{key}", leaf(found)

@@ -11,9 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from refiner_core.report.conversations import attempts_tables
-from refiner_core.report.sweep import words
-from refiner_core.report.sweep.document import Comparison, SweepReport
-from refiner_core.report.sweep.printing import (
+from refiner_core.report.printing import (
     MISSING,
     count,
     counted,
@@ -23,6 +21,8 @@ from refiner_core.report.sweep.printing import (
     number,
     plain,
 )
+from refiner_core.report.sweep import words
+from refiner_core.report.sweep.document import Comparison, SweepReport
 from refiner_core.report.sweep.rows import ArmRow, Column, arm_row, comparison_notes
 
 #: Comparisons besides the primary one that are printed in full, and rows of long tables.

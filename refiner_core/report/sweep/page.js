@@ -1,33 +1,14 @@
-"use strict";
 // Hides, sorts and remembers; all that it shows is in the page. What is chosen stands in the
 // address after #, so that a page that loads itself again, or a link to it, shows the same.
 (() => {
-const $ = (q, e = document) => e.querySelector(q), $$ = (q, e = document) => [...e.querySelectorAll(q)];
-const body = document.body, views = $$(".view").map(v => v.id), cmps = $$(".cmp"), plots = $$(".plot-of"), prompts = $$(".prompt");
-const form = id => $("#" + id), tip = $("#tip"), live = Number(body.dataset.reload || 0);
-const start = {v: "summary", c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s: "", q: "", f: "", x: "", t: "", y: "0", h: "", a: ""};
+const body = document.body, cmps = $$(".cmp"), plots = $$(".plot-of"), prompts = $$(".prompt");
+const form = id => $("#" + id);
+const start = {c: body.dataset.primary, o: "", m: "0", p: "0", l: "0", r: "1", s: "", q: "", f: "", x: "", t: "", h: "", a: ""};
 const firstSeed = form("choose-answer") ? form("choose-answer").seed.value : "";
 start.s = firstSeed;
 if (form("choose-answer") && form("choose-answer").attempt) start.a = form("choose-answer").attempt.value;
-let state = {...start}, paused = false;
-document.documentElement.classList.add("js");
+const {state, set, write, go, begin} = reportPage(start, show);
 if (cmps.reduce((n, c) => n + $$("tbody tr", c).length, 0) > 400) document.documentElement.classList.add("many");
-
-// ---------------------------------------------------------------- the address
-function read() {
-  const text = decodeURI(location.hash.slice(1));
-  state = {...start};
-  if (views.includes(text)) { state.v = text; return; }
-  for (const [k, v] of new URLSearchParams(location.hash.slice(1))) if (k in start) state[k] = v;
-  if (!views.includes(state.v)) state.v = "summary";
-}
-function write(push) {
-  const parts = new URLSearchParams();
-  for (const k in start) if (state[k] !== start[k]) parts.set(k, state[k]);
-  if (!parts.has("v")) parts.set("v", state.v);
-  history[push ? "pushState" : "replaceState"](null, "", "#" + parts);
-}
-function set(change, push) { Object.assign(state, change); write(push); show(); }
 
 // ---------------------------------------------------------------- which arms
 const arms = $$("#arm-index li").map(li => ({i: li.dataset.i, name: li.textContent, levels: li.dataset.levels.split(",")}));
@@ -52,8 +33,6 @@ function showArms() {
 
 // ---------------------------------------------------------------- views
 function show() {
-  for (const v of $$(".view")) v.classList.toggle("on", v.id === state.v);
-  for (const a of $$("nav a")) a.dataset.view === state.v ? a.setAttribute("aria-current", "page") : a.removeAttribute("aria-current");
   showArms(); showComparison(); showCurve(); showAnswers(); sortTables();
 }
 function pick(list, at) { const i = Math.min(Math.max(0, Number(at) || 0), list.length - 1); list.forEach((e, j) => e.classList.toggle("on", i === j)); return i; }
@@ -176,61 +155,13 @@ for (const head of $$(".sortable th[data-sort]")) {
   });
 }
 
-// ---------------------------------------------------------------- hover and keys
-function tell(text, x, y) {
-  tip.textContent = text; tip.hidden = !text; if (!text) return;
-  const box = tip.getBoundingClientRect();
-  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - box.width - 6)) + "px";
-  tip.style.top = Math.max(4, y + 18 + box.height > innerHeight ? y - box.height - 12 : y + 18) + "px";
-}
-function curveTip(svg, step, x, y) {
-  const lines = [], near = [];
-  for (const g of $$("g[data-curve]:not(.off)", svg)) {
-    let best = null;
-    for (const v of points(g)) if (v && (best === null || Math.abs(v[0] - step) < Math.abs(best[0] - step))) best = v;
-    if (best) { near.push(best[0]); lines.push(`${g.dataset.name}: ${best[1]}` + (best[2] !== best[3] ? ` (${best[2]} to ${best[3]})` : "")); }
-  }
-  if (!near.length) return tell("");
-  const shown = near.reduce((a, b) => Math.abs(b - step) < Math.abs(a - step) ? b : a);
-  const cursor = $(".cursor", svg), [low, high] = svg.dataset.x.split(",").map(Number), at = 64 + (shown - low) / (high - low) * 780;
-  cursor.setAttribute("x1", at); cursor.setAttribute("x2", at); cursor.setAttribute("visibility", "visible");
-  svg.dataset.step = shown;
-  tell(`step ${shown}\n` + lines.slice(0, 14).join("\n"), x, y);
-}
-document.addEventListener("pointermove", event => {
-  const svg = event.target.closest && event.target.closest("svg.curves, svg.strip[aria-label]");
-  if (!svg) { if (!tip.hidden && !document.activeElement.matches("svg")) tell(""); return; }
-  if (svg.classList.contains("strip")) return tell(svg.getAttribute("aria-label"), event.clientX, event.clientY);
-  const box = svg.getBoundingClientRect(), [low, high] = svg.dataset.x.split(",").map(Number);
-  const share = ((event.clientX - box.left) / box.width * 860 - 64) / 780;
-  curveTip(svg, low + Math.min(1, Math.max(0, share)) * (high - low), event.clientX, event.clientY);
-});
-document.addEventListener("focusin", event => {
-  const svg = event.target;
-  if (!svg.matches || !svg.matches("svg[tabindex]")) return tell("");
-  const box = svg.getBoundingClientRect();
-  if (svg.classList.contains("strip")) tell(svg.getAttribute("aria-label"), box.left + box.width / 2, box.bottom - 12);
-  else curveTip(svg, Number(svg.dataset.step || svg.dataset.x.split(",")[1]), box.left + box.width / 2, box.top + 20);
-});
-document.addEventListener("focusout", () => tell(""));
-document.addEventListener("keydown", event => {
-  const svg = event.target;
-  if (event.key === "Escape") return tell("");
-  if (!svg.matches || !svg.matches("svg.curves") || !["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
-  event.preventDefault();
-  const steps = [...new Set($$("g[data-curve]:not(.off)", svg).flatMap(g => points(g).filter(Boolean).map(p => p[0])))].sort((a, b) => a - b);
-  const at = steps.indexOf(Number(svg.dataset.step)), box = svg.getBoundingClientRect();
-  const to = {ArrowLeft: Math.max(0, at - 1), ArrowRight: Math.min(steps.length - 1, at + 1), Home: 0, End: steps.length - 1}[event.key];
-  curveTip(svg, steps[to], box.left + box.width / 2, box.top + 20);
-});
-
 // ---------------------------------------------------------------- choices
 document.addEventListener("click", event => {
   const a = event.target.closest && event.target.closest("a[data-view]");
   if (!a || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   event.preventDefault();
-  set({v: a.dataset.view, y: "0", ...(a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {})}, true);
-  scrollTo(0, 0); $("#main").focus({preventScroll: true});
+  go(a.dataset.view, a.dataset.goto ? {p: a.dataset.goto, l: "0", r: a.dataset.right} : {});
+  $("#main").focus({preventScroll: true});
 });
 const on = (id, what) => { const e = form(id); if (e) { e.addEventListener("change", what); e.addEventListener("submit", x => x.preventDefault()); } };
 on("choose", e => e.target.name === "order" ? set({o: e.target.value}) : chooseComparison(e.target.name, e.target.value));
@@ -251,30 +182,6 @@ if (arms.length) {
   $("#all-arms").addEventListener("click", () => set({q: "", f: ""}));
   $("#filter").addEventListener("toggle", () => { state.h = $("#filter").open ? "1" : ""; write(); });
 }
-addEventListener("hashchange", () => { read(); show(); });
-addEventListener("popstate", () => { read(); show(); });
-let scrolled;
-addEventListener("scroll", () => { clearTimeout(scrolled); scrolled = setTimeout(() => { state.y = String(Math.round(scrollY)); write(); }, 150); }, {passive: true});
-addEventListener("beforeprint", () => { for (const d of $$("main details")) { d.dataset.was = d.open ? "1" : ""; d.open = d.id !== "filter"; } });
-addEventListener("afterprint", () => { for (const d of $$("main details")) d.open = d.dataset.was === "1"; });
-
-// ---------------------------------------------------------------- a sweep that runs
-function busy() { const e = document.activeElement; return document.hidden || !getSelection().isCollapsed || (e && e.matches("select, input[type=search]")); }
-function again() {
-  if (paused || busy()) return setTimeout(again, 2000);
-  state.y = String(Math.round(scrollY)); write(); location.reload();
-}
-if (live) {
-  setTimeout(again, live * 1000);
-  form("pause").addEventListener("click", e => { paused = !paused; e.target.setAttribute("aria-pressed", String(paused)); e.target.textContent = paused ? "Go on" : "Pause"; });
-  const age = () => {
-    const s = Math.round((Date.now() - Date.parse(body.dataset.made)) / 1000);
-    $("#age").textContent = s > 3 * live + 60 ? ` (${s > 7200 ? Math.round(s / 3600) + " h" : Math.round(s / 60) + " min"} ago: is anybody writing it?)` : "";
-  };
-  age(); setInterval(age, 5000);
-}
-history.scrollRestoration = "manual";
-read(); show();
+begin();
 if (arms.length && state.h) $("#filter").open = true;
-scrollTo(0, Number(state.y) || 0);
 })();

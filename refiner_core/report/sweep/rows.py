@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from refiner_core.report import drawing
-from refiner_core.report.sweep import words
-from refiner_core.report.sweep.document import ArmNumber, Comparison, SweepReport
-from refiner_core.report.sweep.printing import (
+from refiner_core.report.printing import (
     MISSING,
-    decimals_of,
     finite,
     interval,
     number,
     p_text,
 )
+from refiner_core.report.sweep import words
+from refiner_core.report.sweep.document import ArmNumber, Comparison, SweepReport
 
 #: What verdicts are shown as: a sign beside the word, so that nothing depends on colour.
 SIGNS = {
@@ -47,7 +46,7 @@ class Column:
         """Scales that hold every interval and every seed; none where nothing is ``drawn``."""
         numbers = comparison.numbers
         if not drawn:
-            return cls(decimals_of(comparison), None, None, None)
+            return cls(words.decimals_of(comparison), None, None, None)
         values = [v for n in numbers for v in (n.value, n.low, n.high)]
         values += [p.value for n in numbers for p in n.points]
         differences = [
@@ -58,7 +57,7 @@ class Column:
         matters = report.detectable.get("smallest_effect") if comparison.primary else None
         matters = float(matters) if isinstance(matters, int | float) else None
         return cls(
-            decimals=decimals_of(comparison),
+            decimals=words.decimals_of(comparison),
             values=drawing.scale_for(values),
             differences=drawing.scale_for([*known, 0.0]) if known else None,
             matters=finite(matters),

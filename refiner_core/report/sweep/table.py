@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refiner_core.contract.records import to_json
+from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep.document import SweepReport, TrialRow
-from refiner_core.report.sweep.printing import finite, plain
 
 #: What a spreadsheet would take for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -7,11 +7,24 @@ is called that, with the smallest effect that could have been seen.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+from refiner_core.report.printing import (
+    count,
+    counted,
+    decimals_for,
+    finite,
+    hours,
+    interval,
+    number,
+    p_phrase,
+    total,
+)
 from refiner_core.report.sweep.document import (
     ArmNumber,
     Comparison,
@@ -19,18 +32,6 @@ from refiner_core.report.sweep.document import (
     Key,
     SweepReport,
     TrialRow,
-)
-from refiner_core.report.sweep.printing import (
-    count,
-    counted,
-    decimals_for,
-    decimals_of,
-    finite,
-    hours,
-    interval,
-    number,
-    p_phrase,
-    total,
 )
 
 _NAMED = 3
@@ -233,3 +234,24 @@ def cost_text(report: SweepReport) -> str:
 def open_incidents(incidents: Sequence[IncidentRow]) -> int:
     """How many are not resolved."""
     return sum(not i.resolved for i in incidents)
+
+
+# ---------------------------------------------------------------- digits
+
+
+def decimals_of(comparison: Comparison) -> int:
+    """One number of decimals for all arms of a comparison, so that its columns line up."""
+    widths = [w for n in comparison.numbers for w in _widths(n)]
+    if widths:
+        return decimals_for(median(widths))
+    values = [n.value for n in comparison.numbers if finite(n.value) is not None]
+    return decimals_for(None, median(abs(v) for v in values if v is not None) if values else None)
+
+
+def _widths(number: ArmNumber) -> Iterable[float]:
+    for low, high in (
+        (number.low, number.high),
+        (number.difference_low, number.difference_high),
+    ):
+        if low is not None and high is not None and math.isfinite(high - low) and high > low:
+            yield high - low

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from datetime import datetime
-from statistics import median
-
-from refiner_core.report.sweep.document import ArmNumber, Comparison
 
 MISSING = "—"
 MINUS = "\u2212"
@@ -32,24 +29,6 @@ def decimals_for(width: float | None, value: float | None = None) -> int:
     if value is None or not math.isfinite(value) or value == 0:
         return 3
     return _bounded(2 - math.floor(math.log10(abs(value))))
-
-
-def decimals_of(comparison: Comparison) -> int:
-    """One number of decimals for all arms of a comparison, so that its columns line up."""
-    widths = [w for n in comparison.numbers for w in _widths(n)]
-    if widths:
-        return decimals_for(median(widths))
-    values = [n.value for n in comparison.numbers if finite(n.value) is not None]
-    return decimals_for(None, median(abs(v) for v in values if v is not None) if values else None)
-
-
-def _widths(number: ArmNumber) -> Iterable[float]:
-    for low, high in (
-        (number.low, number.high),
-        (number.difference_low, number.difference_high),
-    ):
-        if low is not None and high is not None and math.isfinite(high - low) and high > low:
-            yield high - low
 
 
 def _bounded(decimals: int) -> int:

@@ -1,0 +1,116 @@
+"""What all pages of reports have in common: colours, script, security policy, how values are shown.
+
+In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
+:class:`Parts`, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
+script that is known by its hash, so that a content security policy lets no other run. Templates
+escape everything, show what no file can hold by a sign, and may import macros of this package.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from refiner_core.report import printing
+
+_HERE = "refiner_core.report"
+_DEEPEST = 6
+MOST_OF_LEAF = 4_000
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a page is made of; ``policy`` is its content security policy."""
+
+    template: Template
+    style: Markup
+    script: Markup
+    policy: str
+
+
+@lru_cache
+def parts_of(package: str) -> Parts:
+    """The parts of the page that lies in a package."""
+    script = read(_HERE, "base.js") + read(package, "page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"img-src data:; script-src 'sha256-{digest}'"
+    )
+    style = Markup(base_style() + read(package, "page.css"))
+    template = _environment().from_string(read(package, "page.html.jinja"))
+    return Parts(template, style, Markup(script), policy)
+
+
+@lru_cache
+def base_style() -> str:
+    """The style sheet of all pages: dark where the reader's system is, or where they chose so
+    (``data-scheme`` of the root)."""
+    light, dark = read(_HERE, "light.css"), read(_HERE, "dark.css")
+    return (
+        f":root{{{light}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-scheme=light]){{{dark}}}}}"
+        f"\n@media screen{{:root[data-scheme=dark]{{color-scheme:dark;{dark}}}"
+        ":root[data-scheme=light]{color-scheme:light}}\n" + read(_HERE, "base.css")
+    )
+
+
+@lru_cache
+def read(package: str, name: str) -> str:
+    """A file of a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+@lru_cache
+def _environment() -> Environment:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printing.plain(value) if type(value) is str else value,
+        loader=FunctionLoader(lambda name: read(_HERE, name)),
+    )
+    environment.globals.update(p=printing, tree=tree)
+    return environment
+
+
+def tree(value: Any, depth: int = 0) -> Markup:
+    """Any JSON value as nested lists of terms."""
+    if isinstance(value, Mapping) and value and depth < _DEEPEST:
+        rows = Markup("").join(
+            Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
+            for k, v in value.items()
+        )
+        return Markup('<dl class="tree">{}</dl>').format(rows)
+    if isinstance(value, list | tuple) and value and depth < _DEEPEST:
+        if all(isinstance(v, str | int | float) for v in value):
+            return Markup("<bdi>{}</bdi>").format(", ".join(leaf(v) for v in value))
+        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
+        return Markup("<ul>{}</ul>").format(items)
+    if isinstance(value, str) and "\n" in value:
+        return Markup("<pre>{}</pre>").format(leaf(value))
+    return Markup("<bdi>{}</bdi>").format(leaf(value))
+
+
+def leaf(value: Any) -> str:
+    """A value that has no parts, in words; the middle of a long one is left out."""
+    if value is None or value == "" or value == {} or value == []:
+        return printing.MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return printing.MISSING if printing.finite(value) is None else f"{value:.6g}"
+    text = str(value)
+    if (more := len(text) - MOST_OF_LEAF) > 0:
+        half = MOST_OF_LEAF // 2
+        text = f"{text[:half]} … ({printing.count(more)} characters more) … {text[-half:]}"
+    return printing.plain(text)
