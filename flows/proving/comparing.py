@@ -29,7 +29,7 @@ class Trained:
         """The one that finished, whose files tell the whole story."""
         result = self.workspace.read_result(self.stage_id)
         if result is None:
-            raise WorkspaceError(f"{self.stage_id} of {self.workspace.root} is not done")
+            raise _gone(f"{self.stage_id} of {self.workspace.root} is not done", "a finished stage")
         return result.attempt
 
     def trace(self) -> list[tuple[int, dict[str, float | None]]]:
@@ -48,7 +48,7 @@ class Trained:
         """The exported weights."""
         folder = self.workspace.output_dir(self.stage_id)
         if folder is None:
-            raise WorkspaceError(f"{self.stage_id} of {self.workspace.root} has no output")
+            raise _gone(f"{self.stage_id} of {self.workspace.root} has no output", "its weights")
         return folder / "model"
 
     @property
@@ -57,8 +57,13 @@ class Trained:
         folder = self.workspace.layout.stage(self.stage_id).checkpoints
         found = CheckpointStore(folder, 0).latest()
         if found is None:
-            raise WorkspaceError(f"{folder} has no complete checkpoint")
+            raise _gone(f"{folder} has no complete checkpoint", "that of the last step")
         return found.path
+
+
+def _gone(what: str, expected: str) -> WorkspaceError:
+    fix = "prove it again with `refiner prove-resume`; leave its workspace alone meanwhile"
+    return WorkspaceError(what, expected=expected, fix=fix)
 
 
 def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> list[Comparison]:
@@ -69,7 +74,7 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
     same_layout
         Both ended on as many processes.
     """
-    from refiner_core.training.equality import (
+    from refiner_core.training.state.equality import (
         compare_checkpoints,
         compare_rollouts,
         compare_traces,

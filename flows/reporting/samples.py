@@ -135,11 +135,11 @@ def _content(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def _unreadable(path: Path, error: Exception | str) -> DataError:
     return DataError(
         f"{path} cannot be read ({error})",
         expected="a samples file of an evaluation",
-        fix="run the evaluation again",
+        fix="restore the file, or delete its stage's folder and run the recipe again",
     )
 
 
@@ -155,7 +155,7 @@ def _table(path: Path, content: bytes, columns: Sequence[str] | None = ()) -> An
     except (OSError, pa.ArrowInvalid) as error:
         raise _unreadable(path, error) from error
     if "sample_id" not in table.column_names:
-        raise DataError(f"{path} has no sample ids", expected="a samples file of an evaluation")
+        raise _unreadable(path, "it has no sample ids")
     return table
 
 

@@ -65,7 +65,10 @@ def fetch(
     fetched: list[dict[str, Any]] = []
     for number, repository in enumerate(wanted):
         if io.should_stop():
-            raise Interrupted("fetching stopped on request", fix="run the same command again")
+            raise Interrupted(
+                f"Fetching stopped on request after {number} of {len(wanted)} repositories",
+                fix="run the same command again; what has come stays",
+            )
         io.progress(Progress(number, len(wanted), f"fetching {repository.repo_id}"))
         log.info("fetching %s %s@%s", repository.kind, repository.repo_id, repository.revision)
         folder = _snapshot(repository)

@@ -95,9 +95,15 @@ def _serve(work: StageWork, server: Server) -> float:
     while True:
         now = time.monotonic()
         if work.workspace.is_stale(work.stage_id, work.attempt):
-            raise AttemptClosed(f"Attempt {work.attempt} of {work.stage_id} was given up")
+            raise AttemptClosed(
+                f"Attempt {work.attempt} of {work.stage_id} was given up",
+                fix="nothing; whoever gave it up goes on",
+            )
         if work.io.should_stop():
-            raise Interrupted("The judge's server was asked to end")
+            raise Interrupted(
+                "The judge's server was asked to end",
+                fix="nothing; who needs it next starts it again",
+            )
         server.check_alive(ask=now - asked >= _ASK_EVERY_S)
         asked = now if now - asked >= _ASK_EVERY_S else asked
         if now - looked >= min(_LEASES_EVERY_S, limit_s / 4):

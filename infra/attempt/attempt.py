@@ -202,7 +202,10 @@ class AttemptRun:
             )
             self.check_fence()
             if not self.workspace.publish_result(self.stage_id, result):
-                raise AttemptClosed(f"{self.stage_id} was finished by another attempt")
+                raise AttemptClosed(
+                    f"{self.stage_id} was finished by another attempt",
+                    fix="nothing; that result is used",
+                )
         self._after_result()
         return result
 

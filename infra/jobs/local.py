@@ -84,7 +84,9 @@ class LocalDispatcher:
             raise StageFailed(
                 f"The job of {request.stage_id} could not be submitted (exit code "
                 f"{done.returncode}): {tail_of([output]).strip()[-600:]}",
-                fix=f"look at {output}",
+                expected="an exit code of 0 and a job",
+                fix=f"see {output} for the whole message, mend what it names, and run the same "
+                "command again",
             )
 
     # ------------------------------------------------------------ looking and stopping

@@ -101,7 +101,12 @@ def _aborted(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
     ]
     spoken = [line for line in own if class_of_text(line) is not None]
     said = (spoken or own or ["it printed nothing"])[-1].strip()
-    return KilledError(f"Rank {rank} (process {failure['pid']}) gave up (SIGABRT): {said}")
+    return KilledError(
+        f"Rank {rank} (process {failure['pid']}) gave up (SIGABRT): {said}",
+        expected="all ranks to live until the stage ends",
+        fix="nothing, if it does not come back: the next attempt goes on from the last checkpoint; "
+        "else see `refiner logs STAGE`",
+    )
 
 
 def _unknown(ended: Ended) -> Exception:
@@ -109,7 +114,12 @@ def _unknown(ended: Ended) -> Exception:
     named = [line for line in lines if _ERROR_LINE.match(line)]
     last = (named or lines or ["it printed nothing"])[-1]
     if ended.code == 128 + signal.SIGKILL:
-        return KilledError("The process that starts the ranks (torchrun) was ended by SIGKILL")
+        return KilledError(
+            "The process that starts the ranks (torchrun) was ended by SIGKILL",
+            expected="it to live until the stage ends",
+            fix="nothing, if that was an accident: the next attempt goes on from the last "
+            "checkpoint",
+        )
     if any(_NO_MEETING.search(line) for line in lines):
         return LaunchError(
             f"The ranks did not find each other: {last}",

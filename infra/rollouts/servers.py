@@ -185,7 +185,10 @@ class LocalRolloutServers:
             if server.code is not None:
                 raise server.ended("before it answered")
             if self._should_stop() or self._closing.is_set():
-                raise Interrupted(f"{server.words.name} was asked to end before it answered")
+                raise Interrupted(
+                    f"{server.words.name} was asked to end before it answered",
+                    fix="run the same command again; the stage goes on from its last checkpoint",
+                )
             if _status(at, "/health") == 200:
                 break
             waited_s = time.monotonic() - began

@@ -159,7 +159,11 @@ class ServerProcess:
         lines = list(self._tail)
         text = "\n".join(lines)
         if when.startswith("before") and _PORT_TAKEN.search(text):
-            return PortTaken(f"Port taken: {error_line(lines)}")
+            return PortTaken(
+                f"Port taken: {error_line(lines)}",
+                expected="a port that nobody listens on",
+                fix="nothing; another one is tried",
+            )
         said = error_line(lines)
         how = (
             f"exit code {code}"
@@ -174,7 +178,12 @@ class ServerProcess:
                 fix=self.words.not_found,
             )
         if class_of_text(said) is not None:
-            return StageFailed(what)  # memory, a GPU, a full disk: told by these words
+            # Memory, a GPU, a full disk: told by these words, so what is added names none of them.
+            return StageFailed(
+                what,
+                expected="a server that lasts",
+                fix="mend what its words name; then run the same command again",
+            )
         if when.startswith("before") and _MISTAKE.search(said):
             return ConfigurationError(
                 what,
@@ -183,7 +192,11 @@ class ServerProcess:
                 fix=self.words.mistake,
             )
         if when.startswith("before") and code is not None and code < 128:
-            return StageFailed(what, fix="look at the log; then run the same command again")
+            return StageFailed(
+                what,
+                expected="an answer before its end",
+                fix="see what it has printed, mend that, and run the same command again",
+            )
         return KilledError(what, fix="nothing; another one is started")
 
     def _read(self) -> None:

@@ -190,7 +190,10 @@ class Server:
                 return
             now = time.monotonic()
             if self._should_stop():
-                raise Interrupted("The judge's server was asked to end before it answered")
+                raise Interrupted(
+                    "The judge's server was asked to end before it answered",
+                    fix="nothing; who needs it next starts it again",
+                )
             if now - began > limit_s:
                 raise self._late(limit_s, why)
             if now - told >= _TELL_EVERY_S:

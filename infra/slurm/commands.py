@@ -212,7 +212,11 @@ def _found(command: str) -> bool:
 
 def _unavailable(command: str, said: str) -> SlurmUnavailable:
     lines = said.splitlines() or ["it printed nothing"]
-    return SlurmUnavailable(f"`{command}` gave no answer: {lines[-1]}")
+    return SlurmUnavailable(
+        f"`{command}` gave no answer: {lines[-1]}",
+        expected="a controller that answers",
+        fix="nothing: it is asked again; `scontrol ping` shows how Slurm is",
+    )
 
 
 def _rows(printed: str, fields: Mapping[str, str]) -> list[Row]:

@@ -249,7 +249,11 @@ def _errors_told(stage_id: str, profile: str) -> Iterator[None]:
                 fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
             ) from error
         if _PERHAPS.search(said):
-            raise PerhapsSubmitted(what) from error
+            raise PerhapsSubmitted(
+                what,
+                expected="an answer that names the job",
+                fix="nothing: the queue is asked whether it has the job before it is tried again",
+            ) from error
         raise LaunchError(
             what,
             expected="a scheduler that takes jobs",

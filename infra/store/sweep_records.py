@@ -18,7 +18,7 @@ from pathlib import Path
 from infra.disk.room import no_space_guard
 from infra.store import atomic
 from infra.store.record_files import RecordFiles
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord
@@ -99,5 +99,9 @@ class SweepRecords(RecordFiles):
         path = self.sweep_folder(name) / "versions" / f"{number:04d}.json"
         record = self._load(SweepRecord, path)
         if record is None:
-            raise ConfigurationError(f"{path} is gone", fix="restore it")
+            raise WorkspaceError(
+                f"Version {number} of sweep {name} is gone: there is no {path}",
+                expected="all versions that the sweep's folder names",
+                fix="restore the file, or launch the sweep anew: `refiner sweep SWEEP`",
+            )
         return record

@@ -165,6 +165,7 @@ class CardFacts:
                 raise DataError(
                     f"Two evaluations claim to be {' / '.join(key)}",
                     expected="one number per model, protocol, decoding and metric",
+                    fix="name each evaluation of a model otherwise, or leave one of them out",
                 )
             moved.setdefault(f"evaluations.{place}", f"evaluations.{position}")
         records = {k: v for k, v in self.records.items() if not k.startswith("evaluations.")}
@@ -195,7 +196,7 @@ def _identity_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
             f"An evaluation of {entry.get('stage')}/{entry.get('metric')} has no "
             f"{', '.join(missing)}, so its number means nothing",
             expected=f"all of {', '.join(_REQUIRED)}",
-            fix="evaluate the checkpoint again (`refiner evaluate`)",
+            fix="evaluate the checkpoint again: `refiner run` with `evaluate` in `stages`",
         )
     return tuple(str(entry[name]) for name in _REQUIRED[:4])
 

@@ -43,7 +43,11 @@ def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
         if int(known["version"]) <= PROOF_VERSION:
             return from_json(ResumeProof, known)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"facts.proof is damaged ({error})", expected="a proof") from error
+        raise DataError(
+            f"facts.proof is damaged ({error})",
+            expected="a proof",
+            fix="take the refiner.json that lies beside the card",
+        ) from error
     raise DataError(
         f"facts.proof has version {known['version']}",
         expected=f"version {PROOF_VERSION} or older",

@@ -385,4 +385,8 @@ def _nothing_left(config: RecipeConfig, source: Source, tally: Tally) -> DataErr
             expected=f"rows with refiner_mode {config.data.refiner_mode}; there are only {found}",
             fix="set data.refiner_mode= to one of them, or leave it empty to keep all",
         )
-    return DataError(what, expected="at least one usable row")
+    return DataError(
+        what,
+        expected="at least one usable row",
+        fix=f"correct the rows by these reasons, or set data.{which}_path= to others",
+    )

@@ -104,6 +104,7 @@ def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
                 f"Demonstration {row.sample_id} has {len(row.input_ids)} tokens and a loss mask "
                 f"of {len(row.loss_mask)}",
                 expected="one mask value per token",
+                fix="encode it again by `refiner_core.data.chat.encode_demonstration`",
             )
     columns: dict[str, list[Any]] = {
         "sample_id": [row.sample_id for row in rows],
@@ -149,7 +150,9 @@ def _read(path: Path, schema: Any) -> list[dict[str, Any]]:
         table = pq.read_table(path)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{path} is not a complete Parquet file ({error})", expected=f"prepared {kind}"
+            f"{path} is not a complete Parquet file ({error})",
+            expected=f"prepared {kind}",
+            fix="delete the data stage's folder and run the recipe again, which prepares it anew",
         ) from error
     metadata = table.schema.metadata or {}
     found = metadata.get(_KIND_KEY, b"rows of an unknown kind").decode()

@@ -131,8 +131,9 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     )
 
 
-def _error(raw: RawRow, what: str, expected: str = "") -> DataError:
-    return DataError(f"{raw.origin} {what}", expected=expected)
+def _error(raw: RawRow, what: str, expected: str) -> DataError:
+    fix = "correct that row, or leave it out of the file"
+    return DataError(f"{raw.origin} {what}", expected=expected, fix=fix)
 
 
 def _object(raw: RawRow, name: str, value: Any) -> Mapping[str, Any]:

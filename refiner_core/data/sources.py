@@ -290,6 +290,8 @@ def _read_jsonl(source: Source) -> Iterator[RawRow]:
                 raise DataError(
                     f"{origin} is a JSON {type(row).__name__}, not an object",
                     expected="one JSON object per line, not one array around all rows",
+                    fix=f"write each row on a line of its own (`jq -c '.[]' FILE` does so), and "
+                    f"set data.{source.which}_path= to that file",
                 )
             yield RawRow(origin, line, row)
 
@@ -308,6 +310,7 @@ def _read_parquet(source: Source) -> Iterator[RawRow]:
     except pa.ArrowInvalid as error:
         raise DataError(
             f"{source.path} is not a complete Parquet file: {error}",
+            expected="all of the file, its footer included",
             fix=f"write it again, or set data.{source.which}_path= to another file",
         ) from error
 

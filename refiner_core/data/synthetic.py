@@ -25,6 +25,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
 from refiner_core.data.synthetic_world import (
     FLAWS,
     Scene,
@@ -64,14 +65,17 @@ def generate_rows(kind: Kind, n: int, seed: int, **options: Any) -> list[dict[st
     """
     if kind not in ("sft", "rl"):
         raise ConfigurationError(
-            f"Synthetic rows of kind {kind!r} do not exist", expected="sft or rl"
+            f"Synthetic rows of kind {kind!r} do not exist.",
+            expected="sft or rl",
+            fix="ask for one of these",
         )
     known = [field.name for field in fields(SyntheticOptions)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"Unknown option of synthetic rows: {', '.join(unknown)}",
+            f"Unknown option of synthetic rows: {', '.join(unknown)}.{suggest(unknown[0], known)}",
             expected=f"one of {', '.join(known)}",
+            fix="correct the option",
         )
     chosen = SyntheticOptions(**options)
     return [_row(kind, seed, index, chosen) for index in range(n)]

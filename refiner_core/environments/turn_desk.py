@@ -33,6 +33,7 @@ from refiner_core.generation.text import completion_text
 _LOOK_S = 0.5
 #: How long episodes may take to give back what they hold, when all is broken off.
 _CLOSE_S = 10.0
+_OURS = "set grpo.generation_backend to the other one, and report this: it is a bug in refiner"
 
 
 class EpisodeDesk:
@@ -115,6 +116,7 @@ class EpisodeDesk:
                 raise StageFailed(
                     f"The generator has returned with {left} episodes unfinished",
                     expected="turns() to work until the desk has no more",
+                    fix=_OURS,
                 )
             if self._settings.ordered:
                 self._settle(0)
@@ -190,12 +192,16 @@ class EpisodeDesk:
                 f"The generator waits for turns with room for {max(0, room)} new conversations, "
                 "and no conversation of its own goes on",
                 expected="room for at least one",
+                fix=_OURS,
             )
 
     def _collect(self, timeout_s: float) -> None:
         """Take in what has ended; waits up to ``timeout_s`` for a first one."""
         if self._should_stop is not None and self._should_stop():
-            raise Interrupted("Stopped on request, between two turns of episodes")
+            raise Interrupted(
+                "Stopped on request, between two turns of episodes",
+                fix="run the same command again; it goes on from the last checkpoint",
+            )
         for ended in sorted(self._workers.ended(timeout_s), key=lambda e: e.key):
             self._working.discard(ended.key)
             self._take_in(self._plays[ended.key], ended)
@@ -211,7 +217,11 @@ class EpisodeDesk:
         elif isinstance(error, RefinerError):
             raise error
         elif error is not None:
-            raise StageFailed(f"A worker failed ({play.where()}): {error!r}") from error
+            raise StageFailed(
+                f"A worker failed ({play.where()}): {error!r}",
+                expected="an environment that answers each call",
+                fix="see the traceback in `refiner logs STAGE`, and correct the environment",
+            ) from error
         elif isinstance(ended.value, Begun):
             self._go_on(play, fits=play.begun(ended.value), new=True)
         elif isinstance(ended.value, Stepped):

@@ -58,6 +58,7 @@ def _check(n: int, c: int, k: int) -> None:
         raise ConfigurationError(
             f"There is no pass@{k} of {c} successes in {n} attempts",
             expected="k of at least 1, and between 0 and n successes",
+            fix="give k, n and c as counts of one task's attempts",
         )
 
 

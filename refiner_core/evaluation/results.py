@@ -164,10 +164,12 @@ def load_results(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} cannot be read ({error})",
             expected="the results of a finished evaluation",
-            fix="run the evaluation again",
+            fix="restore the file, or delete its stage's folder and run the recipe again",
         ) from error
     if results.get("version") != RESULTS_VERSION:
         raise DataError(
-            f"{path} has version {results.get('version')}", expected=f"version {RESULTS_VERSION}"
+            f"{path} has version {results.get('version')}",
+            expected=f"version {RESULTS_VERSION}",
+            fix="use the refiner that wrote it, or run the recipe again, which measures anew",
         )
     return results

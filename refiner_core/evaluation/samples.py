@@ -173,11 +173,15 @@ def load_samples(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path} cannot be read ({error})",
-            expected="a samples file of an evaluation",
-            fix="run the evaluation again",
-        ) from error
+        raise _unreadable(path, str(error)) from error
     if rows and "sample_id" not in rows[0]:
-        raise DataError(f"{path} has no sample ids", expected="a samples file of an evaluation")
+        raise _unreadable(path, "it has no sample ids")
     return rows
+
+
+def _unreadable(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} cannot be read ({why})",
+        expected="a samples file of an evaluation",
+        fix="restore the file, or delete its stage's folder and run the recipe again",
+    )

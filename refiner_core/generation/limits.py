@@ -50,7 +50,9 @@ def check_window(
     lengths = [len(request.prompt_ids) for request in requests]
     if min(lengths) == 0:
         raise ConfigurationError(
-            f"Request {lengths.index(0)} has an empty prompt", expected="at least one token"
+            f"Request {lengths.index(0)} has an empty prompt",
+            expected="at least one token",
+            fix="leave it out, or give it the template's generation prompt",
         )
     longest = max(lengths) + params.max_new_tokens
     if window is not None and longest > window:

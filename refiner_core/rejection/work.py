@@ -234,7 +234,11 @@ class Work:
         numbers = range(1, len(self.batches) + 1)
         done = [n for n in numbers if (checkpoint.path / _name(_DONE, n)).exists()]
         if done != list(range(1, len(done) + 1)):
-            raise DamagedCheckpoint(f"{checkpoint.path} lacks batches before the {max(done)}th")
+            raise DamagedCheckpoint(
+                f"{checkpoint.path} lacks batches before the {max(done)}th",
+                expected="all batches up to its last",
+                fix="nothing; the checkpoint before it is gone on from",
+            )
         for number in numbers:
             path = checkpoint.path / _name(_WAITING, number)
             if path.exists():

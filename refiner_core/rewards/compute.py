@@ -150,7 +150,9 @@ class RewardStream:
             rubrics = self._rubrics_of(item.prompt.rubrics)
         except DataError as error:
             row = item.prompt.sample_id
-            raise DataError(f"Row {row}: {error.what}", expected=error.expected) from error
+            raise DataError(
+                f"Row {row}: {error.what}", expected=error.expected, fix=error.fix
+            ) from error
         self._plans[place] = _plan(item, self._evidence_of(item.prompt.prompt_text), rubrics)
         self._new.append(place)
         return place

@@ -125,9 +125,9 @@ def rubric_entries(obj: Any) -> list[PlacedEntry]:
     if isinstance(obj, Mapping):
         known = [key for key in ("positive_rubrics", "negative_rubrics", "rubrics") if key in obj]
         if not known:
-            raise DataError(f"The rubrics have the keys {sorted(map(str, obj))}", expected=_FORMS)
+            raise _unfit(f"The rubrics have the keys {sorted(map(str, obj))}", _FORMS)
         if "rubrics" in known and len(known) > 1:
-            raise DataError(f"The rubrics mix two forms ({', '.join(known)})", expected=_FORMS)
+            raise _unfit(f"The rubrics mix two forms ({', '.join(known)})", _FORMS)
         lists = {key: obj[key] for key in known}
     else:
         lists = {"rubrics": obj}
@@ -136,9 +136,7 @@ def rubric_entries(obj: Any) -> list[PlacedEntry]:
         if value is None:
             continue
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-            raise DataError(
-                f"`{key}` is of type {type(value).__name__}", expected=f"a list; {_FORMS}"
-            )
+            raise _unfit(f"`{key}` is of type {type(value).__name__}", f"a list; {_FORMS}")
         entries += [PlacedEntry(key, position, entry) for position, entry in enumerate(value)]
     return entries
 
@@ -146,16 +144,16 @@ def rubric_entries(obj: Any) -> list[PlacedEntry]:
 def normal_entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
     """The normal form of one entry, and whether its weight is below 0. Errors name ``where``."""
     if not isinstance(entry, Mapping):
-        raise DataError(f"`{where}` is {entry!r:.60}", expected="an object with a description")
+        raise _unfit(f"`{where}` is {entry!r:.60}", "an object with a description")
     description = _text(entry, "description", where)
     if not description:
-        raise DataError(f"`{where}` has no `description`", expected="the criterion as text")
+        raise _unfit(f"`{where}` has no `description`", "the criterion as text")
     weight = entry.get("weight")
     weight = 1.0 if weight is None else weight
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise DataError(f"`{where}.weight` is {weight!r:.60}", expected="a finite number")
+        raise _unfit(f"`{where}.weight` is {weight!r:.60}", "a finite number")
     if abs(weight) > MAX_WEIGHT:
-        raise DataError(f"`{where}.weight` is {weight!r:.60}", expected=f"at most {MAX_WEIGHT:g}")
+        raise _unfit(f"`{where}.weight` is {weight!r:.60}", f"at most {MAX_WEIGHT:g}")
     title = _text(entry, "title", where) or description[:60]
     normal = RubricEntry(title=title, description=description, weight=abs(float(weight)))
     return normal, weight < 0
@@ -166,5 +164,10 @@ def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise DataError(f"`{where}.{key}` is of type {type(value).__name__}", expected="text")
+        raise _unfit(f"`{where}.{key}` is of type {type(value).__name__}", "text")
     return value.strip()
+
+
+def _unfit(what: str, expected: str) -> DataError:
+    fix = "correct it in the row; `refiner rubrics check FILE` names all that does not fit"
+    return DataError(what, expected=expected, fix=fix)

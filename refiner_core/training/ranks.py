@@ -232,7 +232,11 @@ def portable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return StageFailed(f"{type(error).__name__}: {error}")
+        return StageFailed(
+            f"{type(error).__name__}: {error}",
+            expected="all ranks to get through the step",
+            fix="see `refiner logs STAGE` for its traceback, and mend what it names",
+        )
     return error
 
 

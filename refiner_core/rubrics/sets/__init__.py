@@ -140,12 +140,16 @@ def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigurationError(
-            f"The rubric set {path} cannot be read: {error}", fix=_FIX
+            f"The rubric set {path} cannot be read: {error}",
+            expected="YAML in UTF-8",
+            fix=_FIX,
         ) from error
     rubrics, faults = read_set(content, path.stem)
     if rubrics is None:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise ConfigurationError(
-            f"The rubric set {path} does not fit: {faults[0].what}{more}", fix=_FIX
+            f"The rubric set {path} does not fit: {faults[0].what}{more}",
+            expected="a name, and rubrics each with title, description, polarity and weight",
+            fix=_FIX,
         )
     return rubrics
