@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flows.reporting.questions import questions_of
 from flows.reporting.samples import SamplesReader
 from flows.sweeping.reading import SweepReader, TrialStanding
 from infra.attempt.stage_io import read_metrics
@@ -351,29 +352,7 @@ class FromWorkspace:
         result = self.workspace.read_result(evaluation.stage)
         if result is None:
             return {}
-        paths = self.workspace.layout.attempt(evaluation.stage, result.attempt)
-        inputs = self.workspace.read_control(paths.inputs) or {}
-        data = inputs.get("data")
-        folder = None if data is None else self.workspace.output_dir(str(data))
-        return {} if folder is None else read_questions(folder / "rl_test.parquet", prompts)
+        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
 
     def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
         return self.folders[evaluation.stage] / measured.samples_file
-
-
-def read_questions(path: Path, prompts: Sequence[str]) -> dict[str, Question]:
-    """What these prompts ask; empty where the file is gone."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(
-            path,
-            columns=["sample_id", "question", "prompt_text"],
-            filters=[("sample_id", "in", list(prompts))],
-        )
-    except (OSError, pa.ArrowInvalid):
-        return {}
-    return {
-        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in table.to_pylist()
-    }

@@ -20,6 +20,7 @@ from infra.campaign.orchestrators import Orchestrator, orchestrator_of
 from infra.campaign.reconcile import Seen
 from infra.campaign.timeline import Incident, first_line
 from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
@@ -128,15 +129,23 @@ class Watcher:
         What to look at.
     wait_s
         How long a look may wait for the scheduler, seconds.
+    ask
+        Whether a scheduler is asked at all; else its jobs are what records say of them.
     """
 
     def __init__(
-        self, workspace: Workspace, run: RunRecord, wait_s: float = SCHEDULER_WAIT_S
+        self,
+        workspace: Workspace,
+        run: RunRecord,
+        wait_s: float = SCHEDULER_WAIT_S,
+        *,
+        ask: bool = True,
     ) -> None:
         self.workspace, self.run = workspace, run
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
         patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
-        self._router = HurriedRouter(router_to_look(settings, workspace), wait_s)
+        router = router_to_look(settings, workspace) if ask else _records_alone(workspace)
+        self._router = HurriedRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, patience)
 
     def look(self) -> RunStatus:
@@ -195,6 +204,11 @@ class Watcher:
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
+
+
+def _records_alone(workspace: Workspace) -> Router:
+    near = {"local": LocalDispatcher(workspace)}
+    return Router(near, lambda _: "local", missing="no scheduler was asked")
 
 
 class HurriedRouter(Router):

@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
@@ -319,16 +319,19 @@ def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of one rollout file."""
+def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The rows of one rollout file. ``leave_out``: columns that the reader does without, such as
+    the token ids and log-probabilities, which are most of it."""
     import pyarrow.parquet as pq
 
-    table = pq.read_table(path)
+    wanted = [n for n in pq.read_schema(path).names if n not in leave_out] if leave_out else None
+    table = pq.read_table(path, columns=wanted)
     names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         for name in names:
-            row[name] = None if row[name] is None else json.loads(row[name])
+            if name in row:
+                row[name] = None if row[name] is None else json.loads(row[name])
     return rows
 
 

@@ -240,7 +240,7 @@ def _needed(
     for run in runs:
         if run is None:  # whatever it needs, it may be any of them
             return dict.fromkeys(records, "a run whose record cannot be read") | needed
-        edges = _edges(run)
+        edges = edges_of(run)
         for name, stage_id in run.stages.items():
             record = records.get(stage_id)
             if record is not None and record.result is not None:
@@ -252,7 +252,7 @@ def _needed(
     return needed
 
 
-def _edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
+def edges_of(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
     """Stage name -> ids of the stages that it reads; None where the record does not tell."""
     if not run.config:
         return None

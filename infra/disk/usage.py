@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -136,6 +136,12 @@ def take_stock(layout: Layout) -> list[Item]:
                 kind: Kind = "temporary" if _is_temporary(path) else "records"
                 found.append(Item(path, kind, size_of(path, seen)))
     return found
+
+
+def stock_of(layout: Layout, stage_ids: Iterable[str]) -> list[Item]:
+    """What lies in the folders of some stages, told apart."""
+    seen: Seen = set()
+    return [i for name in stage_ids for i in _of_stage(layout.stage(name), name, seen)]
 
 
 def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[Item]:
