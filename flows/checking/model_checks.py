@@ -3,7 +3,8 @@
 In: a recipe's configuration. Out: nothing, or a refusal with the numbers and the field to change.
 Reads what lies on this machine (a folder, the shipped model, a snapshot in the Hub's cache), in a
 few milliseconds and without torch; of a model that is not here yet nothing is said. What only the
-live model shows is checked when it is loaded (:func:`refiner_core.training.engine.check_model`).
+live model shows is checked when it is loaded
+(:func:`refiner_core.training.model.loading.check_model`).
 """
 
 from __future__ import annotations

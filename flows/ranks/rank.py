@@ -26,8 +26,8 @@ from refiner_core.contract.types import Progress
 if TYPE_CHECKING:
     from flows.stages.kinds import StageWork
     from refiner_core.training.engines.protocol import Engine
-    from refiner_core.training.policies import Servers
     from refiner_core.training.ranks import Ranks
+    from refiner_core.training.rollouts.policies import Servers
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, Kind, estimate
 from refiner_core.rescoring.rollouts import StoredRollout, groups_of
 from refiner_core.rescoring.scores import METRICS, Metric, Scores
-from refiner_core.training.advantages import EQUAL_REWARDS
+from refiner_core.training.rollouts.advantages import EQUAL_REWARDS
 
 Floats = npt.NDArray[np.float64]
 #: An advantage that is smaller has no sign: it is what rounding leaves of a mean.

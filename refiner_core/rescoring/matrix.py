@@ -19,7 +19,7 @@ from refiner_core.evaluation.statistics import (
 )
 from refiner_core.rescoring.compare import RESAMPLES, mean_of
 from refiner_core.rescoring.rollouts import StoredRollout
-from refiner_core.training.advantages import EQUAL_REWARDS
+from refiner_core.training.rollouts.advantages import EQUAL_REWARDS
 
 #: Scores of a policy's rollouts: per setting, one value per rollout.
 Values = Mapping[str, Sequence[float | None]]

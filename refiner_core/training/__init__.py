@@ -3,8 +3,10 @@
 In: prepared rows, a model folder and a :class:`~refiner_core.contract.types.StageIO`.
 Out: an exported model folder and a JSON-ready report.
 
-Who calls whom: ``sft`` and ``grpo`` are the loops; both use ``order`` (which row when), ``packing``
-(rows to tensors), ``logprobs`` (tensors to log-probabilities), ``optim`` (gradients to weights),
-``engine`` (model in, model out) and ``checkpoint`` (state in, state out). ``grpo`` adds ``rollout``
-(prompts to rewarded samples), ``advantages``, ``losses`` and ``grpo_update``.
+The loops are ``sft`` and ``grpo``; ``export`` makes a model folder of a checkpoint, ``support``
+says what this machine lacks, ``ranks`` are the processes that train together. Rooms, each of which
+uses those before it: ``batches`` (rows to tensors), ``model`` (tensors to log-probabilities,
+gradients to weights), ``state`` (state out and in), ``engines`` (plain torch or DeepSpeed, behind
+one protocol), ``steps`` (around a step), ``rollouts`` (prompts to rewarded samples), ``updates``
+(these to weights).
 """

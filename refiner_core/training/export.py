@@ -1,9 +1,10 @@
 """A checkpoint of a training that goes on becomes a model folder.
 
-In: a complete checkpoint (:mod:`refiner_core.training.checkpoint`), and a folder or Hub id whose
-architecture and tokenizer the model has. Out: ``model/`` as ``from_pretrained`` takes it, the same
-bytes as the training stage would have left had it ended there, and the report that it would have
-given. Only the checkpoint's weights are read, not the optimiser's state; nothing runs on a GPU.
+In: a complete checkpoint (:mod:`refiner_core.training.state.checkpoint`), and a folder or Hub id
+whose architecture and tokenizer the model has. Out: ``model/`` as ``from_pretrained`` takes it, the
+same bytes as the training stage would have left had it ended there, and the report that it would
+have given. Only the checkpoint's weights are read, not the optimiser's state; nothing runs on a
+GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
-from refiner_core.training import engine
-from refiner_core.training.boundary import curve
-from refiner_core.training.checkpoint import PROGRESS
-from refiner_core.training.tensors import load_weights
+from refiner_core.training.model import loading
+from refiner_core.training.model.tensors import load_weights
+from refiner_core.training.state.checkpoint import PROGRESS
+from refiner_core.training.steps.boundary import curve
 
 _COUNTED = ("tokens", "epoch", "counts", "judge")
 
@@ -47,7 +48,7 @@ def export_checkpoint(
     model = load_architecture(model_ref, config.model)
     load_weights(checkpoint, model)
     io.progress(Progress(1, 2, "exporting"))
-    engine.export(model, load_tokenizer(model_ref, config.model), output_dir / "model")
+    loading.export(model, load_tokenizer(model_ref, config.model), output_dir / "model")
     io.progress(Progress(2, 2, "exported"))
     return progress_report(progress)
 

@@ -8,7 +8,7 @@ One step: prompts (an epoch's shuffle) -> samples (seeded by what they are) -> r
 step whose groups all lack spread changes no weight, but it counts and is logged. A judge that
 streams works on finished samples while the others are decoded; ``time/judge_s`` is what is waited
 for it after the last one. With ``async_steps`` the next batches are sampled meanwhile, by older
-weights (:mod:`refiner_core.training.pipeline`).
+weights (:mod:`refiner_core.training.rollouts.pipeline`).
 
 Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone, which
 holds the rollouts in flight too. A stop that is asked for before a step's update gives the step up
@@ -51,17 +51,16 @@ from refiner_core.judges.usage import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.training import engine as models
-from refiner_core.training.boundary import Boundary, curve
+from refiner_core.training.batches.order import order_hash, prompt_batch
 from refiner_core.training.engines.choose import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.grpo_update import GrpoUpdate
-from refiner_core.training.in_flight import IN_FLIGHT, Flight
-from refiner_core.training.lane import Attempts, Lane, open_lane
-from refiner_core.training.optim import schedule_factor
-from refiner_core.training.order import order_hash, prompt_batch
-from refiner_core.training.pipeline import Pipeline, on_first
-from refiner_core.training.policies import (
+from refiner_core.training.model import loading
+from refiner_core.training.model.optim import schedule_factor
+from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.rollouts.in_flight import IN_FLIGHT, Flight
+from refiner_core.training.rollouts.lane import Attempts, Lane, open_lane
+from refiner_core.training.rollouts.pipeline import Pipeline, on_first
+from refiner_core.training.rollouts.policies import (
     CopyPolicy,
     LivePolicy,
     OpenServers,
@@ -69,10 +68,11 @@ from refiner_core.training.policies import (
     ServedPolicy,
     Servers,
 )
-from refiner_core.training.ranks import OneRank, Ranks, RanksIO
-from refiner_core.training.rollout import RewardFunction, RolloutBatch, TrainSample
+from refiner_core.training.rollouts.rollout import RewardFunction, RolloutBatch, TrainSample
+from refiner_core.training.steps.boundary import Boundary, curve
+from refiner_core.training.steps.telling import Clock, Teller
 from refiner_core.training.support import refuse_unsupported
-from refiner_core.training.telling import Clock, Teller
+from refiner_core.training.updates.grpo_update import GrpoUpdate
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -203,7 +203,7 @@ def _open_policy(
             engine, TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
         )
     return CopyPolicy(
-        models.load_model(model_ref, config.model, engine.device),
+        loading.load_model(model_ref, config.model, engine.device),
         lambda model, on_step: TransformersGenerator(
             model, engine.tokenizer, batch_size=batch_size, on_step=on_step
         ),

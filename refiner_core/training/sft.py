@@ -31,13 +31,8 @@ from refiner_core.contract.errors import ConfigurationError, DataError, HealthSt
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.load import set_threads
-from refiner_core.training.boundary import Boundary, curve, require_finite
-from refiner_core.training.engine import check_window
-from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.health import HealthMonitor
-from refiner_core.training.optim import schedule_factor
-from refiner_core.training.order import SftStep, order_hash, sft_steps
-from refiner_core.training.packing import (
+from refiner_core.training.batches.order import SftStep, order_hash, sft_steps
+from refiner_core.training.batches.packing import (
     Batch,
     Pack,
     Sample,
@@ -46,8 +41,13 @@ from refiner_core.training.packing import (
     pack_samples,
     to_device,
 )
+from refiner_core.training.batches.shares import share_packs
+from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.model.loading import check_window
+from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
-from refiner_core.training.shares import share_packs
+from refiner_core.training.steps.boundary import Boundary, curve, require_finite
+from refiner_core.training.steps.health import HealthMonitor
 from refiner_core.training.support import refuse_unsupported
 
 #: Stages that fine-tune on demonstrations, and where these come from.

@@ -31,11 +31,11 @@ from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore, damage_of, step_name
 from infra.store.layout import StagePaths
 from refiner_core.contract.config import ModelConfig
-from refiner_core.training.boundary import Boundary
-from refiner_core.training.engine import Loaded
+from refiner_core.training.batches.packing import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.optim import Updater
-from refiner_core.training.packing import Sample, build_pack, collate
+from refiner_core.training.model.loading import Loaded
+from refiner_core.training.model.optim import Updater
+from refiner_core.training.steps.boundary import Boundary
 from tests.bench.training_work import machine
 from tests.support.tiny_training import tiny_model, tiny_tokenizer
 

@@ -34,7 +34,7 @@ from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.resources import Resources
 from refiner_core.contract.types import PromptRow
-from refiner_core.training.packing import Sample, pack_samples
+from refiner_core.training.batches.packing import Sample, pack_samples
 from tests.bench.training_work import (
     FixedRollouts,
     Steps,

@@ -16,7 +16,7 @@ from infra.hub.target import HubTarget
 from infra.publishing.targets import Publication
 from refiner_core.contract.config import PublishConfig
 from refiner_core.models import tiny_model_dir
-from refiner_core.training.engine import export
+from refiner_core.training.model.loading import export
 from tests.support.git_hub import LoopbackHub
 from tests.support.publications import REPO, publication
 

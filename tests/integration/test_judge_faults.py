@@ -31,9 +31,9 @@ from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.served.fleet import BreakerSettings
 from refiner_core.judges.store import MemoryStore
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.training import engine
-from refiner_core.training.advantages import group_advantages
 from refiner_core.training.grpo import train_grpo
+from refiner_core.training.model import loading
+from refiner_core.training.rollouts.advantages import group_advantages
 from tests.support.judge_server import (
     HANGS_S,
     JudgeProcess,
@@ -413,14 +413,14 @@ def test_training_ends_as_an_outage_and_goes_on_to_the_same_weights(
     """The server dies in the second step, past its patience; the state is saved."""
     save_answering_inputs(tmp_path)
     sampler = AnsweringSampler()
-    load = engine.load_for_training
+    load = loading.load_for_training
 
     def load_and_tell(*values: Any) -> Any:
         loaded = load(*values)
         sampler.model = loaded.model
         return loaded
 
-    monkeypatch.setattr(engine, "load_for_training", load_and_tell)
+    monkeypatch.setattr(loading, "load_for_training", load_and_tell)
     config = recipe(grpo={"num_training_steps": 3, "save_freq": 10})
 
     def train(name: str, judge: OpenAIJudge) -> list[torch.Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
-from refiner_core.training.boundary import Boundary
 from refiner_core.training.ranks import RanksIO, TorchRanks
+from refiner_core.training.steps.boundary import Boundary
 
 STEPS, SAVE_EVERY = 9, 4
 

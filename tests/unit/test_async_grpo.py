@@ -27,11 +27,11 @@ from refiner_core.contract.training_config import HealthConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.judges import LexicalJudge
-from refiner_core.training import engine
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.grpo import train_grpo
-from refiner_core.training.in_flight import IN_FLIGHT
-from refiner_core.training.policies import CopyPolicy, Servers
+from refiner_core.training.model import loading
+from refiner_core.training.rollouts.in_flight import IN_FLIGHT
+from refiner_core.training.rollouts.policies import CopyPolicy, Servers
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
@@ -200,8 +200,8 @@ def test_ratios_against_the_sampler_show_that_the_policy_has_moved(new):
 )
 def test_there_are_no_more_models_in_memory_than_are_needed(new, monkeypatch, beta, behind, models):
     loads = []
-    load_model = engine.load_model
-    monkeypatch.setattr(engine, "load_model", lambda *a: loads.append(a) or load_model(*a))
+    load_model = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *a: loads.append(a) or load_model(*a))
     new(beta=beta, async_steps=behind, num_training_steps=1)()
     assert len(loads) == models
 

@@ -18,11 +18,11 @@ from infra.jobs.restart import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
-from refiner_core.training.boundary import Boundary
 from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.host_copies import HostCopies
 from refiner_core.training.ranks import OneRank
 from refiner_core.training.sft import train_sft
+from refiner_core.training.state.host_copies import HostCopies
+from refiner_core.training.steps.boundary import Boundary
 from tests.support.plans import claim, small_plan
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import recipe, save_data, save_tiny_model

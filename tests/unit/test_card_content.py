@@ -262,7 +262,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from refiner_core.models import tiny_model_dir
-    from refiner_core.training.engine import export
+    from refiner_core.training.model.loading import export
 
     folder = tmp_path_factory.mktemp("exported") / "model"
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir())

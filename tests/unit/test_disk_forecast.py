@@ -62,8 +62,8 @@ def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
 def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
     import torch
 
-    from refiner_core.training.checkpoint import save_state
-    from refiner_core.training.optim import Updater
+    from refiner_core.training.model.optim import Updater
+    from refiner_core.training.state.checkpoint import save_state
 
     class Layer(torch.nn.Linear):
         """What the updater asks of a model; of transformers it needs nothing."""

@@ -23,7 +23,7 @@ from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.record import record_from_json
 from refiner_core.environments.scoring import shaped_reward
-from refiner_core.training.in_flight import IN_FLIGHT
+from refiner_core.training.rollouts.in_flight import IN_FLIGHT
 from tests.support.counting import CountingEpisode
 from tests.support.episode_training import (
     CallingSampler,
@@ -396,7 +396,7 @@ def test_rows_that_are_no_tasks_are_refused(tmp_path, inputs):
 
 
 def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
-    from refiner_core.training.lane import open_lane
+    from refiner_core.training.rollouts.lane import open_lane
 
     config = recipe({"nl_assertions": "judge"})
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):
@@ -408,8 +408,8 @@ def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
 
 
 def test_a_completion_without_a_record_is_no_episode() -> None:
-    from refiner_core.training.episodes import record_of
-    from refiner_core.training.rollout import Sampled
+    from refiner_core.training.rollouts.episodes import record_of
+    from refiner_core.training.rollouts.rollout import Sampled
 
     row = PromptRow("near/t0", "q", "{}", (1,), "")
     with pytest.raises(ValueError, match="without the record"):

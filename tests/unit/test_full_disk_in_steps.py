@@ -16,8 +16,8 @@ from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.training.boundary import SAVE_TRIES, Boundary
 from refiner_core.training.ranks import OneRank
+from refiner_core.training.steps.boundary import SAVE_TRIES, Boundary
 from tests.support.plans import claim, small_plan
 from tests.support.quota import fill, small_tmpfs
 from tests.support.stage_io import FolderStageIO

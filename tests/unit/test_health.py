@@ -12,7 +12,7 @@ import pytest
 
 from refiner_core.contract.errors import HealthStop, NotFiniteError
 from refiner_core.contract.training_config import HealthConfig
-from refiner_core.training.health import WARM_UP, WINDOW, HealthMonitor
+from refiner_core.training.steps.health import WARM_UP, WINDOW, HealthMonitor
 
 #: Policies of all checks at once.
 CHECKS = (

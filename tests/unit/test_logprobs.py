@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from refiner_core.training import logprobs
-from refiner_core.training.logprobs import head_scores
+from refiner_core.training.model import logprobs
+from refiner_core.training.model.logprobs import head_scores
 
 VOCABULARY, WIDTH = 60, 8
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from refiner_core.training.optim import Muon, Updater, orthogonalize, schedule_factor
+from refiner_core.training.model.optim import Muon, Updater, orthogonalize, schedule_factor
 from tests.support.tiny_training import tiny_model
 
 

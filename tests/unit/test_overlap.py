@@ -17,8 +17,8 @@ from refiner_core.contract.types import JudgeUsage
 from refiner_core.judges import build_judge
 from refiner_core.judges.build import Surroundings
 from refiner_core.judges.store import MemoryStore
-from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
+from refiner_core.training.model import loading
 from tests.support.judge_server import JudgeServer, Reply, completion, digest_of
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import AnsweringSampler, recipe, save_answering_inputs
@@ -72,7 +72,7 @@ def server(script: Scripted) -> Iterator[JudgeServer]:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: JudgeServer):
     """One GRPO step of twelve rollouts by the judge on ``server``; returns (report, io, usage)."""
     save_answering_inputs(tmp_path)
-    load = engine.load_for_training
+    load = loading.load_for_training
 
     def run(name: str, sampler: Any, store: MemoryStore | None = None) -> Any:
         def load_and_tell(*args: Any) -> Any:
@@ -80,7 +80,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: JudgeServer):
             sampler.model = loaded.model
             return loaded
 
-        monkeypatch.setattr(engine, "load_for_training", load_and_tell)
+        monkeypatch.setattr(loading, "load_for_training", load_and_tell)
         config = recipe(grpo={"num_training_steps": 1})
         judging = JudgeConfig(
             kind="openai", model="scripted", base_url=server.base_url, max_retries=0

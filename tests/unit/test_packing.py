@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.training.logprobs import token_scores
-from refiner_core.training.packing import (
+from refiner_core.training.batches.packing import (
     Sample,
     collate,
     first_fit,
@@ -17,6 +16,7 @@ from refiner_core.training.packing import (
     row_width,
     to_device,
 )
+from refiner_core.training.model.logprobs import token_scores
 from tests.support.tiny_training import VOCABULARY, tiny_model
 
 SAMPLES = [
@@ -326,7 +326,7 @@ def test_chunked_logprobs_are_the_same(monkeypatch):
     (pack,) = pack_samples(random_samples(SHAPE), 200)
     batch = collate([pack])
     whole = token_scores(model, batch, temperature=0.7, entropy="loss")
-    monkeypatch.setattr("refiner_core.training.logprobs.CHUNK_ELEMENTS", VOCABULARY * 3)
+    monkeypatch.setattr("refiner_core.training.model.logprobs.CHUNK_ELEMENTS", VOCABULARY * 3)
     chunked = token_scores(model, batch, temperature=0.7, entropy="loss")
     torch.testing.assert_close(chunked.logprob_T, whole.logprob_T)
     torch.testing.assert_close(chunked.entropy_T, whole.entropy_T)

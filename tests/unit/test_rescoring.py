@@ -45,7 +45,7 @@ from refiner_core.rescoring.rollouts import (
 )
 from refiner_core.rescoring.scores import Scores, fidelity, scores_under
 from refiner_core.rescoring.table import reversal_lines
-from refiner_core.training.advantages import group_advantages
+from refiner_core.training.rollouts.advantages import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
 

@@ -28,7 +28,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.equality import (
+from refiner_core.training.state.equality import (
     Row,
     compare_checkpoints,
     compare_rollouts,
@@ -387,7 +387,7 @@ def test_two_processes_begin_with_the_same_random_states(monkeypatch: pytest.Mon
     def load(*_: Any) -> None:
         raise FileNotFoundError("far enough")
 
-    monkeypatch.setattr("refiner_core.training.engine.load_for_training", load)
+    monkeypatch.setattr("refiner_core.training.model.loading.load_for_training", load)
     drawn = []
     for seed, noise in ((1, 17), (1, 18), (2, 17)):
         for generator in (random.seed, np.random.seed, torch.manual_seed):

@@ -20,7 +20,7 @@ from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.rewards.citations import citation_format, plan_citations, score_citations
 from refiner_core.rewards.combine import aggregate_rubrics, format_bonus, total_reward
 from refiner_core.rubrics import Rubric, load_rubric_set
-from refiner_core.training.advantages import group_advantages
+from refiner_core.training.rollouts.advantages import group_advantages
 from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout
 
 GOLDEN = Path(__file__).parent / "golden" / "rewards.json"

@@ -50,7 +50,7 @@ from refiner_core.rejection import work
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from refiner_core.training.sft import train_sft
-from refiner_core.training.telling import Teller
+from refiner_core.training.steps.telling import Teller
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO

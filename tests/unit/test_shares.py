@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.training.logprobs import token_scores
-from refiner_core.training.packing import Sample, collate, pack_samples
-from refiner_core.training.shares import (
+from refiner_core.training.batches.packing import Sample, collate, pack_samples
+from refiner_core.training.batches.shares import (
     neutral_pack,
     packs_of_ranks,
     share_among,
     share_packs,
 )
+from refiner_core.training.model.logprobs import token_scores
 from tests.support.tiny_training import tiny_model
 
 PACK = 64

@@ -25,10 +25,15 @@ from refiner_core.contract.types import Completion, Judgement, PromptRow, Reward
 from refiner_core.data.prepared import write_prompts
 from refiner_core.generation.text import completion_text
 from refiner_core.judges import LexicalJudge
-from refiner_core.training import engine
+from refiner_core.training.batches.order import prompt_batch
 from refiner_core.training.grpo import train_grpo
-from refiner_core.training.order import prompt_batch
-from refiner_core.training.rollout import RolloutSampler, Sampled, form_groups, rollout_rows
+from refiner_core.training.model import loading
+from refiner_core.training.rollouts.rollout import (
+    RolloutSampler,
+    Sampled,
+    form_groups,
+    rollout_rows,
+)
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
@@ -56,7 +61,7 @@ class Run:
         self.sampler: LiveSampler | None = LiveSampler()
         self.rewards = count_low_words
         self.judge: Any = NoJudge()
-        load = engine.load_for_training
+        load = loading.load_for_training
 
         def load_and_tell(*args):
             loaded = load(*args)
@@ -64,7 +69,7 @@ class Run:
                 self.sampler.model = loaded.model
             return loaded
 
-        monkeypatch.setattr(engine, "load_for_training", load_and_tell)
+        monkeypatch.setattr(loading, "load_for_training", load_and_tell)
 
     def __call__(self, name="io", *, config=None, **grpo):
         self.io = FolderStageIO(self.root / name)
@@ -157,8 +162,8 @@ def test_the_reward_rises(run):
 
 def test_without_kl_there_is_no_reference_and_no_kl_metric(run, monkeypatch):
     loads = []
-    load_model = engine.load_model
-    monkeypatch.setattr(engine, "load_model", lambda *a: loads.append(a) or load_model(*a))
+    load_model = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *a: loads.append(a) or load_model(*a))
     run(num_training_steps=1, beta=0.0)
     assert len(loads) == 1
     assert not any("kl" in name for name in run.io.metrics()[0])
@@ -175,7 +180,7 @@ def test_kl_holds_the_policy_near_the_reference(run):
 def test_shared_prompts_give_the_same_step(run, monkeypatch):
     run("shared", num_training_steps=1)
     shared = run.io.metrics()[0]
-    monkeypatch.setattr(engine, "_can_share_prompts", lambda model: False)
+    monkeypatch.setattr(loading, "_can_share_prompts", lambda model: False)
     run("plain", num_training_steps=1)
     plain = run.io.metrics()[0]
     for name in ("loss/total_avg", "grad_norm", "policy/entropy_avg"):
@@ -397,14 +402,14 @@ def test_every_part_of_the_reward_is_logged_under_its_name(run):
 
 
 def test_tokens_that_were_sampled_during_a_save_are_not_counted_as_free() -> None:
-    from refiner_core.training.telling import Clock
+    from refiner_core.training.steps.telling import Clock
 
     assert Clock().metrics(100, beside=50.0)["tokens_per_second"] == pytest.approx(2.0)
 
 
 def test_a_long_step_says_how_far_it_is(run, monkeypatch):
     """Minutes without a sign of life are taken for a hang."""
-    from refiner_core.training import telling
+    from refiner_core.training.steps import telling
 
     now = iter(range(10**6))
     monkeypatch.setattr(telling.time, "monotonic", lambda: float(next(now)))

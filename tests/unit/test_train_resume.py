@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from refiner_core.contract.errors import Interrupted
-from refiner_core.training import engine
 from refiner_core.training.grpo import train_grpo
+from refiner_core.training.model import loading
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
@@ -39,7 +39,7 @@ class Stage:
         self.io = FolderStageIO(root / "io")
         self.sampler: LiveSampler | None = LiveSampler()
         self.judge, self.rewards = NoJudge(), count_low_words
-        load = engine.load_for_training
+        load = loading.load_for_training
 
         def load_and_tell(*args: Any) -> Any:
             loaded = load(*args)
@@ -47,7 +47,7 @@ class Stage:
                 self.sampler.model = loaded.model
             return loaded
 
-        monkeypatch.setattr(engine, "load_for_training", load_and_tell)
+        monkeypatch.setattr(loading, "load_for_training", load_and_tell)
 
     def run(self) -> dict[str, Any]:
         torch.rand(3)  # a process that comes back has another random state
@@ -305,7 +305,7 @@ def test_another_seed_is_another_run(reference, stage):
 
 
 def test_a_point_of_a_curve_stands_at_its_step_also_after_steps_without_that_number() -> None:
-    from refiner_core.training.boundary import curve
+    from refiner_core.training.steps.boundary import curve
 
     assert curve([0.5, None, 0.7]) == [[1, 0.5], [3, 0.7]]
     assert curve([None, None]) == []

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.errors import ConfigurationError, DataError, StageFailed
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
-from refiner_core.training.order import sft_steps
+from refiner_core.training.batches.order import sft_steps
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import demonstrations, recipe, save_data, save_tiny_model

@@ -21,9 +21,10 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.generation.load import device_for
-from refiner_core.training import checkpoint, engine
-from refiner_core.training.checkpoint import load_state, save_state
-from refiner_core.training.optim import Updater
+from refiner_core.training.model import loading
+from refiner_core.training.model.optim import Updater
+from refiner_core.training.state import checkpoint
+from refiner_core.training.state.checkpoint import load_state, save_state
 from refiner_core.training.support import refuse_unsupported
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 
@@ -63,15 +64,15 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 def test_demonstrations_longer_than_the_models_window_are_refused_with_both_numbers(tmp_path):
-    model = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU).model
+    model = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU).model
     window = model.config.max_position_embeddings
-    engine.check_window(model, window)
+    loading.check_window(model, window)
     with pytest.raises(ConfigurationError, match=rf"{window + 1} tokens.*has {window}"):
-        engine.check_window(model, window + 1)
+        loading.check_window(model, window + 1)
 
 
 def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
-    loaded = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+    loaded = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
 
     def leaky(model, batch):  # transformers' default: with a cache, blocks see each other
         out = model.base_model(
@@ -79,24 +80,24 @@ def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
         )
         return out.last_hidden_state.flatten(0, 1)[batch.source_T]
 
-    monkeypatch.setattr(engine, "hidden_states", leaky)
+    monkeypatch.setattr(loading, "hidden_states", leaky)
     with pytest.raises(UnsupportedError, match="see each other"):
-        engine.check_model(loaded)
+        loading.check_model(loaded)
 
 
 def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):
-    loaded = engine.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
+    loaded = loading.load_for_training(str(save_tiny_model(tmp_path)), ModelConfig(), CPU)
     head = torch.nn.Linear(32, 48, bias=False)
     monkeypatch.setattr(loaded.model, "get_output_embeddings", lambda: head)
     with pytest.raises(UnsupportedError, match="head"):
-        engine.check_model(loaded)
+        loading.check_model(loaded)
 
 
 def test_sliding_windows_get_no_shared_prompts(tmp_path):
     windowed = save_tiny_model(
         tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1
     )
-    assert not engine.load_for_training(str(windowed), ModelConfig(), CPU).share_prompts
+    assert not loading.load_for_training(str(windowed), ModelConfig(), CPU).share_prompts
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,7 +106,7 @@ def test_an_exported_model_loads_as_it_was(tmp_path, tied):
     folder = tmp_path / "out" / "model"
     folder.mkdir(parents=True)
     (folder / "leftover").write_text("of an earlier try")
-    engine.export(model, tiny_tokenizer(), folder)
+    loading.export(model, tiny_tokenizer(), folder)
     again = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(3, 12)[None]
     assert torch.equal(again(ids).logits, model(ids).logits)

@@ -30,7 +30,7 @@ from refiner_core.generation.slot_cache import SlotCache
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.turns import prefill_parts
 from refiner_core.models import tiny_model_dir
-from refiner_core.training.policies import Cancelled, CopyPolicy
+from refiner_core.training.rollouts.policies import Cancelled, CopyPolicy
 from tests.support.tiny_training import VOCABULARY, tiny_model, tiny_tokenizer
 from tests.support.turn_script import Script
 

@@ -12,7 +12,7 @@ from tests.support.tiny_training import save_tiny_model
 _TWO_STEPS = """
 import sys
 from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.packing import Sample, build_pack, collate
+from refiner_core.training.batches.packing import Sample, build_pack, collate
 from tests.support.tiny_training import recipe
 
 config = recipe(

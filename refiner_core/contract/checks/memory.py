@@ -18,7 +18,7 @@ _GIB = 2**30
 #: Python, torch and transformers in one process; with a GPU, its libraries and pinned buffers too,
 #: and on the GPU its context.
 _PROCESS, _GPU_PROCESS, _CONTEXT = int(0.8 * _GIB), 3 * _GIB, _GIB
-#: Logits alive at once (:mod:`refiner_core.training.logprobs`); with their gradient, float32.
+#: Logits alive at once (:mod:`refiner_core.training.model.logprobs`); with their gradient, float32.
 _LOGITS, _LOGIT_BYTES = 1 << 26, 8
 _TYPE = {"float32": 4, "bfloat16": 2}
 _FLOAT = 4  # gradients are added up in float32, whatever the weights are

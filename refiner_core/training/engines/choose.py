@@ -9,11 +9,11 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.contract.resources import Resources
 from refiner_core.generation.load import device_for
-from refiner_core.training import engine
+from refiner_core.training.batches.order import seed_random
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.optim import Updater
-from refiner_core.training.order import seed_random
+from refiner_core.training.model import loading
+from refiner_core.training.model.optim import Updater
 from refiner_core.training.ranks import OneRank, Ranks, gpu_of
 
 
@@ -52,7 +52,7 @@ def open_engine(
         from refiner_core.training.engines.zero import open_zero_engine
 
         return open_zero_engine(section, config.model, model_ref, ranks, device)
-    loaded = engine.load_for_training(model_ref, config.model, device)
+    loaded = loading.load_for_training(model_ref, config.model, device)
     updater = Updater(
         loaded.model,
         learning_rate=section.learning_rate,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from refiner_core.contract.config import ModelConfig
-from refiner_core.training import checkpoint, engine
+from refiner_core.training.batches.packing import Batch
 from refiner_core.training.engines.together import (
     evaluating,
     most_of_all,
@@ -26,11 +26,12 @@ from refiner_core.training.engines.together import (
     require_equal_weights,
     sum_over_ranks,
 )
-from refiner_core.training.host_copies import HostCopies
-from refiner_core.training.logprobs import Entropy, TokenScores, token_scores
-from refiner_core.training.optim import Updater
-from refiner_core.training.packing import Batch
+from refiner_core.training.model import loading
+from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
+from refiner_core.training.model.optim import Updater
 from refiner_core.training.ranks import OneRank, Ranks
+from refiner_core.training.state import checkpoint
+from refiner_core.training.state.host_copies import HostCopies
 
 
 class PlainEngine:
@@ -38,7 +39,7 @@ class PlainEngine:
 
     def __init__(
         self,
-        loaded: engine.Loaded,
+        loaded: loading.Loaded,
         updater: Updater,
         config: ModelConfig,
         ranks: Ranks | None = None,
@@ -92,7 +93,7 @@ class PlainEngine:
 
     def reference(self, model_ref: str) -> FrozenModel:
         """Another copy of a model, frozen."""
-        return FrozenModel(engine.load_model(model_ref, self._config, self.device))
+        return FrozenModel(loading.load_model(model_ref, self._config, self.device))
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
@@ -113,11 +114,11 @@ class PlainEngine:
     def export(self, folder: Path) -> None:
         """Write model and tokenizer."""
         require_equal_weights(self.model, self.ranks)
-        on_first_rank(self.ranks, lambda: engine.export(self.model, self.tokenizer, folder))
+        on_first_rank(self.ranks, lambda: loading.export(self.model, self.tokenizer, folder))
 
     def memory(self) -> dict[str, float]:
         """The most memory that a rank has taken so far."""
-        return most_of_all(self.ranks, engine.memory_metrics(self.device))
+        return most_of_all(self.ranks, loading.memory_metrics(self.device))
 
     def _sum(self) -> None:
         """Once per step: this rank's gradients become those of all."""

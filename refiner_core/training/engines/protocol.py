@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from refiner_core.training.logprobs import Entropy, TokenScores
-from refiner_core.training.packing import Batch
+from refiner_core.training.batches.packing import Batch
+from refiner_core.training.model.logprobs import Entropy, TokenScores
 from refiner_core.training.ranks import Ranks
 
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
     @property
     def balance(self) -> float | None:
-        """What :func:`refiner_core.training.packing.collate` calls so."""
+        """What :func:`refiner_core.training.batches.packing.collate` calls so."""
         ...
 
     @property

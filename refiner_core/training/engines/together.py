@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from refiner_core.contract.errors import StageFailed
+from refiner_core.training.model.tensors import model_tensors
 from refiner_core.training.ranks import Ranks
-from refiner_core.training.tensors import model_tensors
 
 #: Gradients that travel together (float32 elements): 256 MiB.
 BUCKET_ELEMENTS = 1 << 26

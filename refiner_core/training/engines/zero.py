@@ -33,7 +33,7 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.training import checkpoint, engine
+from refiner_core.training.batches.packing import Batch
 from refiner_core.training.engines import zero_steps
 from refiner_core.training.engines.plain import FrozenModel
 from refiner_core.training.engines.together import (
@@ -43,11 +43,12 @@ from refiner_core.training.engines.together import (
     require_equal_weights,
 )
 from refiner_core.training.engines.zero_state import ZeroState, gathered
-from refiner_core.training.host_copies import HostCopies
-from refiner_core.training.logprobs import Entropy, ScoringModel, TokenScores
-from refiner_core.training.optim import adamw, parameter_groups, trainable
-from refiner_core.training.packing import Batch
+from refiner_core.training.model import loading
+from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
+from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
+from refiner_core.training.state import checkpoint
+from refiner_core.training.state.host_copies import HostCopies
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def open_zero_engine(
     stage = int(section.deepspeed_stage or 0)
     deepspeed = _import_deepspeed(device)
     _join_process_group(device)
-    loaded = engine.load_for_training(model_ref, config, device, reentrant=stage == 3)
+    loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
     groups = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
@@ -148,7 +149,7 @@ class ZeroEngine:
 
     def __init__(
         self,
-        loaded: engine.Loaded,
+        loaded: loading.Loaded,
         wrapped: Any,
         state: ZeroState,
         config: ModelConfig,
@@ -220,7 +221,7 @@ class ZeroEngine:
 
     def reference(self, model_ref: str) -> FrozenModel:
         """Another copy of a model, frozen, and whole on every rank."""
-        return FrozenModel(engine.load_model(model_ref, self._config, self.device))
+        return FrozenModel(loading.load_model(model_ref, self._config, self.device))
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
@@ -251,12 +252,12 @@ class ZeroEngine:
             if tensor is not None
         }
         on_first_rank(
-            self.ranks, lambda: engine.export(self.model, self.tokenizer, folder, weights)
+            self.ranks, lambda: loading.export(self.model, self.tokenizer, folder, weights)
         )
 
     def memory(self) -> dict[str, float]:
         """The most memory that a rank has taken so far."""
-        return most_of_all(self.ranks, engine.memory_metrics(self.device))
+        return most_of_all(self.ranks, loading.memory_metrics(self.device))
 
     def _check_equal(self) -> None:
         if not self._state.partitioned:

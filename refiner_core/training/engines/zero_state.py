@@ -1,7 +1,7 @@
 """The training state of a model that DeepSpeed has shared out, parameter by parameter.
 
-In: an engine of DeepSpeed. Out: a :class:`~refiner_core.training.checkpoint.StateSource`: whole
-tensors under the model's own names, gathered one at a time, and the way back.
+In: an engine of DeepSpeed. Out: a :class:`~refiner_core.training.state.checkpoint.StateSource`:
+whole tensors under the model's own names, gathered one at a time, and the way back.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from refiner_core.training.checkpoint import ParameterState
-from refiner_core.training.optim import Groups, trainable
-from refiner_core.training.tensors import SavedTensors, model_tensors
+from refiner_core.training.model.optim import Groups, trainable
+from refiner_core.training.model.tensors import SavedTensors, model_tensors
+from refiner_core.training.state.checkpoint import ParameterState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

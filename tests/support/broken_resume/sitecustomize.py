@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_BROKEN = "refiner_core.training.optim"
+_BROKEN = "refiner_core.training.model.optim"
 
 
 class _Breaker(importlib.abc.MetaPathFinder):

@@ -31,7 +31,11 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.text import closing_ids, completion_text
 from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.training.advantages import GroupAdvantages, Normalization, group_advantages
+from refiner_core.training.rollouts.advantages import (
+    GroupAdvantages,
+    Normalization,
+    group_advantages,
+)
 
 #: Components that count things in an answer. Watch claims: rewards can rise while answers say less.
 COUNT_COMPONENTS = ("claims", "uncited")

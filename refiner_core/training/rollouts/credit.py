@@ -36,14 +36,14 @@ import numpy as np
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.types import Completion, RewardResult
 from refiner_core.environments.record import EpisodeRecord
-from refiner_core.training.advantages import (
+from refiner_core.training.rollouts.advantages import (
     GroupAdvantages,
     Normalization,
     equal_rewards,
     group_advantages,
     normalized,
 )
-from refiner_core.training.rollout import RolloutBatch, Sampled, TrainSample
+from refiner_core.training.rollouts.rollout import RolloutBatch, Sampled, TrainSample
 
 #: Advantages of an episode's turns, in order.
 TurnAdvantages = tuple[float, ...]

@@ -14,8 +14,8 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import Judge, PromptRow, RewardResult
 from refiner_core.environments.protocol import Environment
 from refiner_core.rewards import require_scored
-from refiner_core.training.policies import Policy
-from refiner_core.training.rollout import (
+from refiner_core.training.rollouts.policies import Policy
+from refiner_core.training.rollouts.rollout import (
     RewardFunction,
     RolloutBatch,
     RolloutRewards,
@@ -118,7 +118,7 @@ def open_lane(
     """
     if not config.environment.name:
         return AnswerLane(config, judge, rewards)
-    from refiner_core.training.episode_lane import EpisodeLane
+    from refiner_core.training.rollouts.episode_lane import EpisodeLane
 
     return EpisodeLane(config, judge, environment, samples=samples)
 
@@ -136,7 +136,7 @@ class AnswerLane:
         self._rewards = rewards
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """See :func:`refiner_core.training.rollout.check_lengths`."""
+        """See :func:`refiner_core.training.rollouts.rollout.check_lengths`."""
         check_lengths(prompts, self.grpo)
 
     @property
@@ -158,7 +158,7 @@ class AnswerLane:
         require_scored(results, self.config.judge.max_failed_share, of="rollouts of a step")
 
     def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> RolloutBatch:
-        """See :func:`refiner_core.training.rollout.form_groups`."""
+        """See :func:`refiner_core.training.rollouts.rollout.form_groups`."""
         grpo = self.grpo
         return form_groups(
             samples,

@@ -1,7 +1,7 @@
 """The batches of one optimiser step that this rank goes through, as often as it has to.
 
 In: the step's samples, the same on every rank. Out: this rank's share of them as batches on its
-device, equally many on every rank (:mod:`refiner_core.training.shares`).
+device, equally many on every rank (:mod:`refiner_core.training.batches.shares`).
 
 Old policy, reference and update go over the same batches, so those that fit into a small budget of
 memory are kept instead of being laid out again.
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from refiner_core.training.batches.packing import Batch, Pack, Sample, collate, to_device
+from refiner_core.training.batches.shares import packs_of_ranks
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.packing import Batch, Pack, Sample, collate, to_device
-from refiner_core.training.shares import packs_of_ranks
 
 #: Bytes of batches that are kept for the next pass.
 KEPT_BYTES = 256 << 20

@@ -1,7 +1,7 @@
 """The lane of tool use: a rollout is an episode of a task.
 
-In: the recipe, an environment. Out: what :class:`~refiner_core.training.lane.Lane` asks for, and
-counters of attempts by task, which are part of a checkpoint's progress.
+In: the recipe, an environment. Out: what :class:`~refiner_core.training.rollouts.lane.Lane` asks
+for, and counters of attempts by task, which are part of a checkpoint's progress.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from refiner_core.environments.protocol import Environment
 from refiner_core.environments.registry import open_environment
 from refiner_core.environments.rows import domain_of_id
 from refiner_core.environments.scoring import Curriculum, require_episodes
-from refiner_core.training.credit import EpisodeBatch, form_episode_groups, own_tokens
-from refiner_core.training.episodes import (
+from refiner_core.training.rollouts.credit import EpisodeBatch, form_episode_groups, own_tokens
+from refiner_core.training.rollouts.episodes import (
     EPISODE_COUNTS,
     EPISODE_CURVES,
     EpisodeRewards,
@@ -37,9 +37,9 @@ from refiner_core.training.episodes import (
     longest_episode,
     record_of,
 )
-from refiner_core.training.lane import Attempts
-from refiner_core.training.policies import Policy
-from refiner_core.training.rollout import RolloutBatch, RolloutRewards, Sampled, Sampler
+from refiner_core.training.rollouts.lane import Attempts
+from refiner_core.training.rollouts.policies import Policy
+from refiner_core.training.rollouts.rollout import RolloutBatch, RolloutRewards, Sampled, Sampler
 
 #: Where the counters stand in the progress.
 PROGRESS = "curriculum"
@@ -87,8 +87,8 @@ class EpisodeLane:
         self.curriculum = Curriculum(config.grpo.curriculum)
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """See :func:`~refiner_core.training.episodes.check_tasks` and
-        :func:`~refiner_core.training.episodes.check_progress`."""
+        """See :func:`~refiner_core.training.rollouts.episodes.check_tasks` and
+        :func:`~refiner_core.training.rollouts.episodes.check_progress`."""
         check_tasks(prompts, self.config)
         if self.environment is not None and not self.config.environment.domains:
             # the data stage has said so too, but is skipped where its outputs are there already
@@ -98,7 +98,7 @@ class EpisodeLane:
 
     @property
     def longest(self) -> int:
-        """See :func:`~refiner_core.training.episodes.longest_episode`."""
+        """See :func:`~refiner_core.training.rollouts.episodes.longest_episode`."""
         return longest_episode(self.config)
 
     def sampler(self, policy: Policy, tokenizer: Any) -> Sampler:

@@ -17,7 +17,7 @@ import numpy as np
 
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.seeds import derive_seed
-from refiner_core.training.packing import first_fit
+from refiner_core.training.batches.packing import first_fit
 
 #: Packs kept open while an epoch is packed in shuffled order.
 OPEN_PACKS = 64

@@ -40,7 +40,7 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 from refiner_core.training.engines.protocol import Engine, Snapshot
 from refiner_core.training.ranks import RanksIO
-from refiner_core.training.saving import BackgroundSave
+from refiner_core.training.steps.saving import BackgroundSave
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
-from refiner_core.training.rollout import Key, RolloutRewards, Sampled, Sampler
+from refiner_core.training.rollouts.rollout import Key, RolloutRewards, Sampled, Sampler
 
 #: The checkpoint's file, and the version of what it holds.
 IN_FLIGHT = "in_flight.json"

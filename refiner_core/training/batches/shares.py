@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from refiner_core.training.packing import (
+from refiner_core.training.batches.packing import (
     Pack,
     Sample,
     build_pack,

@@ -24,8 +24,8 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.generation.load import load_model as load_bare_model
 from refiner_core.generation.load import load_tokenizer
-from refiner_core.training.logprobs import hidden_states
-from refiner_core.training.packing import Sample, build_pack, collate, to_device
+from refiner_core.training.batches.packing import Sample, build_pack, collate, to_device
+from refiner_core.training.model.logprobs import hidden_states
 
 _LEAK_TOLERANCE = 1e-3
 _HEAD_TOLERANCE = 1e-2
@@ -37,7 +37,8 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of `ru_maxrss`
 class Loaded:
     """A model ready to train, its tokenizer, and how it wants its packs.
 
-    ``share_prompts`` and ``balance`` are what :mod:`refiner_core.training.packing` calls so.
+    ``share_prompts`` and ``balance`` are what :mod:`refiner_core.training.batches.packing` calls
+    so.
     """
 
     model: Any

@@ -41,10 +41,8 @@ import safetensors.torch
 import torch
 
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.training.host_copies import HostCopies
-from refiner_core.training.optim import ADAM_STATE, MUON_STATE, Groups, trainable
-from refiner_core.training.ranks import OneRank, Ranks
-from refiner_core.training.tensors import (
+from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE, Groups, trainable
+from refiner_core.training.model.tensors import (
     WEIGHTS,
     SavedTensors,
     check_shapes,
@@ -54,6 +52,8 @@ from refiner_core.training.tensors import (
     reading,
     shapes_of,
 )
+from refiner_core.training.ranks import OneRank, Ranks
+from refiner_core.training.state.host_copies import HostCopies
 
 FORMAT_VERSION = 2
 STATE, PROGRESS = "state.pt", "progress.json"

@@ -45,13 +45,13 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.generation.load import set_threads
+from refiner_core.training.batches.order import permutation, prompt_batch
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.in_flight import IN_FLIGHT, Flight, Round, from_bytes, to_bytes
-from refiner_core.training.lane import Lane
-from refiner_core.training.order import permutation, prompt_batch
-from refiner_core.training.policies import Policy
 from refiner_core.training.ranks import Ranks, portable
-from refiner_core.training.telling import Clock, Tell
+from refiner_core.training.rollouts.in_flight import IN_FLIGHT, Flight, Round, from_bytes, to_bytes
+from refiner_core.training.rollouts.lane import Lane
+from refiner_core.training.rollouts.policies import Policy
+from refiner_core.training.steps.telling import Clock, Tell
 
 T = TypeVar("T")
 #: How often a wait for samples says that it goes on, seconds.

@@ -1,8 +1,8 @@
 """Episodes as rollouts: sampled, rewarded, counted, and written down.
 
 In: prepared tasks, a policy that samples turns, an environment. Out: the same things as of single
-answers (:mod:`refiner_core.training.rollout`), so that one pipeline carries both: completions with
-a mask of own tokens and a record, rewards, metrics, and rows of rollouts.
+answers (:mod:`refiner_core.training.rollouts.rollout`), so that one pipeline carries both:
+completions with a mask of own tokens and a record, rewards, metrics, and rows of rollouts.
 
 An episode is seeded by what it is: ``derive_seed(run seed, "rollout", step, prompt, sample)``.
 """
@@ -32,9 +32,15 @@ from refiner_core.environments.protocol import FAILURES, Environment, TellsProgr
 from refiner_core.environments.record import EpisodeRecord, record_from_json
 from refiner_core.environments.rows import task_of_row
 from refiner_core.environments.scoring import shaped_reward, unscored_kinds
-from refiner_core.training.credit import EpisodeBatch, own_tokens
-from refiner_core.training.policies import Policy
-from refiner_core.training.rollout import Key, Sampled, batch_metrics, group_keys, rollout_rows
+from refiner_core.training.rollouts.credit import EpisodeBatch, own_tokens
+from refiner_core.training.rollouts.policies import Policy
+from refiner_core.training.rollouts.rollout import (
+    Key,
+    Sampled,
+    batch_metrics,
+    group_keys,
+    rollout_rows,
+)
 
 #: Counts of a step that a report sums up.
 EPISODE_COUNTS = (
@@ -51,7 +57,7 @@ EPISODE_CURVES = ("episodes/success", "episodes/turns")
 @dataclass(frozen=True)
 class EpisodeSampler:
     """What samples the episodes of every step; the interface of
-    :class:`~refiner_core.training.rollout.RolloutSampler`.
+    :class:`~refiner_core.training.rollouts.rollout.RolloutSampler`.
 
     ``environment`` is None on a rank that samples nothing.
     """
@@ -115,8 +121,10 @@ class EpisodeSampler:
 
 
 class EpisodeRewards:
-    """Rewards of episodes; the interface of :class:`~refiner_core.training.rollout.StepRewards`.
-    The environment has said already what they were worth, so nothing is asked."""
+    """Rewards of episodes, which the environment has said already: nothing is asked.
+
+    The interface is that of :class:`~refiner_core.training.rollouts.rollout.StepRewards`.
+    """
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._environment = environment

@@ -26,19 +26,19 @@ import numpy as np
 import torch
 
 from refiner_core.contract.config import GrpoConfig
+from refiner_core.training.batches.order import permutation
+from refiner_core.training.batches.packing import Batch, Sample
 from refiner_core.training.engines.protocol import Engine, Scorer
-from refiner_core.training.health import HealthMonitor
-from refiner_core.training.losses import (
+from refiner_core.training.rollouts.rollout import TrainSample
+from refiner_core.training.steps.health import HealthMonitor
+from refiner_core.training.updates.losses import (
     KL_NAMES,
     importance_weights,
     kl_estimates,
     policy_terms,
     token_weights,
 )
-from refiner_core.training.order import permutation
-from refiner_core.training.packing import Batch, Sample
-from refiner_core.training.rollout import TrainSample
-from refiner_core.training.step_batches import StepBatches
+from refiner_core.training.updates.step_batches import StepBatches
 
 
 @dataclass(frozen=True)
