@@ -125,7 +125,7 @@ def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
             f"Arms of sweep {plan.sweep.name} differ in {named}, which protocol {protocol.name} "
             f"leaves to the recipe, and which is part of how {aim.metric} is measured.",
             expected="one yardstick for all arms",
-            fix="fix it in the protocol's file",
+            fix="write it into the protocol's file",
         )
     raise ConfigurationError(
         f"Arms of sweep {plan.sweep.name} differ in {named}, which is part of how {aim.metric} is "

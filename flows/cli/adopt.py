@@ -46,6 +46,7 @@ def adopt_command(
     workspace, or a stage's folder), the stages go on where they were, by the same recipe.
     """
     from flows.adopting import AdoptRequest, adopt
+    from refiner_core.contract.errors import ConfigurationError
 
     request = AdoptRequest(
         folder=folder,
@@ -58,7 +59,11 @@ def adopt_command(
         dry_run=dry_run,
     )
     if copy and in_place:
-        raise click.UsageError("--copy and --in-place exclude each other.")
+        raise ConfigurationError(
+            "--copy and --in-place exclude each other.",
+            expected="one of them, or neither for hard links",
+            fix="leave one out",
+        )
     report = adopt(request)
     if as_json:
         print_json(report)

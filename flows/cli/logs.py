@@ -29,10 +29,15 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
     With -f it goes over to the next attempt when there is one, and ends when the stage does.
     """
     from infra.store.workspace import Workspace
+    from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
     if not rest:
-        raise click.UsageError("Missing argument 'STAGE'.")
+        raise ConfigurationError(
+            "`refiner logs` was given no stage.",
+            expected="STAGE, such as grpo, and perhaps RUN and workspace=DIR",
+            fix="name one; `refiner status` shows the stages of the newest run",
+        )
     stage, *runs = rest
     workspace = Workspace.read_only(where)
     stage_id, run_id = _find(workspace, stage, runs[0] if runs else None)

@@ -197,6 +197,7 @@ class Play:
         return InfrastructureError(
             f"Tools and user took longer than {limit:g} s ({self.where()})",
             kind=kind,
+            expected="an answer within that time",
             fix=f"raise environment.{kind}_s, or see why they are slow",
         )
 

@@ -285,5 +285,5 @@ def _check_addresses(config: JudgeConfig, around: Surroundings) -> None:
     raise ConfigurationError(
         "The openai judge has no usable `base_url`",
         expected="the address of a server, such as http://127.0.0.1:8000/v1",
-        fix="judge.base_url",
+        fix="set judge.base_url to it",
     )

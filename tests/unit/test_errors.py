@@ -1,0 +1,267 @@
+"""Every refusal says what happened, what was expected and what mends it; all are read here.
+
+The messages come out of the source (:mod:`tests.support.refusals`; run it as a module to read them
+all). What a fix names must be there: commands, their options, fields of the configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+
+import click
+import pytest
+
+from flows.cli.main import cli
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import walk
+from tests.support.refusals import UNKNOWN, Refusal, plain_raises, refusals, texts_of
+
+#: Kinds that refuse no value: nothing that a user gave was unexpected, somebody asked for it or
+#: something ended it. What they need is what happened and what is next.
+NOTHING_REFUSED = {
+    "Interrupted": "somebody asked for it",
+    "AttemptClosed": "another attempt took over; its worker goes quietly",
+    "KilledError": "something was ended from outside",
+    "TrainerKilled": "as KilledError",
+}
+#: Refusals without a part, by place and words, each with the reason why no user reads it.
+INCOMPLETE = {
+    ("infra/ranks/bridge.py", "Rank 0 ended before"): "closes a store's context; nobody is told",
+    ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
+    ("refiner_core/rubrics/lint/files.py", "the row"): "a line in the table of `rubrics check`",
+    ("refiner_core/rubrics/lint/files.py", "`ground_truth`"): "as above",
+}
+#: Exceptions of our own that are no refusals: which part catches them and says it in its words.
+INNER = {
+    "Cancelled": "refiner_core.training.rollouts.policies, which is asked to stop",
+    "Failed": "refiner_core.generation.vllm.sync and infra.rollouts, which replace the server",
+    "Malformed": "refiner_core.environments.desk.task_files, with file and line",
+    "Moved": "infra.hub.target, which looks again",
+    "NcclFailed": "refiner_core.generation.vllm.transfer",
+    "NotReady": "infra.services.server, which waits",
+    "NothingMore": "flows.picture, which draws no more",
+    "PartlyDone": "refiner_core.rejection.work, which keeps what is done",
+    "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
+    "Refuses": "infra.services.server",
+    "Rejected": "infra.hub.target, which sends again",
+    "ToolFailed": "infra.disk.probe, which falls back to another way",
+    "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
+    "Unreadable": "refiner_core.judges.parsing, which asks the judge again",
+    "Unusable": "refiner_core.generation.vllm.call",
+}
+#: Builtin and other libraries' classes, by module: why what a user gives never ends as one.
+PLAIN = {
+    "flows/cli/run.py": "Ctrl-C again, which flows.cli.main knows",
+    "flows/picture/feed.py": "the drawing alone ends; the run goes on",
+    "infra/attempt/stage_io.py": "steps of our own loops; rows of a stage that no table takes",
+    "infra/disk/history.py": "times of our own measuring",
+    "infra/disk/parsers.py": "caught in infra.disk.probe and told in its words",
+    "infra/disk/reaper.py": "caught where it is raised",
+    "infra/foreign/process.py": "a class of failure: tried again",
+    "infra/hub/preflight.py": "caught where it is raised: publish.repo_id is named",
+    "infra/hub/session.py": "the Hub client's own classes, translated by infra.hub.errors",
+    "infra/judgements/segments.py": "keys and scores of our own making",
+    "infra/prefect_server/state.py": "caught where it is raised: REFINER_STATE_DIR is named",
+    "infra/rollouts/servers.py": "the end of a loop that returns",
+    "infra/store/snapshot.py": "a package of refiner itself is gone",
+    "infra/store/swap.py": "what the system call says, for infra.publishing",
+    "infra/store/workspace.py": "caught where it is raised: the workspace is named",
+    "refiner_core/contract/marks.py": "a new field without its mark, seen when it is written",
+    "refiner_core/contract/placement.py": "asked of a stage that trains by its caller's mistake",
+    "refiner_core/data/sources.py": "caught where lines are read: file and line are named",
+    "refiner_core/data/synthetic_world.py": "a flaw of our own list",
+    "refiner_core/environments/conversation.py": "what a generator of ours returned",
+    "refiner_core/environments/play.py": "an environment's bug, told as StageFailed in play",
+    "refiner_core/environments/tau2/environment.py": "caught where it is raised: the file is named",
+    "refiner_core/environments/tau2/episode.py": "the order of calls, which play keeps",
+    "refiner_core/environments/tau2/reward.py": "caught where it is raised: an episode's fault",
+    "refiner_core/evaluation/run.py": "what a generator of ours returned",
+    "refiner_core/generation/vllm/sync.py": "the order of calls, which the training loop keeps",
+    "refiner_core/judges/": "the life of a judge, which stages keep",
+    "refiner_core/models/wiring.py": "sizes of the built-in models",
+    "refiner_core/rejection/": "what a generator of ours returned; a stage's own wiring",
+    "refiner_core/rewards/compute.py": "places and counts of our own making",
+    "refiner_core/training/": "invariants between parts of the training loop and its ranks",
+}
+
+
+@functools.cache
+def found() -> list[Refusal]:
+    """All of them; read once."""
+    return refusals()
+
+
+@functools.cache
+def fields() -> tuple[set[str], set[str]]:
+    """Dotted fields, and their sections."""
+    known = {path for path, _ in walk(RecipeConfig)}
+    sections = {
+        ".".join(path.split(".")[:n]) for path in known for n in range(1, path.count(".") + 1)
+    }
+    return known, sections
+
+
+def test_every_refusal_says_what_was_expected_and_what_mends_it() -> None:
+    """A message without its way out leaves a user to read the source."""
+    lacking = []
+    for refusal in found():
+        if any(
+            refusal.path == path and any(text.startswith(words) for text in refusal.what)
+            for path, words in INCOMPLETE
+        ):
+            continue
+        asked = ["what", "fix"] + ([] if refusal.kind in NOTHING_REFUSED else ["expected"])
+        without = [name for name in asked if not all(getattr(refusal, name))]
+        if without:
+            lacking.append(f"{refusal.where} {refusal.kind} {refusal.what[0]!r}: no {without}")
+    assert not lacking, "\n".join(lacking)
+
+
+def test_refusals_read_as_one_paragraph() -> None:
+    """`WHAT. Expected EXPECTED. To mend it: FIX.`: each part must fit where it is put."""
+    wrong = []
+    for refusal in found():
+        for text in refusal.expected:
+            if re.match(r"(?i)expected\b|to mend", text):
+                wrong.append(f"{refusal.where} says Expected twice: {text!r}")
+            elif re.match(r"[A-Z][a-z]+ [a-z]", text) and not re.match(_NAMES, text):
+                wrong.append(f"{refusal.where} begins a sentence in a sentence: {text!r}")
+        for text in refusal.fix:
+            if re.match(r"(?i)to mend|fix\b|please", text):
+                wrong.append(f"{refusal.where} says To mend it twice: {text!r}")
+            elif re.match(r"[A-Z][a-z]+ [a-z]", text) and not re.match(_NAMES, text):
+                wrong.append(f"{refusal.where} begins a sentence in a sentence: {text!r}")
+            elif re.fullmatch(r"`?[a-z_.]+`?", text) and text != "nothing":
+                wrong.append(f"{refusal.where} names a field and not what to do: {text!r}")
+        for text in refusal.texts():
+            if text.endswith((",", ":", ";", "..")) or "  " in text.split("\n")[0]:
+                wrong.append(f"{refusal.where} ends or runs badly: {text!r}")
+            if re.search(r"/(work|root|home)/|\.\./shared", text):
+                wrong.append(f"{refusal.where} names a path of ours: {text!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+_NAMES = r"W&B|Slurm|Prefect|Python|Jinja|DeepSpeed|Parquet|YAML|Muon|Hub|SHA"
+
+
+def commands_in(text: str) -> list[str]:
+    """What stands in backticks, or after a colon, and begins with `refiner `."""
+    return re.findall(r"`(refiner [^`]*)`", text)
+
+
+def wrong_command(text: str) -> str | None:
+    """Why the command line cannot be meant, or None. Words in capitals and braces stand for any."""
+    try:
+        words = shlex.split(text)[1:]
+    except ValueError:
+        return None  # cut from a longer text
+    command: click.Command | None = cli
+    context = click.Context(cli, info_name="refiner")
+    while words and isinstance(command, click.Group):
+        if not re.fullmatch(r"[a-z][a-z-]*", words[0]):
+            return None if words[0].startswith("-") or not words[0][0].islower() else words[0]
+        found_command = command.get_command(context, words[0])
+        if found_command is None:
+            return f"there is no `{words[0]}` below `{command.name}`"
+        command, words = found_command, words[1:]
+    assert command is not None
+    choices = [
+        p.type.choices
+        for p in command.params
+        if isinstance(p.type, click.Choice) and isinstance(p, click.Argument)
+    ]
+    if choices and words and re.fullmatch(r"[a-z-]+", words[0]) and words[0] not in choices[0]:
+        return f"`{command.name}` does not know {words[0]}"
+    options = {opt for p in command.params for opt in (*p.opts, *p.secondary_opts)}
+    for word in words:
+        option = word.split("=")[0].rstrip(".,;…")
+        if option.startswith("--") and option not in options | {"--help", "--debug"}:
+            return f"`{command.name}` has no option {option}"
+    return None
+
+
+def test_commands_that_texts_name_exist() -> None:
+    """A fix that names a command which is not there is worse than none. Docstrings count: they are
+    what `--help` prints."""
+    wrong = {
+        f"{where}: `{line}`: {why}"
+        for where, text in texts_of()
+        for line in commands_in(text)
+        if (why := wrong_command(line))
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def wrong_fields(text: str) -> list[str]:
+    """Words such as grpo.betta that begin with a section and go on with no field of it."""
+    known, sections = fields()
+    wrong = []
+    for match in re.finditer(r"(?<![\w./{}…-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w(/-])", text):
+        word = match.group(1)
+        if word.split(".")[0] not in sections or word.rsplit(".", 1)[1] in _ENDINGS:
+            continue
+        if word not in known and word not in sections:
+            wrong.append(word)
+    return wrong
+
+
+_ENDINGS = {"json", "yaml", "py", "md", "jsonl", "parquet", "csv"}
+
+
+def test_fields_that_refusals_name_exist() -> None:
+    """`correct grpo.betta` sends a user to a field that is refused next."""
+    wrong = [
+        f"{refusal.where}: {word}: {text!r}"
+        for refusal in found()
+        for text in refusal.texts()
+        for word in wrong_fields(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("refiner plan tiny --json", True),
+        ("refiner evaluate", False),
+        ("refiner server start", False),
+        ("refiner status --al", False),
+        ("refiner nightly check FILE", True),
+    ],
+)
+def test_the_check_of_commands_can_tell(line: str, right: bool) -> None:
+    """The checks above would say nothing if everything passed."""
+    assert (wrong_command(line) is None) is right
+
+
+def test_the_check_of_fields_can_tell() -> None:
+    """As above."""
+    assert wrong_fields("set grpo.betta=1 or grpo.beta") == ["grpo.betta"]
+
+
+def test_exceptions_without_a_way_out_are_known_by_place() -> None:
+    """A plain ValueError ends as `A bug in refiner`: right for bugs, wrong for what a user gave.
+    A new one is a refusal (raise ConfigurationError and the like), or gets its reason above."""
+    unknown = [
+        f"{p.path}:{p.line} raises {p.kind}: {p.text[:80]}"
+        for p in plain_raises()
+        if p.kind not in INNER and not any(p.path.startswith(path) for path in PLAIN)
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+def test_reasons_excuse_something() -> None:
+    """An entry that excuses nothing any more would excuse the next mistake."""
+    raised = plain_raises()
+    idle = [kind for kind in INNER if not any(p.kind == kind for p in raised)]
+    idle += [
+        path
+        for path in PLAIN
+        if not any(p.path.startswith(path) and p.kind not in INNER for p in raised)
+    ]
+    for path, words in INCOMPLETE:
+        texts = [text for r in found() if r.path == path for text in r.what]
+        idle += [] if any(text.startswith(words) for text in texts) else [f"{path} {words}"]
+    assert not idle
