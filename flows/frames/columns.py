@@ -1,0 +1,292 @@
+"""Which columns frames have: names, types, units and meanings, in one table each.
+
+In: rows, or columns, of plain values. Out: dataframes with the types that the table says. What a
+table does not name (a metric, a reward part, the level of a factor) is a number where all its
+values are, else text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Kind = Literal["text", "whole", "number", "yes_no", "time", "list"]
+_DTYPES: Mapping[Kind, str] = {
+    "text": "string",
+    "whole": "Int64",
+    "number": "float64",
+    "yes_no": "boolean",
+    "time": "datetime64[ns, UTC]",
+    "list": "object",
+}
+
+
+class Column(NamedTuple):
+    """One column: its type, what it is, and its unit (empty for names and counts)."""
+
+    kind: Kind
+    meaning: str
+    unit: str = ""
+
+
+#: The columns of each frame that are always there, in order.
+TABLES: Mapping[str, Mapping[str, Column]] = {
+    "stages": {
+        "name": Column("text", "name in the run, such as evaluate-sft"),
+        "kind": Column("text", "kind of stage, such as evaluate"),
+        "id": Column("text", "id in the workspace; runs that share a stage share it"),
+        "state": Column("text", "as in refiner status: done, running, waiting, failed, …"),
+        "reason": Column("text", "why it waits, or how its last attempt ended"),
+        "attempt": Column("whole", "number of the newest attempt; missing where none was made"),
+        "attempts": Column("whole", "how many attempts there are"),
+        "phase": Column("text", "what the newest attempt was last doing"),
+        "step": Column("whole", "steps of that phase that are done"),
+        "total": Column("whole", "steps that this phase has"),
+        "eta_s": Column("number", "until the end of the phase, by the rate so far", "seconds"),
+        "seconds": Column("number", "of work of the newest attempt", "seconds"),
+        "gpus": Column("whole", "GPUs of all its nodes"),
+        "job_id": Column("text", "the scheduler's job, or the process"),
+        "node": Column("text", "where the newest attempt ran"),
+        "started_at": Column("time", "start of the first attempt", "UTC"),
+        "ended_at": Column("time", "end of the newest attempt; missing while it runs", "UTC"),
+        "last_failure": Column("text", "how the newest attempt that failed did so"),
+    },
+    "metrics": {
+        "step": Column("whole", "training step, from 1"),
+    },
+    "rollouts": {
+        "step": Column("whole", "training step that it was sampled for"),
+        "sample_id": Column("text", "the prompt's id in the data stage's rl_train.parquet"),
+        "prompt_index": Column("whole", "the prompt's row there"),
+        "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
+        "response_text": Column("text", "the answer"),
+        "response_tokens": Column("whole", "length of the answer", "tokens"),
+        "finish_reason": Column("text", "stop, or length where it was cut"),
+        "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
+        "reward": Column("number", "total reward; missing where it is unscored"),
+        "advantage": Column("number", "within its group; missing where it was not trained on"),
+        "judgements_scored": Column("whole", "judgements that gave a score"),
+        "judgements_failed": Column("whole", "judgements without one"),
+        "judgements_mean": Column(
+            "number", "mean credit of rubric judgements: score, of faults 1 - score", "0 to 1"
+        ),
+    },
+    "samples": {
+        "stage": Column("text", "name of the evaluate stage"),
+        "model": Column("text", "the model that answered: base, sft, rft, grpo, …, random_copier"),
+        "protocol": Column("text", "fingerprint of how it was measured (of all but the reward)"),
+        "protocol_name": Column("text", "the same for people"),
+        "decoding": Column("text", "greedy or sampled"),
+        "sample_id": Column("text", "the prompt's id in the data stage's rl_test.parquet"),
+        "sample_index": Column("whole", "place among the samples of its prompt, from 0"),
+        "response_text": Column("text", "the answer"),
+        "finish_reason": Column("text", "stop, or length where it was cut"),
+        "status": Column("text", "scored, malformed (0 by rule) or unscored (the judge failed)"),
+    },
+    "evaluations": {
+        "stage": Column("text", "name of the evaluate stage"),
+        "model": Column("text", "the model that was measured; random_copier is the floor"),
+        "protocol": Column("text", "fingerprint: only numbers of one protocol can be compared"),
+        "protocol_name": Column("text", "the same for people"),
+        "decoding": Column("text", "greedy or sampled"),
+        "metric": Column("text", "what was measured"),
+        "value": Column("number", "the mean over prompts"),
+        "low": Column("number", "lower end of its 95 % interval"),
+        "high": Column("number", "upper end of its 95 % interval"),
+        "n": Column("whole", "prompts behind it"),
+        "interval": Column("text", "how the interval was made"),
+        "under": Column("text", "the protocol file, empty for the recipe's own"),
+    },
+    "incidents": {
+        "at": Column("time", "when, by the clock of who wrote it", "UTC"),
+        "stage": Column("text", "name in the run"),
+        "attempt": Column("whole", "its number; 0 where none was under way"),
+        "failure": Column("text", "failure class, such as preempted or disk_full"),
+        "text": Column("text", "one line for people"),
+        "lost_steps": Column("whole", "steps done again; missing where nobody knows"),
+        "lost_seconds": Column("number", "device time done again", "device seconds"),
+        "resolved": Column("yes_no", "another attempt has gone on, or the stage is done"),
+    },
+    "trials": {
+        "arm": Column("text", "name of the arm"),
+        "seed": Column("whole", "seed of the trial"),
+        "baseline": Column("yes_no", "whether the others are compared with this arm"),
+        "run": Column("text", "its run; missing before it has begun"),
+        "state": Column("text", "waiting, running, done, failed, interrupted or held"),
+        "reason": Column("text", "why, where that needs saying"),
+        "stage": Column("text", "the stage that runs"),
+        "step": Column("whole", "steps of it that are done"),
+        "total": Column("whole", "steps that it has"),
+        "eta_s": Column("number", "until its end, by the rate so far", "seconds"),
+        "stages_done": Column("whole", "stages that are done"),
+        "stages": Column("whole", "stages that it has"),
+        "seconds": Column("number", "work of its own stages (shared ones: first trial)", "seconds"),
+        "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
+        "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
+        "queue_seconds": Column("number", "waited in the scheduler's queue", "seconds"),
+        "lost_seconds": Column("number", "work that was done again", "device seconds"),
+        "lost_steps": Column("whole", "steps that were done again"),
+        "attempts": Column("whole", "attempts at its own stages"),
+        "incidents": Column("whole", "attempts that ended before their work was done"),
+        "judge_calls": Column("whole", "calls of a judge; missing where nobody counted"),
+    },
+    "comparisons": {
+        "model": Column("text", "the model that was measured"),
+        "protocol": Column("text", "fingerprint that all arms of a comparison share"),
+        "protocol_name": Column("text", "the same for people"),
+        "decoding": Column("text", "greedy or sampled"),
+        "metric": Column("text", "what was measured"),
+        "primary": Column("yes_no", "whether this answers the sweep's question"),
+        "higher_is_better": Column("yes_no", "missing where neither is, as of a length"),
+        "arm": Column("text", "name of the arm"),
+        "baseline": Column("yes_no", "whether this is the arm that others are compared with"),
+        "value": Column("number", "mean over seeds and prompts"),
+        "low": Column("number", "lower end of its 95 % interval"),
+        "high": Column("number", "upper end of its 95 % interval"),
+        "difference": Column("number", "arm minus baseline, paired over seeds and prompts"),
+        "difference_low": Column("number", "lower end of its 95 % interval"),
+        "difference_high": Column("number", "upper end of its 95 % interval"),
+        "p": Column("number", "two-sided p-value of the difference"),
+        "p_adjusted": Column("number", "the same for all arms of this number together (Holm)"),
+        "n": Column("whole", "prompts that entered"),
+        "excluded": Column("whole", "prompts that did not"),
+        "seeds": Column("whole", "seeds that entered"),
+        "verdict": Column("text", "better, worse, not clear, judge moved, not comparable, missing"),
+        "interval": Column("text", "how the interval was made"),
+        "note": Column("text", "why something is missing, or is not to be trusted"),
+    },
+}
+
+
+def describe_columns(frame: str) -> pd.DataFrame:
+    """What the columns of a frame are.
+
+    Parameters
+    ----------
+    frame
+        Which one, such as ``"rollouts"`` of :func:`flows.frames.rollouts_frame`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``column``, ``dtype``, ``unit`` and ``meaning``, one row per column. Columns that depend on
+        the run (metrics, ``reward/…``, ``level/…``) are not listed.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such frame; lists them.
+    """
+    import pandas as pd
+
+    if frame not in TABLES:
+        raise ConfigurationError(
+            f"There is no frame {frame!r}.{suggest(frame, TABLES)}",
+            expected=f"one of: {', '.join(TABLES)}",
+            fix="name one of these",
+        )
+    rows = [(n, _DTYPES[c.kind], c.unit, c.meaning) for n, c in TABLES[frame].items()]
+    return pd.DataFrame(rows, columns=["column", "dtype", "unit", "meaning"], dtype="string")
+
+
+def make_frame(
+    name: str, rows: Iterable[Mapping[str, Any]], more: Sequence[str] = ()
+) -> pd.DataFrame:
+    """A frame of rows, with the types of its table.
+
+    Parameters
+    ----------
+    name
+        Of the table in :data:`TABLES`, whose columns come first.
+    rows
+        What a row lacks is missing; keys that neither the table nor ``more`` has are left out.
+    more
+        Columns that come after those of the table.
+    """
+    table = TABLES[name]
+    found = list(rows)
+    return typed(table, {c: [row.get(c) for row in found] for c in (*table, *more)})
+
+
+def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFrame:
+    """A frame of whole columns (lists or arrays), with the types that the table says."""
+    import pandas as pd
+
+    made = {
+        name: _series(values, table[name].kind if name in table else _kind_of(values))
+        for name, values in columns.items()
+    }
+    return pd.DataFrame(made)
+
+
+def chosen(
+    wanted: Sequence[str] | None, default: Sequence[str], there: Sequence[str], of: str
+) -> list[str]:
+    """The columns that are asked for, in that order; ``default`` where nobody asks.
+
+    Raises
+    ------
+    ConfigurationError
+        One is not there; names the nearest.
+    """
+    if wanted is None:
+        return list(default)
+    if isinstance(wanted, str):
+        wanted = [wanted]
+    for name in wanted:
+        if name not in there:
+            raise ConfigurationError(
+                f"{of} have no column {name!r}.{suggest(name, there)}",
+                expected=f"some of: {', '.join(there)}",
+                fix="name these in columns=[…], or leave it out",
+            )
+    return list(dict.fromkeys(wanted))
+
+
+def plain(column: Any) -> Any:
+    """An Arrow column of floats as a NumPy array (NaN where it has nothing), others as a list."""
+    import pyarrow as pa
+
+    if pa.types.is_floating(column.type):
+        return column.to_numpy()
+    return column.to_pylist()
+
+
+def joined(parts: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """One column of all parts; missing where a part does not have it."""
+    import numpy as np
+
+    found = [part.get(name, [None] * len(next(iter(part.values()), ()))) for part in parts]
+    if all(isinstance(values, np.ndarray) for values in found):
+        return np.concatenate(found)
+    return [value for values in found for value in values]
+
+
+def _kind_of(values: Any) -> Kind:
+    """Of a column that depends on the run: a number where everything that is there is one."""
+    dtype = getattr(values, "dtype", None)
+    if dtype is not None and dtype.kind in "fiub":
+        return "number"
+    known = [v for v in values if v is not None]
+    if any(isinstance(v, list) for v in known):
+        return "list"
+    return "number" if all(isinstance(v, int | float) for v in known) else "text"
+
+
+def _series(values: Any, kind: Kind) -> pd.Series:
+    import pandas as pd
+
+    if kind == "time":
+        times = pd.to_datetime(pd.Series(values, dtype="object"), utc=True, format="ISO8601")
+        return times.astype(_DTYPES[kind])
+    if kind == "number":
+        return pd.Series(values, dtype="float64")
+    if kind == "text":
+        values = [None if value is None else str(value) for value in values]
+    return pd.Series(values, dtype=_DTYPES[kind])

@@ -1,0 +1,224 @@
+"""A run's stages, metrics, numbers and incidents as frames.
+
+In: the name of a run and a workspace. Out: dataframes (see :mod:`flows.frames`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.frames.columns import TABLES, chosen, make_frame, typed
+from flows.frames.finding import attempts_of, evaluate_stages, the_run, the_stage
+from flows.running.status import Watcher, stage_names
+from infra.attempt.stage_io import read_metrics
+from infra.campaign.history import run_incidents
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.records import RunRecord
+from refiner_core.evaluation.results import load_results
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_HERE = RecipeConfig.workspace
+
+
+def stages_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
+    """The stages of a run, one row each, as they stand now.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``describe_columns("stages")`` says what is in it.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run.
+    WorkspaceError
+        A record is damaged; says which, and what to do.
+    """
+    room, record = the_run(run, workspace)
+    rows = []
+    for stage in Watcher(room, record).look().stages:
+        found = room.read_record(stage.id)
+        attempts = found.attempts if found is not None else ()
+        rows.append(
+            {
+                **{key: None if value == "" else value for key, value in asdict(stage).items()},
+                "kind": stage.id.rpartition("-")[0],
+                "attempt": stage.attempt or None,
+                "started_at": attempts[0].started_at if attempts else None,
+                "ended_at": attempts[-1].ended_at if attempts else None,
+            }
+        )
+    return make_frame("stages", rows)
+
+
+def metrics_frame(
+    run: str | None = None,
+    stage: str | None = None,
+    workspace: str | Path = _HERE,
+    *,
+    columns: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """What a training stage has logged, one row per step.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    stage
+        Its name, such as ``sft`` or ``grpo`` (default: the last one that has logged something).
+    workspace
+        The folder that the run is recorded in.
+    columns
+        Only these metrics, after ``step`` (default: all, in the order in which they came).
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``step`` and a column per metric; NaN where a step has none, or it was not finite. No rows
+        where nothing was logged yet.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or metric.
+    WorkspaceError
+        A line of the log is damaged.
+    """
+    room, record = the_run(run, workspace)
+    if stage is None:
+        stage = _last_logged(room, record)
+    return metrics_of(room, the_stage(record, stage), columns)
+
+
+def metrics_of(
+    workspace: Workspace, stage_id: str, columns: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """The same of a stage by its id."""
+    steps: dict[int, dict[str, float | None]] = {}
+    for attempt in attempts_of(workspace, stage_id):
+        for line in read_metrics(attempt.metrics):
+            steps.setdefault(line.step, {}).update(line.metrics)
+        if steps:
+            break
+    names = list(dict.fromkeys(name for metrics in steps.values() for name in metrics))
+    if steps:
+        names = chosen(columns, names, names, f"The metrics of {stage_id}")
+    elif columns is not None:
+        names = list(columns)
+    values = {n: [metrics.get(n) for metrics in steps.values()] for n in names if n != "step"}
+    return typed(TABLES["metrics"], {"step": list(steps), **values})
+
+
+def _last_logged(workspace: Workspace, run: RunRecord) -> str:
+    """The last training stage that has logged something; where none has, the last.
+
+    Raises
+    ------
+    ConfigurationError
+        The run trains nothing.
+    """
+    trains = [n for n in stage_names(run) if run.stages[n].rpartition("-")[0] in TRAINED]
+    for name in reversed(trains):
+        if any(a.metrics.exists() for a in attempts_of(workspace, run.stages[name])):
+            return name
+    if not trains:
+        raise ConfigurationError(
+            f"Run {run.run} trains nothing.",
+            expected=f"a run with one of the stages {', '.join(TRAINED)}",
+            fix="name another run",
+        )
+    return trains[-1]
+
+
+def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
+    """The numbers of a run's evaluations with their intervals, one row each.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``describe_columns("evaluations")`` says what is in it. Evaluations that are not done have
+        no rows; the random copier, the floor of each protocol, comes last and once.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run.
+    WorkspaceError
+        A record is damaged.
+    """
+    room, record = the_run(run, workspace)
+    rows: list[dict[str, Any]] = []
+    floor: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in stage_names(record):
+        stage_id = record.stages[name]
+        if name not in evaluate_stages(record.stages):
+            continue
+        report = report_of(room, stage_id)
+        rows += [_number(entry, name) for entry in (report or {}).get("evaluations", ())]
+        for entry in (report or {}).get("reference", ()):
+            key = (entry["protocol"], entry["metric"], entry["decoding"])
+            floor.setdefault(key, _number(entry, name))
+    return make_frame("evaluations", [*rows, *floor.values()])
+
+
+def report_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
+    """What an evaluation has found; None where it is not done."""
+    result = workspace.read_result(stage_id)
+    if result is None:
+        return None
+    if "evaluations" in result.report:
+        return result.report
+    return load_results(workspace.layout.stage(stage_id).data / result.output_dir)
+
+
+def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:
+    return {**entry, "model": entry["stage"], "stage": stage, "under": entry.get("under", "")}
+
+
+def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
+    """What went wrong in a run, when, and what it cost; one row each, oldest first.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``describe_columns("incidents")`` says what is in it.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run.
+    WorkspaceError
+        A record is damaged.
+    """
+    room, record = the_run(run, workspace)
+    return make_frame("incidents", [asdict(i) for i in run_incidents(room, record)])
