@@ -10,40 +10,25 @@ a misspelt key or a wrong type is refused with the name of the right one, whatev
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import FieldInfo, is_section, walk
-
-#: Package folders that hold shipped recipes.
-RECIPE_PACKAGE = "flows.recipes"
-#: Fields that name a file or folder, or something shipped. A relative path is taken from the
-#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
-#: whole path.
-FILE_FIELDS = (
-    "reward.static_rubrics",
-    "judge.prompt",
-    "publish.card_template",
-    "environment.name",
-    "environment.tasks",
-)
-#: Fields of JSON text, which may be written as a mapping.
-JSON_FIELDS = ("judge.extra_body",)
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Names and files of the recipes that come with refiner."""
-    folder = Path(str(resources.files(RECIPE_PACKAGE)))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+from refiner_core.contract.recipe_files import FILE_FIELDS as FILE_FIELDS
+from refiner_core.contract.recipe_files import JSON_FIELDS as JSON_FIELDS
+from refiner_core.contract.recipe_files import find_recipe as find_recipe
+from refiner_core.contract.recipe_files import hints, recipe_files, without_empty_sections
+from refiner_core.contract.recipe_files import settled as settled
+from refiner_core.contract.recipe_files import settled_value as settled_value
+from refiner_core.contract.recipe_files import shipped_recipes as shipped_recipes
+from refiner_core.contract.recipe_files import suggest as suggest
+from refiner_core.contract.recipe_files import whole_path as whole_path
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
@@ -63,34 +48,6 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
     """
     path = find_recipe(recipe)
     return parse_config(_merge(path, overrides), name=path.stem, origin=str(recipe))
-
-
-def find_recipe(recipe: str) -> Path:
-    """The file of a recipe given by shipped name or path."""
-    shipped = shipped_recipes()
-    if recipe in shipped:
-        return shipped[recipe]
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
-    looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
-    if looks_like_path:
-        raise ConfigurationError(
-            f"There is no recipe file {recipe}.",
-            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
-            fix="check the path (it is taken from the current folder)",
-        )
-    raise ConfigurationError(
-        f"There is no recipe {recipe!r}.{suggest(recipe, shipped)}",
-        expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
-        fix="name one of these",
-    )
-
-
-def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
-    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {hits[0]!r}?" if hits else ""
 
 
 # ---------------------------------------------------------------- reading and merging
@@ -126,7 +83,8 @@ def merged(path: Path, overrides: Sequence[str]) -> Any:
     interpolations are not resolved."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.merge(*_with_includes(path, ()), *map(parse_override, overrides))
+    nodes = [file.node for file in recipe_files(path)]
+    return OmegaConf.merge(*nodes, *map(parse_override, overrides))
 
 
 def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -161,9 +119,7 @@ def parse_override(text: str, folder: Path | None = None) -> Any:
             fix="write the field, an equals sign and the value, without spaces around it",
         )
     try:
-        return settled(
-            _without_empty_sections(OmegaConf.from_dotlist([text])), folder or Path.cwd()
-        )
+        return settled(without_empty_sections(OmegaConf.from_dotlist([text])), folder or Path.cwd())
     except YAMLError as error:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(
@@ -171,114 +127,6 @@ def parse_override(text: str, folder: Path | None = None) -> Any:
             expected="a number, true or false, text, or a list such as [a, b]",
             fix=f"quote text with signs of YAML in it, for YAML and for the shell: {key}='\"…\"'",
         ) from error
-
-
-def _without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
-    """``node`` without sections that say nothing, so that they do not wipe what is included.
-
-    ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
-    """
-    from omegaconf import OmegaConf
-
-    for name, kind in _hints(section).items():
-        if not is_section(kind) or name not in node:
-            continue
-        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
-            continue
-        if node[name] is None:
-            del node[name]
-        elif OmegaConf.is_dict(node[name]):
-            _without_empty_sections(node[name], kind)
-    return node
-
-
-def settled(node: Any, folder: Path) -> Any:
-    """``node`` with the files that it names as whole paths (a job works in another folder), with
-    what is JSON as text, though it was written as YAML, and with what protocol files say."""
-    from omegaconf import OmegaConf
-
-    for field in (*FILE_FIELDS, *JSON_FIELDS):
-        section, _, key = field.rpartition(".")
-        values = node.get(section)
-        if not OmegaConf.is_dict(values) or key not in values:
-            continue
-        if OmegaConf.is_interpolation(values, key):
-            continue
-        value = values[key]
-        if field in FILE_FIELDS and isinstance(value, str):
-            values[key] = whole_path(value, folder)
-        elif field in JSON_FIELDS and OmegaConf.is_dict(value):
-            values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
-    _embed_protocols(node.get("evaluate"), folder)
-    return node
-
-
-def _embed_protocols(evaluate: Any, folder: Path) -> None:
-    """What protocol files say, in the place of their names."""
-    from omegaconf import OmegaConf
-
-    if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
-        return
-    named = evaluate.get("protocols")
-    if OmegaConf.is_list(named):
-        from refiner_core.contract.protocol_files import embedded
-
-        values: Any = OmegaConf.to_container(named, resolve=False)
-        evaluate["protocols"] = [embedded(value, folder) for value in values]
-
-
-def whole_path(value: str, folder: Path) -> str:
-    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
-    or of nothing, stays as it is."""
-    if ".py:" in value:
-        file, _, name = value.rpartition(":")
-        return f"{whole_path(file, folder)}:{name}"
-    named = Path(value).expanduser()
-    if "/" not in value and not named.suffix:
-        return value
-    found = (p for p in (folder / named, Path.cwd() / named) if p.exists())
-    return str(next((p.resolve() for p in found), value))
-
-
-def _with_includes(path: Path, seen: tuple[Path, ...]) -> list[Any]:
-    """The files to merge for ``path``, includes first, as OmegaConf nodes."""
-    from omegaconf import DictConfig, OmegaConf
-
-    path = path.resolve()
-    if path in seen:
-        raise ConfigurationError(
-            f"Recipe {path.name} includes itself by way of {seen[-1].name}.",
-            expected="includes without a circle",
-            fix="remove one of the `include:` entries",
-        )
-    try:
-        node = OmegaConf.load(path)
-    except Exception as error:  # yaml raises its own family; OSError for unreadable files
-        raise ConfigurationError(
-            f"Recipe {path} cannot be read: {' '.join(str(error).split())}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the place named above",
-        ) from error
-    if not isinstance(node, DictConfig):
-        raise ConfigurationError(
-            f"Recipe {path} holds {type(node).__name__}, not a mapping of fields.",
-            expected="`key: value` lines such as `seed: 42`",
-            fix="see a shipped recipe for the form",
-        )
-    if not node:
-        raise ConfigurationError(
-            f"Recipe {path} is empty.",
-            expected="`key: value` lines such as `include: tiny`",
-            fix="see a shipped recipe for the form",
-        )
-    includes = node.pop("include", None) or []
-    files: list[Any] = []
-    for name in [includes] if isinstance(includes, str) else includes:
-        nested = path.parent / str(name)
-        files += _with_includes(
-            nested if nested.is_file() else find_recipe(str(name)), (*seen, path)
-        )
-    return [*files, settled(_without_empty_sections(node), path.parent)]
 
 
 # ---------------------------------------------------------------- typing
@@ -372,16 +220,16 @@ def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
             expected="a mapping of fields",
             fix=f"write e.g. `{prefix}FIELD=VALUE`",
         )
-    hints = _hints(kind)
+    known = hints(kind)
     built: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{prefix}{key}"
-        if key not in hints:
+        if key not in known:
             raise _unknown_key(_deepest(path, value), _paths(), origin)
-        if is_section(hints[key]):
-            built[key] = _section(hints[key], {} if value is None else value, f"{path}.", origin)
+        if is_section(known[key]):
+            built[key] = _section(known[key], {} if value is None else value, f"{path}.", origin)
         else:
-            built[key] = _typed(hints[key], value, path)
+            built[key] = _typed(known[key], value, path)
     return kind(**built)
 
 
@@ -391,11 +239,6 @@ def _deepest(path: str, value: Any) -> str:
         ((key, value),) = value.items()
         path = f"{path}.{key}"
     return path
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _paths() -> list[str]:

@@ -19,6 +19,7 @@ from refiner_core.contract.loading import (
     field_value,
     leaves,
     parse_override,
+    settled_value,
     whole_path,
 )
 
@@ -35,8 +36,7 @@ def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> di
     """
     found = {}
     for path, value in leaves("", _json_fields_as_text(values)):
-        if path in FILE_FIELDS and isinstance(value, str):
-            value = whole_path(value, folder)
+        value = settled_value(path, value, folder)
         found[path] = field_value(path, _plain(path, value), origin)
     return found
 
@@ -105,7 +105,7 @@ def whole_paths(text: str, folder: Path) -> str:
     value = OmegaConf.to_container(OmegaConf.from_dotlist([text])[section], resolve=False)
     found = value[leaf] if isinstance(value, dict) else None
     if isinstance(found, str):
-        whole: Any = whole_path(found, folder)
+        whole: Any = settled_value(path, found, folder)
     elif isinstance(found, list):
         whole = [whole_path(v, folder) if isinstance(v, str) else v for v in found]
     else:

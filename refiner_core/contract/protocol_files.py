@@ -121,14 +121,5 @@ def _settled_protocol(values: dict[str, Any], folder: Path, origin: str) -> Prot
 
     node = OmegaConf.create(values, flags={"allow_objects": True})
     plain = OmegaConf.to_container(settled(node, folder), resolve=False)
-    data = plain.get("data") if isinstance(plain, dict) else None
-    if isinstance(data, dict) and isinstance(data.get("rl_path"), str):
-        data["rl_path"] = _whole(data["rl_path"], folder)
     assert isinstance(plain, dict)
     return protocol_of({str(k): v for k, v in plain.items()}, origin)
-
-
-def _whole(value: str, folder: Path) -> str:
-    """Rows that lie beside the file; of anything else (a Hub's, a builtin) the name."""
-    path = folder / Path(value).expanduser()
-    return str(path.resolve()) if path.exists() else value

@@ -1,0 +1,226 @@
+"""The files of a recipe: found by name or path, read with what they include, and settled.
+
+In: a shipped recipe's name or the path of a YAML file. Out: OmegaConf nodes in the order in which
+they are merged, with the files that they name as whole paths.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.marks import is_section
+
+#: Package folders that hold shipped recipes.
+RECIPE_PACKAGE = "flows.recipes"
+#: Fields that name a file or folder, or something shipped. A relative path is taken from the
+#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
+#: whole path.
+FILE_FIELDS = (
+    "data.sft_path",
+    "data.rl_path",
+    "reward.static_rubrics",
+    "judge.prompt",
+    "publish.card_template",
+    "environment.name",
+    "environment.tasks",
+    "dispatch.profile",
+)
+#: Of these, rows: nothing that is shipped goes by a bare word, so a folder may.
+ROWS_FIELDS = ("data.sft_path", "data.rl_path")
+#: Fields of JSON text, which may be written as a mapping.
+JSON_FIELDS = ("judge.extra_body",)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names and files of the recipes that come with refiner."""
+    folder = Path(str(resources.files(RECIPE_PACKAGE)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe given by shipped name or path."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if looks_like_path:
+        raise ConfigurationError(
+            f"There is no recipe file {recipe}.",
+            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="check the path (it is taken from the current folder)",
+        )
+    raise ConfigurationError(
+        f"There is no recipe {recipe!r}.{suggest(recipe, shipped)}",
+        expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
+        fix="name one of these",
+    )
+
+
+def suggest(word: str, known: typing.Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
+    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {hits[0]!r}?" if hits else ""
+
+
+@functools.cache
+def hints(kind: type) -> dict[str, Any]:
+    """The types of a section's fields."""
+    return typing.get_type_hints(kind)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class RecipeFile(NamedTuple):
+    """One of the files that a recipe is merged from; ``chain`` are those that lead to it by their
+    `include`, the named one first."""
+
+    path: Path
+    chain: tuple[Path, ...]
+    node: Any
+
+
+def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
+    """The files to merge for a recipe's file, what it includes first.
+
+    Raises
+    ------
+    ConfigurationError
+        One cannot be read, is no mapping, or includes itself.
+    """
+    path = path.resolve()
+    if path in chain:
+        raise ConfigurationError(
+            f"Recipe {path.name} includes itself by way of {chain[-1].name}.",
+            expected="includes without a circle",
+            fix="remove one of the `include:` entries",
+        )
+    node = _read(path)
+    includes = node.pop("include", None) or []
+    files: list[RecipeFile] = []
+    for name in [includes] if isinstance(includes, str) else includes:
+        nested = path.parent / str(name)
+        found = nested if nested.is_file() else find_recipe(str(name))
+        files += recipe_files(found, (*chain, path))
+    settled(without_empty_sections(node), path.parent)
+    return [*files, RecipeFile(path, chain, node)]
+
+
+def _read(path: Path) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        node = OmegaConf.load(path)
+    except Exception as error:  # yaml raises its own family; OSError for unreadable files
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {' '.join(str(error).split())}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
+    if not isinstance(node, DictConfig):
+        raise ConfigurationError(
+            f"Recipe {path} holds {type(node).__name__}, not a mapping of fields.",
+            expected="`key: value` lines such as `seed: 42`",
+            fix="see a shipped recipe for the form",
+        )
+    if not node:
+        raise ConfigurationError(
+            f"Recipe {path} is empty.",
+            expected="`key: value` lines such as `include: tiny`",
+            fix="see a shipped recipe for the form",
+        )
+    return node
+
+
+# ---------------------------------------------------------------- settling
+
+
+def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
+    """``node`` without sections that say nothing, so that they do not wipe what is included.
+
+    ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
+    """
+    from omegaconf import OmegaConf
+
+    for name, kind in hints(section).items():
+        if not is_section(kind) or name not in node:
+            continue
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            continue
+        if node[name] is None:
+            del node[name]
+        elif OmegaConf.is_dict(node[name]):
+            without_empty_sections(node[name], kind)
+    return node
+
+
+def settled(node: Any, folder: Path) -> Any:
+    """``node`` with the files that it names as whole paths (a job works in another folder), with
+    what is JSON as text, though it was written as YAML, and with what protocol files say."""
+    from omegaconf import OmegaConf
+
+    for field in (*FILE_FIELDS, *JSON_FIELDS):
+        section, _, key = field.rpartition(".")
+        values = node.get(section)
+        if not OmegaConf.is_dict(values) or key not in values:
+            continue
+        if OmegaConf.is_interpolation(values, key):
+            continue
+        value = values[key]
+        if field in FILE_FIELDS:
+            values[key] = settled_value(field, value, folder)
+        elif OmegaConf.is_dict(value):
+            values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
+    _embed_protocols(node.get("evaluate"), folder)
+    return node
+
+
+def _embed_protocols(evaluate: Any, folder: Path) -> None:
+    """What protocol files say, in the place of their names."""
+    from omegaconf import OmegaConf
+
+    if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
+        return
+    named = evaluate.get("protocols")
+    if OmegaConf.is_list(named):
+        from refiner_core.contract.protocol_files import embedded
+
+        values: Any = OmegaConf.to_container(named, resolve=False)
+        evaluate["protocols"] = [embedded(value, folder) for value in values]
+
+
+def settled_value(field: str, value: Any, folder: Path) -> Any:
+    """The value of a field, with the whole path where it names a file or folder that is there: in
+    ``folder``, else in the current one."""
+    if field not in FILE_FIELDS or not isinstance(value, str):
+        return value
+    return _where_it_lies(value, folder) if field in ROWS_FIELDS else whole_path(value, folder)
+
+
+def whole_path(value: str, folder: Path) -> str:
+    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
+    or of nothing, stays as it is."""
+    if ".py:" in value:
+        file, _, name = value.rpartition(":")
+        return f"{whole_path(file, folder)}:{name}"
+    named = Path(value).expanduser()
+    if "/" not in value and not named.suffix:
+        return value
+    return _where_it_lies(value, folder)
+
+
+def _where_it_lies(value: str, folder: Path) -> str:
+    named = Path(value).expanduser()
+    found = (p for p in (folder / named, Path.cwd() / named) if p.exists())
+    return str(next((p.resolve() for p in found), value))
