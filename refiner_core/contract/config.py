@@ -104,7 +104,9 @@ class DataConfig:
     )
     sft_split: str = identity("train", doc="split of a `datasets` folder or Hub data set")
     sft_revision: str | None = identity(None, doc="pinned Hub revision; required for a Hub id")
-    rl_path: str | None = identity("builtin:synthetic", doc="prompts with rubrics; forms as above")
+    rl_path: str | None = identity(
+        "builtin:synthetic", doc="prompts with rubrics; forms as of `data.sft_path`"
+    )
     rl_split: str = identity("train", doc="split of a `datasets` folder or Hub data set")
     rl_revision: str | None = identity(None, doc="pinned Hub revision; required for a Hub id")
     held_out_fraction: float = identity(

@@ -1,0 +1,193 @@
+"""What `refiner show` says of fields: as text for people and as JSON for scripts.
+
+In: facts of a field, and of a recipe its values and the places that set them. Out: lines, or
+mappings.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from refiner_core.contract.field_facts import FieldFacts, facts_of
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.origins import Setting, settings
+from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.records import to_json
+
+_WIDTH = 98
+_LABEL = 10
+_NOTHING: Mapping[str, list[Setting]] = {}
+
+
+@dataclass(frozen=True)
+class InRecipe:
+    """The values of a recipe's fields, and where they come from."""
+
+    recipe: str
+    values: Any
+    set_by: Mapping[str, list[Setting]]
+    under: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, recipe: str, overrides: Sequence[str]) -> InRecipe:
+        """Of a recipe with overrides.
+
+        Raises
+        ------
+        ConfigurationError
+            It cannot be read; a value of another type than its field.
+        """
+        config = load_recipe(recipe, overrides)
+        return cls(recipe, config, settings(recipe, overrides), configs_under(config))
+
+    def value(self, path: str) -> Any:
+        """In effect."""
+        return get_field(self.values, path)
+
+    def source(self, path: str) -> str:
+        """Where the value in effect was set, in words."""
+        places = self.places(path)
+        if places:
+            return places[-1].place
+        return "the recipe's file name" if path == "recipe" else "default"
+
+    def places(self, path: str) -> list[Setting]:
+        """All that set it, the one that counts last; also as part of a mapping or list."""
+        return self.set_by.get(path, [])
+
+    def kinds_of(self, facts: FieldFacts) -> list[str]:
+        """The kinds of this recipe's stages whose fingerprints a field enters."""
+        stages = self.values.stages
+        belongs = {"sample": "rft", "export": "publish", "card": "publish"}
+        return [kind for kind in facts.kinds if belongs.get(kind, kind) in stages]
+
+    def measured_with(self, path: str) -> dict[str, Any]:
+        """What it is under protocol files that fix it otherwise."""
+        own = self.value(path)
+        found = {name: get_field(config, path) for name, config in self.under.items()}
+        return {name: value for name, value in found.items() if value != own}
+
+
+def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, Any]:
+    """A field for scripts."""
+    value: dict[str, Any] = {
+        "field": facts.path,
+        "type": facts.type,
+        "choices": list(facts.choices),
+        "mark": facts.mark,
+        "default": to_json(facts.default),
+        "doc": facts.doc,
+        "stages": list(facts.kinds),
+        "notes": list(facts.notes),
+    }
+    if not facts.always_there:
+        value["legacy_value"] = to_json(facts.legacy)
+    if found is not None:
+        value["value"] = to_json(found.value(facts.path))
+        value["source"] = found.source(facts.path)
+        value["set_by"] = [
+            {"place": s.place, "text": s.text, "included_by": list(s.included_by)}
+            for s in found.places(facts.path)
+        ]
+        value["under_protocols"] = to_json(found.measured_with(facts.path))
+    return value
+
+
+def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
+    """All that is known of one field."""
+    lines = [facts.path, *_filled("", facts.doc, "  "), ""]
+    lines += _filled("type", _type(facts))
+    lines += _filled("default", value_text(facts.default))
+    lines += _filled("mark", f"{facts.mark}: {_meaning(facts, found)}")
+    for note in facts.notes:
+        lines += _filled("", note)
+    if not facts.always_there:
+        lines += _filled(
+            "before",
+            f"runs from before it existed had {value_text(facts.legacy)}; with that value their "
+            "fingerprints hold",
+        )
+    return [*lines, *(_in_recipe(facts, found) if found is not None else ())]
+
+
+def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[str]:
+    lines = ["", *_filled("value", f"{value_text(found.value(facts.path))} in {found.recipe}")]
+    places = found.places(facts.path)
+    if not places:
+        return [*lines, *_filled("source", found.source(facts.path))]
+    for number, place in enumerate(reversed(places)):
+        by = f", included by {' → '.join(place.included_by)}" * bool(place.included_by)
+        follows = " (takes its value from other fields)" * place.interpolated
+        before = "" if number == 0 else "instead of "
+        text = textwrap.shorten(place.text, 70, placeholder=" …")
+        said = f"{before}{place.place}: {text}{follows}{by}"
+        lines += _filled("source" if number == 0 else "", said)
+    lines += _filled("", f"instead of the default, {value_text(facts.default)}")
+    for name, value in found.measured_with(facts.path).items():
+        lines += _filled("", f"{value_text(value)} under the protocol {name}")
+    return lines
+
+
+def _type(facts: FieldFacts) -> str:
+    if not facts.choices or facts.choices == (True, False):
+        return facts.type
+    return f"{facts.type}: {', '.join(map(str, facts.choices))}"
+
+
+def _meaning(facts: FieldFacts, found: InRecipe | None) -> str:
+    if facts.mark == "execution":
+        return "where or how it runs; with another value nothing that is done runs again"
+    if not facts.kinds:
+        return "it enters no fingerprint; with another value nothing that is done runs again"
+    kinds = facts.kinds if found is None else found.kinds_of(facts)
+    if not kinds:
+        return f"of {_listed(facts.kinds)} only, which are no stages of this recipe"
+    return (
+        f"with another value {_listed(kinds)} would run again, and what is made from "
+        f"{'its' if len(kinds) == 1 else 'their'} outputs"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def field_rows(paths: Sequence[str], found: InRecipe | None) -> list[tuple[str, ...]]:
+    """A line for each field: name, mark, default or value (and its source), explanation."""
+    rows: list[tuple[str, ...]] = []
+    for path in paths:
+        facts = facts_of(path)
+        if found is None:
+            rows.append((path, facts.mark, _short(facts.default), facts.doc))
+        else:
+            value = found.value(path)
+            rows.append((path, facts.mark, _short(value), found.source(path), facts.doc))
+    return rows
+
+
+def value_text(value: Any) -> str:
+    """As one would write it in a recipe."""
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(value_text, value)) + "]"
+    if isinstance(value, str):
+        return value if value and value.isprintable() else json.dumps(value)
+    return json.dumps(value)
+
+
+def _short(value: Any) -> str:
+    text = value_text(value)
+    return text if len(text) <= 24 else f"{text[:23]}…"
+
+
+def _filled(label: str, text: str, indent: str | None = None) -> list[str]:
+    """``text`` behind its label, folded."""
+    first = f"  {label:<{_LABEL}}" if indent is None else indent
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

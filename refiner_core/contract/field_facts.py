@@ -1,0 +1,238 @@
+"""What is known of a configuration field without looking at any recipe, in words.
+
+In: a dotted path such as ``grpo.beta``, a section, or a word to look for. Out: :class:`FieldFacts`
+with its type, choices, mark, default, and the kinds of stages whose fingerprints it reaches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import field_info, suggest
+from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
+from refiner_core.contract.planned import (
+    HEALTH_CHECKS_OF,
+    NAMED_BY_SOURCE,
+    NOT_IN_A_STAGE,
+    ONLY_OF_A_SERVED_JUDGE,
+    ONLY_OF_EPISODES,
+    ONLY_OF_THE_BEST,
+    SHIPPED_OR_FILE,
+    STAGE_FIELDS,
+)
+
+#: Where the fields that lie in no section are listed.
+TOP = "(top)"
+_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """One field.
+
+    Attributes
+    ----------
+    path
+        Dotted, as in an override.
+    type
+        In words: ``number``, ``list of text``, ``text or null``, ``one of``.
+    choices
+        The values that it may have, where these are few.
+    legacy
+        The value that runs had before the field existed; ``ABSENT`` where it always has.
+    kinds
+        Kinds of stages whose fingerprint it enters; stages that read theirs follow.
+    notes
+        On what else that depends.
+    """
+
+    path: str
+    type: str
+    choices: tuple[Any, ...]
+    mark: Mark
+    default: Any
+    legacy: Any
+    doc: str
+    kinds: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def always_there(self) -> bool:
+        """Whether the field has existed from the first release on."""
+        return self.legacy is ABSENT
+
+
+def facts_of(path: str) -> FieldFacts:
+    """What is known of the field at a dotted path.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; says which was meant.
+    """
+    info = field_info(path)
+    return FieldFacts(
+        path=path,
+        type=_type_words(info.type),
+        choices=choices_of(info.type),
+        mark=info.mark,
+        default=info.default,
+        legacy=info.legacy_value,
+        doc=info.doc,
+        kinds=_kinds(path) if info.mark == "identity" else (),
+        notes=_notes(path) if info.mark == "identity" else (),
+    )
+
+
+@functools.cache
+def field_paths() -> tuple[str, ...]:
+    """Every field, in the order of the classes."""
+    return tuple(path for path, _ in walk(RecipeConfig))
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """Every section, nested ones too, with what it is; first :data:`TOP`."""
+    return {TOP: "what belongs to no section", **dict(_sections(RecipeConfig, ""))}
+
+
+def _sections(kind: type, prefix: str) -> Iterable[tuple[str, str]]:
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if is_section(hints[field.name]):
+            path = f"{prefix}{field.name}"
+            yield path, field.metadata["refiner"]["doc"]
+            yield from _sections(hints[field.name], f"{path}.")
+
+
+def fields_below(section: str) -> list[str]:
+    """The fields of a section and of those within it."""
+    if section == TOP:
+        return [path for path in field_paths() if "." not in path]
+    return [path for path in field_paths() if path.startswith(f"{section}.")]
+
+
+def fields_called(word: str) -> list[str]:
+    """The fields that ``word`` may mean: that one, a section's, or all whose last part it is.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; names the nearest.
+    """
+    if word in field_paths():
+        return [word]
+    found = fields_below(word) if word in sections() else []
+    found = found or [path for path in field_paths() if path.endswith(f".{word}")]
+    if found:
+        return found
+    leaves = {path.rsplit(".", 1)[-1] for path in field_paths()}
+    near = suggest(word, [*field_paths(), *sections()]) or suggest(word, leaves)
+    raise ConfigurationError(
+        f"There is no field or section {word!r}.{near}",
+        expected="a field such as grpo.beta, its last part, or a section: "
+        + ", ".join(name for name in sections() if "." not in name and name != TOP),
+        fix=f"see `refiner show`, or look for a word with `refiner show --search {word}`",
+    )
+
+
+def fields_about(word: str) -> list[str]:
+    """The fields whose name, explanation or choices have ``word`` in them.
+
+    Raises
+    ------
+    ConfigurationError
+        None has.
+    """
+    wanted = word.casefold().split()
+    known = dict(walk(RecipeConfig))
+    texts = {
+        path: f"{path} {info.doc} {' '.join(map(str, choices_of(info.type)))}".casefold()
+        for path, info in known.items()
+    }
+    found = [path for path, text in texts.items() if wanted and all(w in text for w in wanted)]
+    if not found:
+        raise ConfigurationError(
+            f"No field speaks of {word!r}.",
+            expected="a word of a field's name or explanation",
+            fix="try a shorter word, or see all of them with `refiner show --all`",
+        )
+    return found
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """What a field of that type, or an element of it, may be, where these are few."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return args
+    if kind is bool:
+        return (True, False)
+    if origin in (typing.Union, types.UnionType, tuple):
+        return next((found for found in map(choices_of, args) if found), ())
+    return ()
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a field of that type is a list."""
+    return typing.get_origin(kind) is tuple
+
+
+def _type_words(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return f"{_type_words(next(a for a in args if a is not types.NoneType))} or null"
+    if origin is tuple:
+        return "list" if choices_of(args[0]) else f"list of {_type_words(args[0])}"
+    if origin is Literal:
+        return "one of"
+    return _NAMES[kind]
+
+
+def _kinds(path: str) -> tuple[str, ...]:
+    if path in NOT_IN_A_STAGE:
+        return ()
+    if path in ONLY_OF_THE_BEST:
+        return ("publish",)
+    found = [k for k, fields in STAGE_FIELDS.items() if _is_below(path, fields)]
+    of_episodes = path in ONLY_OF_EPISODES or path.startswith("environment.user.")
+    if of_episodes and "evaluate" not in found:
+        found.append("evaluate")
+    return tuple(found)
+
+
+def _is_below(path: str, prefixes: Iterable[str]) -> bool:
+    return any(path == p or path.startswith(f"{p}.") for p in prefixes)
+
+
+def _notes(path: str) -> tuple[str, ...]:
+    """By the tables that :mod:`refiner_core.contract.plan_builder` goes by."""
+    section, _, leaf = path.rpartition(".")
+    found = []
+    if path in NOT_IN_A_STAGE:
+        found.append("it says which stages there are, not what one of them is")
+    if path in ONLY_OF_THE_BEST:
+        found.append("of the stage `publish-best` only")
+    if path in NAMED_BY_SOURCE:
+        found.append("what counts is the content that it names, not where that lies")
+    if path in SHIPPED_OR_FILE:
+        found.append("of a file, its content counts, not where it lies")
+    if path in ONLY_OF_A_SERVED_JUDGE:
+        found.append("with judge.kind=openai only")
+    if section.endswith(".health"):
+        checks = " or ".join(f"{section}.{name}" for name in HEALTH_CHECKS_OF.get(leaf, (leaf,)))
+        found.append(f"only where {checks} is `skip`: nothing else changes what is trained")
+    if path in ONLY_OF_EPISODES or path.startswith("environment.user."):
+        found.append("an evaluation's only where it is of episodes, with environment.name")
+    elif path.startswith("environment.") and path != "environment.name":
+        found.append("only where environment.name is set")
+    if section in ("reward", "judge"):
+        found.append("not where environment.name is set, unless environment.nl_assertions=judge")
+    return tuple(found)
