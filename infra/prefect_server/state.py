@@ -63,9 +63,16 @@ def _base_dir(env: Mapping[str, str]) -> Path:
         base = Path(xdg) / "refiner"
     else:
         base = Path("~/.local/state/refiner").expanduser()
-    if file_system_of(base) in _NETWORK_FILE_SYSTEMS:
+    if is_network_file_system(base):
         return Path(f"/var/tmp/refiner-{os.getuid()}")
     return base
+
+
+def is_network_file_system(path: Path) -> str:
+    """The type of the file system that holds ``path`` where that is one of the network; else
+    empty."""
+    kind = file_system_of(path)
+    return kind if kind in _NETWORK_FILE_SYSTEMS else ""
 
 
 def file_system_of(path: Path) -> str:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,16 +108,60 @@ class Submitter:
         import submitit
 
         with _errors_told(work.requests[0].stage_id, self.profile.name), _own_environment():
-            executor = submitit.SlurmExecutor(
-                folder=work.folder, max_num_timeout=0, python=self._interpreter()
-            )
-            executor.update_parameters(**self.parameters(work, avoid=avoid))
+            executor = self._executor(work, avoid=avoid)
             tasks = [submitit.helpers.CommandFunction(c, verbose=False) for c in work.commands]
             if len(tasks) == 1:
                 return [str(executor.submit(tasks[0]).job_id)]
             with executor.batch():
                 jobs = [executor.submit(task) for task in tasks]
             return [str(job.job_id) for job in jobs]
+
+    def test_only(self, work: Submission, timeout_s: float) -> str:
+        """Ask Slurm when and where such a job would start; nothing is submitted. What it says.
+
+        Raises
+        ------
+        ConfigurationError
+            Slurm will never take such a job here.
+        LaunchError
+            It would not take it now, or gave no answer.
+        """
+        text = self._executor(work, avoid=True)._make_submission_file_text("true", "test-only")
+        script = work.folder / "test-only.sh"
+        script.write_text(text)
+        try:
+            done = subprocess.run(
+                ["sbatch", "--test-only", str(script)],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                env={k: v for k, v in os.environ.items() if not _NOT_PASSED_ON.fullmatch(k)},
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"sbatch gave no answer in {timeout_s:.0f} s",
+                expected="a scheduler that takes jobs",
+                fix="scontrol ping",
+            ) from error
+        said = " ".join((done.stderr + done.stdout).replace("sbatch: ", "").split())
+        if done.returncode:
+            with _told_apart():
+                raise _refusal(
+                    work.requests[0].stage_id, self.profile.name, said or "it printed nothing"
+                )
+        return said
+
+    def _executor(self, work: Submission, *, avoid: bool) -> Any:
+        import submitit
+
+        executor = submitit.SlurmExecutor(
+            folder=work.folder, max_num_timeout=0, python=self._interpreter()
+        )
+        executor.update_parameters(**self.parameters(work, avoid=avoid))
+        return executor
 
     def _interpreter(self) -> str:
         """What starts submitit on the node: nothing in the working directory may shadow it."""
@@ -241,24 +286,29 @@ def _errors_told(stage_id: str, profile: str) -> Iterator[None]:
         yield
     except (FailedJobError, FailedSubmissionError) as error:
         said = " ".join(str(error).split()) or "it printed nothing"
-        what = f"sbatch did not take the job of {stage_id}: {said}"
-        if _REFUSED.search(said):
-            raise _Refused(
-                what,
-                expected=f"what profile {profile!r} asks for to exist on this cluster",
-                fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
-            ) from error
-        if _PERHAPS.search(said):
-            raise PerhapsSubmitted(
-                what,
-                expected="an answer that names the job",
-                fix="nothing: the queue is asked whether it has the job before it is tried again",
-            ) from error
-        raise LaunchError(
+        raise _refusal(stage_id, profile, said) from error
+
+
+def _refusal(stage_id: str, profile: str, said: str) -> RefinerError:
+    """What sbatch means by what it has printed."""
+    what = f"sbatch did not take the job of {stage_id}: {said}"
+    if _REFUSED.search(said):
+        return _Refused(
             what,
-            expected="a scheduler that takes jobs",
-            fix="nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is",
-        ) from error
+            expected=f"what profile {profile!r} asks for to exist on this cluster",
+            fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
+        )
+    if _PERHAPS.search(said):
+        return PerhapsSubmitted(
+            what,
+            expected="an answer that names the job",
+            fix="nothing: the queue is asked whether it has the job before it is tried again",
+        )
+    return LaunchError(
+        what,
+        expected="a scheduler that takes jobs",
+        fix="nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is",
+    )
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ def check_server(address: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise TrackerOutage(
-            f"The W&B server {_shown(address)} does not answer ({reason}).",
+            f"The W&B server {shown_address(address)} does not answer ({reason}).",
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
         ) from error
@@ -242,6 +242,6 @@ def _refused(said: str, done: int, total: int) -> RefinerError:
     )
 
 
-def _shown(address: str) -> str:
-    """Without a name or password that somebody has written into it."""
+def shown_address(address: str) -> str:
+    """An address without a name or password that somebody has written into it."""
     return re.sub(r"//[^/@]*@", "//", address)

@@ -1,0 +1,211 @@
+"""What a check gets to know, and how it asks programs: always with a time limit.
+
+In: a recipe's configuration and planned stages, or the defaults where no recipe is named. Out: a
+:class:`Look`, from which every check reads what is needed here. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.doctor.finding import Finding, State
+from infra.slurm.profiles import Profile, load_profile
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.services import asks_judge, engine_of, serves
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is examined.
+
+    Attributes
+    ----------
+    config
+        The recipe's configuration; the defaults (which need nothing special) without one.
+    recipe
+        As it was named on the command line; empty without one.
+    stages
+        The planned stages; empty where there is no plan.
+    offline
+        Ask nobody outside this machine and its cluster.
+    on_node
+        This is a compute node, where a job of ours looks.
+    """
+
+    config: RecipeConfig = field(default_factory=RecipeConfig)
+    recipe: str = ""
+    stages: tuple[PlannedStage, ...] = ()
+    offline: bool = False
+    on_node: bool = False
+
+    @property
+    def workspace(self) -> Path:
+        """Folder of the records."""
+        return Path(self.config.workspace).expanduser().absolute()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The workspace, and the folder of its large files where that is another."""
+        found = {"workspace": self.workspace}
+        if self.config.data_root is not None:
+            found["data_root"] = Path(self.config.data_root).expanduser().absolute()
+        return found
+
+    @property
+    def on_slurm(self) -> bool:
+        """Whether jobs go to Slurm."""
+        return self.config.dispatch.executor == "slurm"
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        """The cluster; raises ConfigurationError for one that cannot be read."""
+        return load_profile(self.config.dispatch.profile)
+
+    def here(self, stages: Iterable[PlannedStage]) -> list[PlannedStage]:
+        """Those that run on the machine that is looked at."""
+        if not self.on_slurm:
+            return list(stages)
+        where = "slurm" if self.on_node else "local"
+        return [s for s in stages if self.profile.executor_for(s) == where]
+
+    @property
+    def gpus(self) -> int:
+        """The most GPUs that a stage asks for on the machine that is looked at."""
+        return max((s.resources.gpus for s in self.here(self.stages)), default=0)
+
+    @property
+    def rollout_servers(self) -> str:
+        """The stage that starts vLLM servers for rollouts (`grpo` before `sample`); or empty."""
+        config = self.config
+        if not self.recipe:
+            given = config.grpo.rollout_server != RecipeConfig().grpo.rollout_server
+            return "grpo" if given or config.grpo.generation_backend == "vllm" else ""
+        if "grpo" in config.stages and config.grpo.generation_backend == "vllm":
+            return "grpo"
+        if "rft" in config.stages and config.sample.generation_backend == "vllm":
+            return "sample"
+        return ""
+
+    @property
+    def judge_engine(self) -> str:
+        """What serves the judge where refiner starts it: `vllm`, `transformers`, `command`."""
+        config = self.config
+        asked = asks_judge(config) if self.recipe else True
+        return engine_of(config.judge) if asked and serves(config.judge) else ""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether something goes to the Hub."""
+        return self.config.publish.target == "hub" and "publish" in self.config.stages
+
+    @property
+    def needs_network(self) -> list[str]:
+        """Names of stages that need the internet."""
+        return [s.name for s in self.stages if s.needs_network]
+
+    def command(self, *more: str) -> str:
+        """The recipe's own word with something added, for a mend: `refiner plan tiny …`."""
+        return " ".join(("refiner", *more, self.recipe or "RECIPE"))
+
+
+def absent(needed: object) -> State:
+    """What is not there is broken only where it is needed."""
+    return "broken" if needed else "missing"
+
+
+def doubtful(needed: object) -> State:
+    """What does not work is broken where it is needed, else it may surprise."""
+    return "broken" if needed else "warning"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at.
+
+    Attributes
+    ----------
+    look
+        Gives the findings; may raise a RefinerError, which becomes one.
+    limit_s
+        After so many seconds it counts as hung.
+    needed
+        Whether what was asked for suffers if it does not answer.
+    hung
+        What mends it then.
+    """
+
+    area: str
+    name: str
+    look: Callable[[Look], Iterable[Finding]]
+    limit_s: float = 20.0
+    needed: Callable[[Look], object] = lambda _: False
+    hung: str = ""
+
+
+class Answer(NamedTuple):
+    """What a program said. ``code`` is None where it is not there; -1: no answer in time."""
+
+    code: int | None
+    out: str = ""
+    err: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+    @property
+    def hung(self) -> bool:
+        """Whether it gave no answer in time."""
+        return self.code == -1
+
+    @property
+    def last_line(self) -> str:
+        """Where programs say what went wrong."""
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def ask(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Answer:
+    """Run a program; it and all that it has started are ended after ``timeout_s`` seconds."""
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**(os.environ if env is None else env), "LC_ALL": "C"},
+            cwd=cwd,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(None, err=str(error))
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return Answer(-1, err=f"no answer in {timeout_s:.0f} s")
+    return Answer(process.returncode, out, err)
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,138 @@
+"""Area ``prefect``: the server that draws runs. Nothing depends on it: work goes on without.
+
+In: the environment and the state folder. Out: findings. Imports no Prefect.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look
+from infra.doctor.packages import installed
+from infra.hub.errors import masked
+from infra.prefect_server.server import ServerInfo, ServerStatus, server_status
+from infra.prefect_server.state import is_network_file_system, state_dir
+
+_AREA = "prefect"
+_ANSWER_S = 6.0
+_WHY = "the picture of a run; the work itself goes on without it"
+
+
+def _server(look: Look) -> Iterator[Finding]:
+    status = server_status()
+    if status.state == "yours" and status.info is not None:
+        yield _users(status.info)
+    elif status.state == "running" and status.info is not None:
+        yield _ours(status.info)
+    elif status.state == "starting":
+        yield Finding(
+            *(_AREA, "server", "warning", f"it lives and does not answer (yet); {_said(status)}"),
+            mend="refiner server stop",
+            why=_WHY,
+        )
+    else:
+        yield Finding(_AREA, "server", "ok", "none runs; `refiner run` starts one")
+        yield _port()
+
+
+def _said(status: ServerStatus) -> str:
+    return f"its log: {status.log}"
+
+
+def _ours(info: ServerInfo) -> Finding:
+    there = installed("prefect")
+    what = f"Prefect {info.version} answers at {info.url}, and asks for a key"
+    if info.version != there:
+        return Finding(
+            *(_AREA, "server", "warning", f"{what}; installed here is {there}"),
+            mend="refiner server stop",
+            why="the next run starts one of the installed version",
+        )
+    status = _ask(f"{info.api_url}/admin/version", {})
+    if status != 401:
+        return Finding(
+            *(_AREA, "server", "warning", f"{what} at the door, yet answers {status} without one"),
+            mend="refiner server stop",
+            why="others on this machine could read your runs",
+        )
+    return Finding(_AREA, "server", "ok", what)
+
+
+def _users(info: ServerInfo) -> Finding:
+    """The user's own server: PREFECT_API_URL."""
+    address = masked(info.api_url)
+    headers: dict[str, str] = {}
+    if text := os.environ.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
+    elif key := os.environ.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    status = _ask(f"{info.api_url}/admin/version", headers)
+    if status in (401, 403):
+        return Finding(
+            *(_AREA, "server", "warning", f"{address} (PREFECT_API_URL) does not let us in"),
+            mend="export PREFECT_API_AUTH_STRING=USER:PASSWORD",
+            why=_WHY,
+        )
+    if isinstance(status, str) or status >= 500:
+        return Finding(
+            *(_AREA, "server", "warning", f"{address} (PREFECT_API_URL): {status}"),
+            mend="unset PREFECT_API_URL",
+            why=_WHY,
+        )
+    return Finding(_AREA, "server", "ok", f"{address} (PREFECT_API_URL) answers")
+
+
+def _ask(url: str, headers: dict[str, str]) -> int | str:
+    """The HTTP status, or why there is none."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = opener if "//127.0.0.1" in url else urllib.request.build_opener()
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=_ANSWER_S) as got:
+            return int(got.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError) as error:
+        return f"no answer ({getattr(error, 'reason', error)})"
+
+
+def _port() -> Finding:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            number = probe.getsockname()[1]
+    except OSError as error:
+        return Finding(
+            *(_AREA, "port", "warning", f"no port of 127.0.0.1 can be bound ({error})"),
+            mend="refiner run RECIPE --no-server",
+            why=_WHY,
+        )
+    return Finding(_AREA, "port", "ok", f"127.0.0.1 can be listened on (tried {number})")
+
+
+def _database(look: Look) -> Iterator[Finding]:
+    folder = state_dir()
+    kind = is_network_file_system(folder)
+    if kind:
+        yield Finding(
+            *(_AREA, "database", "warning", f"{folder} lies on {kind}"),
+            mend=f"export REFINER_STATE_DIR=/var/tmp/refiner-{os.getuid()}",
+            why="SQLite must not live on a network file system",
+        )
+    else:
+        yield Finding(_AREA, "database", "ok", f"{folder}, on a disk of this machine, mode 0700")
+
+
+CHECKS = (
+    Check(_AREA, "server", _server, limit_s=15, hung="refiner server stop"),
+    Check(
+        *(_AREA, "database", _database),
+        limit_s=10,
+        hung="export REFINER_STATE_DIR=/var/tmp/refiner",
+    ),
+)

@@ -1,0 +1,260 @@
+"""Area ``slurm``: commands, controller, accounting, what the profile names, what sbatch would say.
+
+In: Slurm's commands on PATH, the recipe's profile and stages. Out: findings. Nothing is submitted
+here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is asked to.
+"""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look, absent, ask, doubtful
+from infra.doctor.scratch import scratch_in
+from infra.doctor.slurm_config import SLURM_S, slurm_settings
+from infra.jobs.protocol import JobRequest
+from infra.slurm.profiles import Place
+from infra.slurm.submission import Submission, Submitter
+from refiner_core.contract.config import Resources
+from refiner_core.contract.errors import RefinerError
+
+_AREA = "slurm"
+_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+_WHY = "dispatch.executor=slurm"
+_PING = "scontrol ping"
+
+
+def _there() -> bool:
+    return all(shutil.which(c) for c in _COMMANDS)
+
+
+def _answering() -> bool:
+    return _there() and bool(slurm_settings().values)
+
+
+def _commands(look: Look) -> Iterator[Finding]:
+    lacking = [c for c in _COMMANDS if shutil.which(c) is None]
+    if lacking:
+        yield Finding(
+            *(_AREA, "commands", absent(look.on_slurm), f"no {', '.join(lacking)} on PATH"),
+            mend=f"{look.command('run')} dispatch.executor=local" if look.on_slurm else "",
+            why=_WHY,
+        )
+        return
+    version = ask(["sbatch", "--version"], SLURM_S)
+    less = [c for c in ("sacct", "sinfo") if shutil.which(c) is None]
+    without = f"; without {', '.join(less)}" if less else ""
+    yield Finding(_AREA, "commands", "ok", f"{version.out.strip()}{without}")
+
+
+def _controller(look: Look) -> Iterator[Finding]:
+    if not _there():
+        return
+    settings = slurm_settings()
+    if not settings.values:
+        answer = settings.answer
+        yield Finding(
+            *(_AREA, "controller", absent(look.on_slurm)),
+            f"it gives no answer ({answer.last_line})",
+            mend=_PING,
+            why="jobs that run go on; none can be started meanwhile",
+        )
+        return
+    host = settings.get("ClusterName")
+    yield Finding(
+        *(_AREA, "controller", "ok"),
+        f"cluster {host} answers, Slurm {settings.get('SLURM_VERSION')}",
+    )
+    yield from _nodes(look)
+
+
+def _nodes(look: Look) -> Iterator[Finding]:
+    answer = ask(["sinfo", "--noheader", "--format=%D %t"], SLURM_S)
+    if not answer.ok:
+        yield Finding(
+            *(_AREA, "nodes", doubtful(look.on_slurm), f"`sinfo`: {answer.last_line}"), mend=_PING
+        )
+        return
+    pairs = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2]
+    away = ("down", "drain", "drng", "fail", "unk", "maint", "boot", "inval")
+    up = sum(int(n) for n, state in pairs if not state.startswith(away) and state[-1] != "*")
+    what = ", ".join(f"{n} {state}" for n, state in pairs)
+    if up:
+        yield Finding(_AREA, "nodes", "ok", what)
+    else:
+        yield Finding(
+            *(_AREA, "nodes", doubtful(look.on_slurm), f"none can take a job: {what or 'none'}"),
+            mend="sinfo --list-reasons",
+        )
+
+
+def _accounting(look: Look) -> Iterator[Finding]:
+    if not _answering():
+        return
+    settings = slurm_settings()
+    kind, age = settings.get("AccountingStorageType"), settings.get("MinJobAge")
+    if not kind or kind.endswith("/none"):
+        yield Finding(
+            *(_AREA, "accounting", "missing"),
+            f"it is off: how a job ended is learned from the controller, which forgets after {age}",
+            mend="AccountingStorageType=accounting_storage/slurmdbd",
+            why="a line of slurm.conf, for who runs the cluster: without it, a job that ended while "
+            "nobody looked counts as killed",
+        )
+        return
+    answer = ask(["sacct", "--noheader", "--allocations", "--starttime=now-1hour"], SLURM_S)
+    if answer.ok:
+        yield Finding(_AREA, "accounting", "ok", f"{kind} answers")
+    else:
+        yield Finding(
+            *(_AREA, "accounting", "warning", f"{kind} gives no answer: {answer.last_line}"),
+            mend="sacctmgr ping",
+            why="runs go on by what the controller remembers",
+        )
+
+
+def _settings(look: Look) -> Iterator[Finding]:
+    if not _answering():
+        return
+    settings = slurm_settings()
+    plugins, limited = settings.get("TaskPlugin"), settings.get("ConstrainRAMSpace")
+    if "cgroup" in plugins and limited.lower() in ("yes", ""):
+        yield Finding(_AREA, "memory of jobs", "ok", f"enforced by {plugins}")
+    else:
+        yield Finding(
+            *(_AREA, "memory of jobs", "missing"),
+            f"not enforced (TaskPlugin={plugins or 'none'}): a job that takes too much takes it "
+            "from others on its node",
+            mend="TaskPlugin=task/cgroup,task/affinity",
+            why="a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
+        )
+    preempt = settings.get("PreemptMode") or "OFF"
+    again = "on" if settings.get("JobRequeue") == "1" else "off, and refiner asks for it job by job"
+    yield Finding(
+        _AREA, "requeue", "ok", f"preemption {preempt}; starting jobs again is {again} by default"
+    )
+    most = settings.get("MaxArraySize")
+    if most.isdigit() and look.profile.array_size >= int(most):
+        yield Finding(
+            *(_AREA, "arrays", "warning"),
+            f"MaxArraySize={most}, and profile {look.profile.name!r} has array_size "
+            f"{look.profile.array_size}",
+            mend=f"array_size: {int(most) - 1}",
+            why=f"a line of the profile ({look.config.dispatch.profile or 'a copy of the default'})",
+        )
+
+
+# ---------------------------------------------------------------- what the profile names
+
+
+def _profile(look: Look) -> Iterator[Finding]:
+    profile = look.profile  # refuses one that cannot be read
+    if not _answering() or not (look.on_slurm or look.config.dispatch.profile):
+        return
+    needed, wrong = look.on_slurm, False
+    for place in (profile, profile.cpu):
+        for finding in _named(place, profile.name, needed):
+            wrong = True
+            yield finding
+    if not wrong:
+        nodes = "reach the internet" if profile.network else "do not reach the internet"
+        what = f"{profile.name}: what it names exists; compute nodes, it says, {nodes}"
+        yield Finding(_AREA, "profile", "ok", what)
+
+
+def _named(place: Place, name: str, needed: bool) -> Iterator[Finding]:
+    """Partitions, accounts and QOS that are not there."""
+    there = _first_words("sinfo", "--noheader", "--all", "--format=%R")
+    for wanted in (place.partition or "").split(","):
+        if wanted and there is not None and wanted not in there:
+            yield Finding(
+                *(_AREA, "profile", doubtful(needed)),
+                f"profile {name!r} names partition {wanted!r}; there are {', '.join(sorted(there))}",
+                mend=f"partition: {sorted(there)[0]}" if there else "sinfo",
+                why="a line of the profile",
+            )
+    if slurm_settings().get("AccountingStorageType").endswith("/none"):
+        return
+    me = getpass.getuser()
+    asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={me}")
+    for field, wanted in (("account", place.account), ("qos", place.qos)):
+        mine = _first_words(*asked, f"format={field}") if wanted else None
+        mine = {one for text in mine or () for one in text.split(",") if one}
+        if wanted and mine and wanted not in mine:
+            yield Finding(
+                *(_AREA, "profile", doubtful(needed)),
+                f"profile {name!r} names {field} {wanted!r}; you have {', '.join(sorted(mine))}",
+                mend=f"{field}: {sorted(mine)[0]}",
+                why="a line of the profile",
+            )
+
+
+def _first_words(*command: str) -> set[str] | None:
+    answer = ask(command, SLURM_S)
+    return {w.rstrip("*") for w in answer.out.split()} if answer.ok else None
+
+
+# ---------------------------------------------------------------- what sbatch would say
+
+
+def _test_only(look: Look) -> Iterator[Finding]:
+    if not _answering() or not look.on_slurm:
+        return
+    submitter = Submitter(look.profile, "python3")
+    stages = [s for s in look.stages if look.profile.executor_for(s) == "slurm"]
+    shapes: dict[Resources, list[str]] = {}
+    for stage in stages:
+        shapes.setdefault(stage.resources, []).append(stage.name)
+    if not shapes:
+        shapes[Resources(time_limit_min=1, memory_gb=1)] = ["a tiny job"]
+    with scratch_in(look.workspace) as folder:
+        for resources, names in shapes.items():
+            yield _one_shape(look, submitter, folder, resources, names)
+
+
+def _one_shape(
+    look: Look, submitter: Submitter, folder: Path, resources: Resources, names: Sequence[str]
+) -> Finding:
+    name = f"job of {', '.join(names)}"
+    kind = next((s.kind for s in look.stages if s.name == names[0]), "")
+    request = JobRequest(names[0], 1, "doctor", resources, kind=kind)
+    try:
+        look.profile.check(resources, names[0])
+        work = Submission("refiner-doctor", folder, (request,), (["true"],))
+        said = submitter.test_only(work, SLURM_S)
+    except RefinerError as error:
+        return Finding(
+            *(_AREA, name, "broken", error.what),
+            mend=error.fix if error.fix.startswith("scontrol") else _less(look, names[0]),
+            why=f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
+            f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
+            f"{look.profile.name!r}",
+        )
+    return Finding(_AREA, name, "ok", f"sbatch would take it: {said}")
+
+
+def _less(look: Look, stage: str) -> str:
+    return f"{look.command('explain', stage)}" if look.recipe else "sinfo --Node --long"
+
+
+CHECKS = (
+    Check(_AREA, "commands", _commands, needed=lambda x: x.on_slurm, hung=_PING),
+    Check(_AREA, "controller", _controller, needed=lambda x: x.on_slurm, hung=_PING),
+    Check(_AREA, "accounting", _accounting, hung="sacctmgr ping"),
+    Check(_AREA, "settings", _settings, hung=_PING),
+    Check(
+        *(_AREA, "profile", _profile),
+        limit_s=30,
+        needed=lambda x: x.on_slurm or x.config.dispatch.profile,
+        hung=_PING,
+    ),
+    Check(
+        *(_AREA, "jobs of the recipe", _test_only),
+        limit_s=60,
+        needed=lambda x: x.on_slurm,
+        hung=_PING,
+    ),
+)

@@ -1,0 +1,287 @@
+"""Area ``workspace``: the folders that a run writes to, tried rather than believed.
+
+In: a workspace and its data root. Out: findings on permissions, format, kind of file system, what
+it really does (renames, exclusive creation, links, …, in a scratch folder that is removed again),
+the room that is left and who says so, and caches on the same quota.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from infra.disk.figures import UNLIMITED, Room, ToolFailed
+from infra.disk.mounts import existing, mount_of
+from infra.disk.probe import Prober, Used, run_tool
+from infra.disk.usage import size_of
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look, ask, doubtful, gib
+from infra.doctor.scratch import scratch_in
+from infra.store import atomic
+from infra.store.workspace import FORMAT, Workspace
+
+_AREA = "workspace"
+_HUNG = "df -h ."
+#: Where quotas are the rule, and free figures of the file system know nothing of them.
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
+#: Not for records of a run: gone with the machine, or slow and without what we need.
+_FLEETING = ("tmpfs", "ramfs")
+
+
+def _folder(look: Look) -> Iterator[Finding]:
+    root = look.workspace
+    room = Workspace.read_only(root)  # refuses a newer format, or no folder
+    place = existing(root)
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        owner = place.stat()
+        yield Finding(
+            *(_AREA, "folder", doubtful(look.recipe)),
+            f"{place} cannot be written to by user {os.geteuid()} (owner {owner.st_uid}, mode "
+            f"{stat.filemode(owner.st_mode)})",
+            mend=f"{look.command('run')} workspace=DIR",
+            why="every record of a run is kept there",
+        )
+        return
+    if not room.layout.format_file.exists():
+        where = "is made by the first run" if not root.exists() else "has no run yet"
+        yield Finding(_AREA, "folder", "ok", f"{root} {where}; {place} can be written to")
+        return
+    yield Finding(
+        _AREA, "folder", "ok", f"{root}: {len(room.run_ids())} runs, format {FORMAT} is understood"
+    )
+    mode, mask = root.stat().st_mode, _umask()
+    if mode & stat.S_IWGRP and mask & stat.S_IWGRP:
+        yield Finding(
+            *(_AREA, "group", "warning"),
+            f"the group may write to {root}, and your umask {mask:03o} keeps it from what you make",
+            mend="umask 002",
+            why="another user of the group could not go on with your runs",
+        )
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith("Umask")).split()[1], 8)
+    return 0
+
+
+# ---------------------------------------------------------------- what the file system does
+
+
+def _features(look: Look) -> Iterator[Finding]:
+    for name, folder in look.folders.items():
+        mount = mount_of(folder)
+        where = f"{mount.type} at {mount.point}"
+        if not os.access(existing(folder), os.W_OK | os.X_OK):
+            continue  # said by the check of the folder
+        with scratch_in(folder) as scratch:
+            began = time.monotonic()
+            wrong = [(n, why) for n, tried in _TRIALS if (why := _tried(tried, scratch))]
+            seconds = time.monotonic() - began
+        for trial, why in wrong:
+            yield Finding(
+                *(_AREA, f"{name}: {trial}", "broken" if trial in _NEEDED else "warning"),
+                f"{where}: {why}",
+                mend=f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs",
+                why=_NEEDED.get(trial, "works without it, but less well"),
+            )
+        if not wrong:
+            listed = ", ".join(n for n, _ in _TRIALS)
+            said = f"{where}: {listed} work ({seconds * 1000:.0f} ms)"
+            yield Finding(_AREA, f"{name}: file system", "ok", said)
+        if mount.type in _FLEETING:
+            yield Finding(
+                *(_AREA, f"{name}: file system", "warning"),
+                f"{where} is memory: gone when the machine restarts",
+                mend=f"{look.command('run')} {name}={Path.home() / 'runs'}",
+            )
+
+
+def _tried(trial: Callable[[Path], str], folder: Path) -> str:
+    try:
+        return trial(folder)
+    except OSError as error:
+        return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')})"
+
+
+def _rename(folder: Path) -> str:
+    old, new = folder / "old", folder / "new"
+    old.write_text("old")
+    new.write_text("new")
+    new.replace(old)
+    if old.read_text() != "new" or new.exists():
+        return "a rename onto a file leaves the old one"
+    (folder / "d1").mkdir()
+    (folder / "d1").rename(folder / "d2")
+    return ""
+
+
+def _exclusive(folder: Path) -> str:
+    path = folder / "exclusive"
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return ""
+    return "two may create the same file exclusively"
+
+
+def _create(folder: Path) -> str:
+    if not atomic.create_bytes(folder / "claim", b"1") or atomic.create_bytes(
+        folder / "claim", b"2"
+    ):
+        return "of two writers not exactly one wins"
+    return ""
+
+
+def _links(folder: Path) -> str:
+    (folder / "file").write_text("x")
+    os.link(folder / "file", folder / "link")
+    return "" if (folder / "link").samefile(folder / "file") else "a hard link is another file"
+
+
+def _fsync(folder: Path) -> str:
+    descriptor = os.open(folder / "synced", os.O_CREAT | os.O_WRONLY)
+    try:
+        os.write(descriptor, b"x" * 4096)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    atomic.sync_folder(folder)
+    return ""
+
+
+def _visible(folder: Path) -> str:
+    """To another process, at once."""
+    (folder / "seen").write_text("from here")
+    reading = f"import sys; sys.stdout.write(open({str(folder / 'seen')!r}).read())"
+    answer = ask([sys.executable, "-I", "-S", "-c", reading], 10)
+    return "" if answer.out == "from here" else f"another process does not see it: {answer.last_line}"
+
+
+def _case(folder: Path) -> str:
+    (folder / "Case").write_text("x")
+    return "upper and lower case are one" if (folder / "cASE").exists() else ""
+
+
+def _long_name(folder: Path) -> str:
+    (folder / ("n" * 255)).write_text("x")
+    return ""
+
+
+def _fine_times(folder: Path) -> str:
+    stamps = set()
+    for number in range(4):
+        (folder / f"t{number}").write_text("x")
+        stamps.add((folder / f"t{number}").stat().st_mtime_ns)
+        time.sleep(0.012)
+    return "" if len(stamps) > 1 else "times of files are whole seconds or coarser"
+
+
+_TRIALS: Sequence[tuple[str, Callable[[Path], str]]] = (
+    ("atomic rename", _rename),
+    ("exclusive create", _exclusive),
+    ("one winner", _create),
+    ("fsync", _fsync),
+    ("visible to others", _visible),
+    ("case matters", _case),
+    ("long names", _long_name),
+    ("hard links", _links),
+    ("fine times", _fine_times),
+)
+#: Without these no run can be trusted.
+_NEEDED = {
+    "atomic rename": "records are replaced in one step",
+    "exclusive create": "of two orchestrators one may claim an attempt",
+    "one winner": "of two orchestrators one may claim an attempt",
+    "visible to others": "workers and orchestrators meet in the workspace",
+    "fsync": "a checkpoint must be on the disk before it counts",
+    "long names": "ids of stages and files of checkpoints",
+}
+
+
+# ---------------------------------------------------------------- room
+
+
+def _room(look: Look) -> Iterator[Finding]:
+    for name, folder in look.folders.items():
+        yield from _room_of(look, name, folder)
+
+
+def _room_of(look: Look, name: str, folder: Path) -> Iterator[Finding]:
+    failed: dict[str, str] = {}
+
+    def run(command: Sequence[str]) -> str:
+        try:
+            return run_tool(command)
+        except ToolFailed as error:
+            failed[command[0]] = str(error)
+            raise
+
+    def measure() -> Used:
+        size = size_of(folder)
+        return Used(size.bytes, size.inodes)
+
+    mount = mount_of(folder)
+    room = Prober(folder, look.config.disk, measure=measure, run=run, mount=mount).look()
+    what = _room_text(room) + "".join(f"; {why}" for why in failed.values())
+    least = max(1 << 30, int(look.config.disk.margin_gb * 2**30))
+    full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)
+    if full or room.share > look.config.disk.warn_share:
+        yield Finding(
+            *(_AREA, f"{name}: room", doubtful(full and look.recipe and room.free_bytes < 1 << 20)),
+            what,
+            mend=f"refiner disk --reclaim workspace={look.workspace}",
+            why="a run pauses when the disk is full",
+        )
+    else:
+        yield Finding(_AREA, f"{name}: room", "ok", what)
+    if not room.knows_quota and mount.type.startswith(_SHARED):
+        yield Finding(
+            *(_AREA, f"{name}: quota", "warning"),
+            f"nothing says what quota holds on {mount.type} at {mount.point}: free figures of the "
+            "file system do not",
+            mend=f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
+            why="without it a run learns of its quota when a write fails",
+        )
+    if room.knows_quota and not mount.type.startswith(_FLEETING):
+        yield from _caches(look, folder)
+
+
+def _room_text(room: Room) -> str:
+    free = "no limit" if room.free_bytes >= UNLIMITED else f"{gib(room.free_bytes)} free"
+    limit = f" of {gib(room.limit_bytes)}" if room.limit_bytes else ""
+    inodes = "" if room.free_inodes is None else f", {room.free_inodes:,} files"
+    quota = "" if room.knows_quota else "; no quota is known there"
+    note = f" ({room.note})" if room.note else ""
+    return f"{free}{limit}{inodes}, says {room.source}{note}{quota}"
+
+
+def _caches(look: Look, folder: Path) -> Iterator[Finding]:
+    """Downloads and compilations that fill the same quota."""
+    defaults = {"HF_HOME": "~/.cache/huggingface"}
+    here = existing(folder).stat().st_dev
+    for name in look.config.disk.watch_caches:
+        text = os.environ.get(name, defaults.get(name, ""))
+        if not text or not (place := Path(text).expanduser()).is_dir():
+            continue
+        if place.stat().st_dev == here:
+            yield Finding(
+                *(_AREA, f"cache {name}", "warning", f"{place} fills the same quota as {folder}"),
+                mend=f"export {name}=/var/tmp/{os.environ.get('USER', 'me')}/{place.name}",
+                why="`refiner disk` shows it, and `--reclaim --caches` empties it",
+            )
+
+
+CHECKS = (
+    Check(_AREA, "folder", _folder, limit_s=10, needed=lambda x: x.recipe, hung=_HUNG),
+    Check(_AREA, "file system", _features, limit_s=20, needed=lambda x: x.recipe, hung=_HUNG),
+    Check(_AREA, "room", _room, limit_s=45, hung=_HUNG),
+)
