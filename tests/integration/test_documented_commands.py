@@ -1,0 +1,270 @@
+"""What the READMEs say can be typed: every command of theirs is run, every file and link is there.
+
+In the order in which they stand, in one folder, as a reader would: what an early line makes, a
+later one finds. Runs are the tiny recipe cut down to seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from infra.store.workspace import Workspace
+from refiner_core.data.synthetic import generate_rows
+from tests.support.command import SMALL, refiner
+from tests.support.documented import (
+    ROOT,
+    Shown,
+    anchors,
+    is_a_test,
+    links,
+    paths_named,
+    shown_commands,
+)
+from tests.support.judge_server import JudgeServer
+from tests.support.known_judges import KnownJudge
+from tests.support.recorded_sweep import RecordedSweep
+from tests.support.require import require
+from tests.support.slurm_cluster import missing
+
+COMMANDS = shown_commands()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a command is tried.
+
+    ``small``: a run of tiny that is cut down. ``planned``: what would run for hours, or on GPUs, is
+    planned with the same words. ``slurm``: it needs one. ``where``: ``swept`` is a folder whose
+    workspace has a finished sweep, ``checkout`` that of the project. ``by``: another test runs it.
+    ``words`` are put in the place of others, ``stdin`` is typed, ``codes`` are good ends.
+    """
+
+    pattern: str
+    small: bool = False
+    planned: bool = False
+    slurm: bool = False
+    where: str = ""
+    by: str = ""
+    words: tuple[tuple[str, str], ...] = ()
+    stdin: str = ""
+    codes: tuple[int, ...] = (0,)
+
+
+_JUDGE = (("http://127.0.0.1:8000/v1", "{judge}"), ("NAME", "scripted"))
+_SLURM = (("/tmp/slurm", "{place}/slurm"),)
+#: The first whose pattern fits the whole command counts; without one it is run as it stands.
+TRIALS = (
+    Trial("make (run|test)", words=(("make ", "make --dry-run "),), where="checkout"),
+    Trial("refiner run tiny( seed=2 .*)?", small=True),
+    Trial("refiner run mine/recipe.yaml", small=True),
+    Trial("refiner run tiny dispatch.*", planned=True, words=_SLURM),
+    Trial("refiner run RECIPE .*", planned=True, words=(("RECIPE", "tiny"),)),
+    Trial("refiner run .*", planned=True),
+    Trial("refiner why .*", words=(("8.633", "{number}"),)),
+    Trial("refiner diff A B", words=(("A B", "{first} {second}"),)),
+    Trial("refiner disk pin .*", words=(("grpo-0123456789ab", "{grpo}"),)),
+    Trial("refiner publish RUN .*", words=(("RUN --step 50", "{first} --step 5"),), small=True),
+    Trial("refiner (cancel|resume)", codes=(0, 2)),  # nothing is left to end or to go on with
+    Trial("refiner environments play .*", stdin="finish\n", codes=(0, 1)),  # unsolved
+    Trial("refiner environments show tau2", codes=(0, 8)),  # where it is not installed
+    Trial("refiner judge (ask|report) .*", words=_JUDGE),
+    Trial("refiner judge servers .*", words=(("DIR", "runs"),)),
+    Trial("refiner judge stop .*", words=(("[SERVICE] workspace=DIR", "workspace=runs"),)),
+    Trial("refiner rescore RUN1 RUN2 .*", words=(("RUN1 RUN2", "{first} {second}"),)),
+    Trial("refiner (report|diff|status|cancel) citation-weight-tiny.*", where="swept"),
+    Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
+    Trial("export SLURM.*", words=_SLURM),
+    Trial(
+        "refiner sweep .* --yes",
+        by="tests/integration/test_sweep.py::test_a_sweep_trains_compares_and_knows_what_is_done",
+    ),
+    Trial(
+        "refiner nightly (run|status|page) .*",
+        by="tests/integration/test_nights.py"
+        "::test_a_night_is_evaluated_by_ordinary_runs_and_the_canary_is_judged_afresh",
+    ),
+    Trial(
+        "refiner nightly (serve|deploy) .*",
+        by="tests/integration/test_nights.py::test_a_prefect_server_says_when_and_records_say_what",
+    ),
+    Trial(
+        "refiner card check me/.*",
+        by="tests/integration/test_publishing.py"
+        "::test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked",
+    ),
+    Trial(
+        "refiner adopt .*",
+        by="tests/integration/test_adopt.py"
+        "::test_a_dead_run_of_anybodys_is_adopted_published_and_evaluated",
+    ),
+    Trial(
+        "refiner logs judge .*",
+        by="tests/integration/test_judge_service.py"
+        "::test_its_key_is_in_one_file_that_only_its_owner_reads_and_by_hand_it_is_ended",
+    ),
+    Trial(
+        "refiner prove-resume .*",
+        by="tests/integration/test_prove_resume.py"
+        "::test_grpo_that_is_killed_and_stopped_is_proven_bitwise",
+    ),
+    Trial(
+        "(git clone|pip install|export TAU2|REFINER_TAU2).*",
+        by="tests/unit/test_tau2.py::test_the_real_package_behaves_as_the_double",
+    ),
+)
+
+
+def trial_of(shown: Shown) -> Trial:
+    """How a command is tried."""
+    found = (t for t in TRIALS if re.fullmatch(t.pattern, shown.text))
+    return next(found, Trial(""))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a reader types: a folder with a finished run and all files that the READMEs name."""
+
+    folder: Path
+    names: dict[str, str]
+
+    @property
+    def newest(self) -> str:
+        """The run that was begun last."""
+        return Workspace.read_only(self.folder / "runs").run_ids()[-1]
+
+    def type(self, shown: Shown, trial: Trial) -> subprocess.CompletedProcess[str]:
+        """Run a command as it stands, but for what its trial says."""
+        text = shown.text.replace("refiner run", "refiner plan", 1) if trial.planned else shown.text
+        for old, new in trial.words:
+            assert old in text, f"no {old} in {text}"
+            text = text.replace(old, new.format(second=self.newest, **self.names))
+        folders = {"": self.folder, "swept": self.folder / "swept", "checkout": ROOT}
+        more = " ".join(map(shlex.quote, SMALL)) if trial.small and "publish" not in text else ""
+        return subprocess.run(
+            ["bash", "-c", f"{text} {more}"],
+            cwd=folders[trial.where],
+            env={
+                **os.environ,
+                "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
+                "COLUMNS": "120",
+            },
+            input=trial.stdin,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Made once; the small run in it is the only one that trains before the first command."""
+    folder = tmp_path_factory.mktemp("reader")
+    write_files(folder)
+    done = refiner("run", "tiny", *SMALL, "--no-server", cwd=folder)
+    assert done.code == 0, done.stderr
+    workspace = Workspace.read_only(folder / "runs")
+    (first,) = workspace.run_ids()
+    stages = workspace.read_run(first).stages
+    sweep = RecordedSweep(
+        folder / "swept" / "runs", ("citation-0", "citation-0.5"), name="citation-weight-tiny"
+    )
+    sweep.write()
+    with JudgeServer(KnownJudge()) as judge:
+        names = {
+            "place": str(folder),
+            "first": first,
+            "grpo": stages["grpo"],
+            "number": a_number(workspace, stages),
+            "judge": judge.base_url,
+        }
+        (folder / "my-judge.yaml").write_text(
+            f"judge: {{kind: openai, base_url: {judge.base_url}, model: scripted}}\n"
+        )
+        yield Place(folder, names)
+
+
+def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
+    """A number of the run as its table prints it: one that is not 0."""
+    result = workspace.read_result(stages["evaluate-grpo"])
+    assert result is not None
+    found = (e["value"] for e in result.report["reference"] if e["value"])
+    return f"{next(found):.3f}"
+
+
+def block(readme: str, language: str) -> str:
+    """The first block of a language that a README shows."""
+    found = re.search(rf"```{language}\n(.*?)```", (ROOT / readme).read_text(), re.S)
+    assert found is not None
+    return found[1]
+
+
+def write_files(folder: Path) -> None:
+    """Files that the READMEs speak of as the reader's own."""
+    shipped = ROOT / "refiner_core" / "rubrics" / "sets"
+    shutil.copy(shipped / "v3.yaml", folder / "my-rubrics.yaml")
+    shutil.copy(ROOT / "flows" / "nightly" / "tiny-nightly.yaml", folder / "my.yaml")
+    shutil.copy(ROOT / "flows" / "protocols" / "held-out-greedy-v1.yaml", folder / "mine.yaml")
+    (folder / "refiner.yaml").write_text("include: tiny\n")
+    (folder / "swept").mkdir()
+    profile = re.findall(
+        r"```yaml\n(description:.*?)```", (ROOT / "infra/README.md").read_text(), re.S
+    )
+    (folder / "my-cluster.yaml").write_text(profile[0])
+    guess = (ROOT / "refiner_core" / "environments" / "README.md").read_text()
+    (folder / "guess.py").write_text(re.findall(r"```python\n(.*?)```", guess, re.S)[0])
+    for name, kind in (("demos", "sft"), ("prompts", "rl")):
+        rows = (json.dumps(row) for row in generate_rows(kind, 60, 0))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    (folder / "bin").mkdir()
+    python = shlex.quote(sys.executable)
+    for name, what in (("python", python), ("refiner", f"{python} -m flows.cli.main")):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {what} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("shown", COMMANDS, ids=lambda shown: shown.id)
+def test_what_is_shown_can_be_typed(shown: Shown, place: Place) -> None:
+    trial = trial_of(shown)
+    if trial.by:
+        assert is_a_test(trial.by), f"{shown.text} is said to be run by {trial.by}"
+        return
+    if trial.slurm:
+        require("slurm", not missing(), f"no Slurm of our own: {missing()}")
+    done = place.type(shown, trial)
+    assert done.returncode in trial.codes, (
+        f"{shown.text}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    )
+
+
+def test_no_trial_is_left_from_a_command_that_is_gone() -> None:
+    idle = [t.pattern for t in TRIALS if all(trial_of(shown) is not t for shown in COMMANDS)]
+    assert not idle
+
+
+def test_files_and_places_that_are_named_are_there() -> None:
+    gone = [f"{readme}: {name}" for readme, name in paths_named() if not (ROOT / name).exists()]
+    for readme, target in links():
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / readme).parent / path).resolve() if path else ROOT / readme
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            gone.append(f"{readme}: {target}")
+    assert not gone
+
+
+def test_every_shipped_recipe_is_in_the_table() -> None:
+    table = set(re.findall(r"^\| `([\w-]+)` \|", (ROOT / "README.md").read_text(), re.M))
+    shipped = {p.stem for p in (ROOT / "flows" / "recipes").glob("[!_]*.yaml")}
+    assert shipped == table
