@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench prove clean
+.PHONY: help setup run test lint format bench prove pictures clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -63,6 +63,11 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench trainer
 	$(BIN)/python -m tests.bench memory
 	$(BIN)/python -m tests.bench gpu
+
+pictures: setup  ## the pictures of the READMEs, from a real run and a real sweep (some twenty minutes)
+	$(BIN)/refiner run tiny
+	$(BIN)/refiner sweep citation-weight-tiny --yes
+	$(BIN)/python -m tests.pictures runs
 
 clean:  ## remove what building made (not your runs)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

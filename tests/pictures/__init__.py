@@ -1,0 +1,1 @@
+"""Pictures that the READMEs show, and what makes them."""
