@@ -14,8 +14,8 @@ from pathlib import Path
 
 import submitit
 
+from infra.host.processes import ProcessId
 from infra.jobs.niceness import give_way
-from infra.jobs.processes import ProcessId
 from infra.store.atomic import write_json
 
 

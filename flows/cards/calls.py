@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from flows.cards.commands import command_problem
-from infra.publishing.targets import CARD, EVIDENCE
+from infra.store.published import CARD, EVIDENCE
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import Finding, check_card

@@ -72,7 +72,7 @@ def disk_command(
 
 def _pin(workspace: Workspace, verb: str, name: str, as_json: bool) -> None:
     from flows.disk import stage_to_pin
-    from infra.disk.marks import pin, unpin
+    from infra.store.marks import pin, unpin
 
     stage_id = stage_to_pin(workspace, name)
     changed = (pin if verb == "pin" else unpin)(workspace.layout, stage_id)

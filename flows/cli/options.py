@@ -45,7 +45,7 @@ def output_folder(out: str | Path) -> Path:
     NoSpaceError
         There is no room for it.
     """
-    from infra.disk.room import no_space_guard
+    from infra.store.room import no_space_guard
     from refiner_core.contract.errors import ConfigurationError
 
     folder = Path(out).expanduser().absolute()

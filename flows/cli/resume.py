@@ -44,7 +44,7 @@ def resume_command(
     """
     from flows.api import resume_run
     from flows.running.calls import run_to_resume
-    from infra.campaign.orchestrators import busy_error, orchestrator_of
+    from infra.store.orchestrators import busy_error, orchestrator_of
     from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 

@@ -181,7 +181,7 @@ def _count(status: RunStatus) -> str:
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
     from flows.running.status import is_finished
-    from infra.campaign.orchestrators import orchestrator_of
+    from infra.store.orchestrators import orchestrator_of
     from refiner_core.contract.services import is_service
 
     rows = []

@@ -210,7 +210,7 @@ def go_on_with_sweep(
 ) -> int:
     """`refiner resume SWEEP`: go on with the newest version, as it was recorded."""
     from flows.sweeping.launching import resume_sweep
-    from infra.campaign.orchestrators import require_idle
+    from infra.store.orchestrators import require_idle
     from infra.store.workspace import Workspace
 
     workspace = Workspace.open(where)

@@ -124,7 +124,7 @@ def _evidence(path: Path) -> Evidence:
     ConfigurationError
         There is no evidence beside it.
     """
-    from infra.publishing.targets import EVIDENCE
+    from infra.store.published import EVIDENCE
     from refiner_core.cards import load_evidence
     from refiner_core.contract.errors import ConfigurationError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.diffing.sides import Half, Pair
-from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from refiner_core.contract.planned import TRAINED
 from refiner_core.contract.proofs import MEASURED
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.running.status import find_run, stage_names
-from infra.disk.marks import reclaimed_text
 from infra.store.layout import AttemptPaths
+from infra.store.marks import reclaimed_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.loading import suggest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.frames.columns import TABLES, chosen, joined, plain, typed
 from flows.frames.finding import attempts_of, gone, is_over, the_run, the_stage
-from infra.attempt.stage_io import list_rollouts
+from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError

@@ -14,12 +14,12 @@ from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
 from flows.running.calls import pin_code, record_pinned_run
 from infra.campaign.campaign import Campaign
-from infra.campaign.orchestrators import orchestrator_of, take_up
 from infra.campaign.together import SharedRouter, Together
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import IO
 
 from flows.picture.feed import Drawing, Feed, read_header
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.prefect_server.server import ServerError, ServerInfo, ensure_server
 
 #: Exit codes, for the orchestrator.

@@ -27,7 +27,7 @@ from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 from prefect.states import Crashed
 
 from flows.picture.feed import Drawing
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.proofs import Comparison

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.proving.planning import Point
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace

@@ -23,9 +23,9 @@ from flows.running.calls import (
     record_pinned_run,
     work_on,
 )
-from infra.disk.room import no_space_guard
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.plan import Plan

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flows.cards.reproduction import RECIPE_FILE
 from flows.publishing.behind import need_result
-from infra.publishing.targets import CARD, EVIDENCE, FileToPublish
+from infra.publishing.targets import FileToPublish
+from infra.store.published import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards import CardFacts, build_card, evidence_text, lint_card
 from refiner_core.contract.errors import StageFailed

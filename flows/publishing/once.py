@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.cards.reproduction import Made, reproduce
 from flows.publishing.behind import Behind, Subject
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.records import RunRecord

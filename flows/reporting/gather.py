@@ -20,11 +20,11 @@ import numpy as np
 from flows.reporting.questions import questions_of
 from flows.reporting.samples import SamplesReader
 from flows.sweeping.reading import SweepReader, TrialStanding
-from infra.attempt.stage_io import read_metrics
 from infra.campaign.history import run_events, stage_history
-from infra.campaign.orchestrators import orchestrator_of
 from infra.campaign.timeline import Incident, incidents_of
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import orchestrator_of
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace, now_text
 from infra.tracking.tracker import tracked_address
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError

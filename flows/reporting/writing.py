@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.html import page

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.attempt.stage_io import list_rollouts, read_rollouts
-from infra.disk.marks import reclaimed_text
+from infra.store.marks import reclaimed_text
+from infra.store.traces import list_rollouts, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError

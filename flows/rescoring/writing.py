@@ -15,9 +15,9 @@ from typing import Any
 from flows.rescoring.reading import Policy
 from flows.rescoring.settings import AGAIN, Setting
 from flows.rescoring.work import Done
-from infra.attempt.stage_io import encode_rollouts
-from infra.disk.room import no_space_guard
 from infra.store import atomic
+from infra.store.room import no_space_guard
+from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
 from refiner_core.contract.records import to_json
 from refiner_core.rescoring.document import (

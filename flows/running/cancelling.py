@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 import psutil
 
 from flows.running.status import stage_names
-from infra.campaign.failures import outcome_of
 from infra.campaign.observe import Observer, Patience
-from infra.campaign.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.campaign.reconcile import Seen
+from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router, make_router
-from infra.jobs.processes import ProcessId, host_name
+from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
-from infra.services.leases import held_by_others
+from infra.store.leases import held_by_others
+from infra.store.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from infra.campaign.orchestrators import orchestrator_of
 from infra.jobs.worker_command import job_settings, tail_of
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 
 _POLL_S = 0.05

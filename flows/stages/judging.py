@@ -138,8 +138,8 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.services.leases import HeldLease, Lease, hand_holder
     from infra.services.registry import live_endpoints
+    from infra.store.leases import HeldLease, Lease, hand_holder
 
     if not live_endpoints(workspace, service.id, config):
         if not calls:

@@ -18,9 +18,9 @@ from flows.stages.kinds import StageWork
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.restart import AttemptClosed
 from infra.services.keys import service_key
-from infra.services.leases import HeldLease, Lease, LeaseWatch, attempt_holder
 from infra.services.registry import live_endpoints, write_endpoint
 from infra.services.server import Order, Server, node_address
+from infra.store.leases import HeldLease, Lease, LeaseWatch, attempt_holder
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import judge_service
 from refiner_core.contract.services import engine_of, serves

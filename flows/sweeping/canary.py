@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from statistics import mean
 
 from flows.sweeping.trials import CANARY_STEPS
-from infra.attempt.stage_io import MetricsLine, read_metrics
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
+from infra.store.traces import MetricsLine, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.planned import TRAINED

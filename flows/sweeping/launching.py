@@ -28,13 +28,13 @@ from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
 from flows.sweeping.words import TrialWord
-from infra.campaign.orchestrators import take_up
 from infra.campaign.together import SharedRouter
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
-from infra.jobs.processes import ProcessId
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.services import is_service

@@ -15,9 +15,9 @@ from typing import Any
 from flows.running.status import orchestrator_text
 from flows.sweeping.reading import SweepReader, TrialStanding
 from flows.sweeping.use import NOTHING, Use
-from infra.campaign.orchestrators import Orchestrator, orchestrator_of
 from infra.campaign.timeline import device_time, first_line, rough
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord

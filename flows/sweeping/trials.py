@@ -16,11 +16,11 @@ from typing import Any
 
 from flows.running.calls import Pinned, pin_code, record_pinned_run
 from infra.campaign.campaign import Campaign
-from infra.campaign.orchestrators import take_up
 from infra.campaign.room_keeping import Keeper
 from infra.campaign.together import Together
 from infra.jobs.dispatch import Router
 from infra.store import atomic
+from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from infra.attempt.stage_io import read_metrics
 from infra.campaign.timeline import StageHistory, incidents_of, seconds_between
 from infra.store import atomic
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import StageRecord, from_json
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.running.calls import Pinned, pin_code
-from infra.campaign.orchestrators import require_idle
 from infra.store import atomic
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import require_idle
 from infra.store.snapshot import snapshot_code
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.why.figures import FLOORS, Figure
-from infra.attempt.stage_io import read_rollouts
 from infra.store.checkpoints import step_name
+from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from infra.attempt.stage_io import read_metrics
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.cards import Evidence, facts_to_json, record_of
 from refiner_core.cards.facts import finite

@@ -19,11 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from infra.disk.room import no_space_guard
 from infra.foreign.exports import link, model_files
 from infra.foreign.sightings import Sighting
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import CommandConfig, RecipeConfig

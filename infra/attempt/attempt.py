@@ -31,17 +31,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from infra.attempt.heartbeat import Heartbeat
-from infra.attempt.signals import SlurmJob, StopFlag, why_stopped
 from infra.attempt.stage_io import AttemptIO
-from infra.campaign.failures import classify, detailed, outcome_of
-from infra.disk.room import is_no_space, no_space_guard
-from infra.jobs.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name
+from infra.jobs.failures import classify, detailed, outcome_of
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.restart import AttemptClosed as AttemptClosed
+from infra.jobs.signals import SlurmJob, StopFlag, why_stopped
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore, checkpoint_to_export, tree_bytes
 from infra.store.holds import held_steps
 from infra.store.provenance import job_provenance
+from infra.store.room import is_no_space, no_space_guard
 from infra.store.workspace import Workspace, now_text
 from infra.tracking.tracker import TrackedRun, Tracker, without_paths
 from refiner_core.contract.config import RecipeConfig

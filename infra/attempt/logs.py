@@ -11,7 +11,7 @@ import logging
 import os
 import re
 
-from infra.hub.errors import MASK, masked
+from infra.host.secrets import MASK, masked
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SECRET_NAME = re.compile(

@@ -20,23 +20,21 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore, Complete, saved, step_name
 from infra.store.layout import StagePaths
-from refiner_core.contract.errors import NoSpaceError, WorkspaceError
+from infra.store.room import no_space_guard
+from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
+from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 log = logging.getLogger(__name__)
-
-_JSON_COLUMNS = b"refiner.json_columns"
-
 
 #: What the log shows of a step, where the step has it.
 _IN_LOG = (
@@ -51,13 +49,6 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one step's numbers."""
         ...
-
-
-class MetricsLine(NamedTuple):
-    """One line of ``metrics.jsonl``; numbers that are not finite are None."""
-
-    step: int
-    metrics: dict[str, float | None]
 
 
 class AttemptIO:
@@ -263,78 +254,6 @@ class AttemptIO:
         return self._stop_asked()
 
 
-def read_metrics(path: Path) -> list[MetricsLine]:
-    """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out.
-
-    Raises
-    ------
-    WorkspaceError
-        A line is none that was written here; says which.
-    """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    lines = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            value = json.loads(line)
-            lines.append(MetricsLine(int(value["step"]), value["metrics"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise WorkspaceError(
-                f"Line {number} of {path} is no line of metrics.",
-                expected="JSON with `step` and `metrics`, as refiner has written it",
-                fix="remove the line, or restore the file",
-            ) from error
-    return lines
-
-
-def list_rollouts(folder: Path) -> list[Path]:
-    """The rollout files in a folder, by step."""
-    found = folder.glob("step-*.parquet") if folder.is_dir() else ()
-    return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
-
-
-def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Rows as Parquet. Columns that hold mappings, or values of several types, travel as JSON text
-    and are named in the file, so that :func:`read_rollouts` gives back what went in."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    arrays, as_json = [], []
-    for name in names:
-        values = [_plain(row.get(name)) for row in rows]
-        try:
-            if any(_holds_mapping(v) for v in values):
-                raise pa.ArrowInvalid("mapping")
-            arrays.append(pa.array(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-            as_json.append(name)
-            arrays.append(pa.array([None if v is None else json.dumps(v) for v in values]))
-    table = pa.Table.from_arrays(arrays, names=names)
-    table = table.replace_schema_metadata({_JSON_COLUMNS: json.dumps(as_json).encode()})
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The rows of one rollout file. ``leave_out``: columns that the reader does without, such as
-    the token ids and log-probabilities, which are most of it."""
-    import pyarrow.parquet as pq
-
-    wanted = [n for n in pq.read_schema(path).names if n not in leave_out] if leave_out else None
-    table = pq.read_table(path, columns=wanted)
-    names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
-    rows: list[dict[str, Any]] = table.to_pylist()
-    for row in rows:
-        for name in names:
-            if name in row:
-                row[name] = None if row[name] is None else json.loads(row[name])
-    return rows
-
-
 def _shown(metrics: Mapping[str, float]) -> str:
     """The metrics that a person looks for in a log; all are in ``metrics.jsonl``."""
     shown = {name: metrics[name] for name in _IN_LOG if name in metrics}
@@ -344,18 +263,3 @@ def _shown(metrics: Mapping[str, float]) -> str:
 def _number(value: float) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of the standard kinds, which JSON and Arrow both know."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _holds_mapping(value: Any) -> bool:
-    return isinstance(value, dict) or (
-        isinstance(value, list) and any(_holds_mapping(v) for v in value)
-    )

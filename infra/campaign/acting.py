@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infra.campaign.actions import CloseAttempt, Launch, Release
-from infra.campaign.failures import CLASSES, classify, outcome_of
 from infra.campaign.reconcile import Seen
 from infra.campaign.room_keeping import Rooms
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
+from infra.jobs.failures import CLASSES, classify, outcome_of
 from infra.jobs.niceness import gives_way
-from infra.jobs.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError

@@ -18,18 +18,18 @@ from typing import Any, Literal
 
 from infra.campaign.acting import Actor, StopWish
 from infra.campaign.actions import Action, CloseAttempt, Launch, Release, Serve
-from infra.campaign.failures import CLASSES, outcome_of, without_progress
 from infra.campaign.observe import Observer, Patience
-from infra.campaign.orchestrators import wanted_by_others
 from infra.campaign.reconcile import Observed, Policy, Taken, reconcile
 from infra.campaign.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
 from infra.campaign.together import Together
 from infra.campaign.views import view_of
+from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
-from infra.jobs.processes import ProcessId, host_name
+from infra.jobs.failures import CLASSES, outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
-from infra.services.leases import CallLeases, held_by_others
 from infra.store.holds import Holds
+from infra.store.leases import CallLeases, held_by_others
+from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord

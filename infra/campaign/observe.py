@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from infra.campaign.failures import classify_silent_end
 from infra.campaign.reconcile import Observed, Seen
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
-from infra.jobs.processes import ProcessId
+from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import StageRecord

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from infra.campaign.failures import without_progress
-from infra.disk.room import has_room
+from infra.jobs.failures import without_progress
 from infra.jobs.protocol import AttemptRef
+from infra.store.room import has_room
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infra.disk.mounts import existing, project_id
-from infra.publishing.folder import target_damage
+from infra.host.mounts import existing, project_id
+from infra.store.published import target_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import RefinerError

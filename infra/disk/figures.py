@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infra.disk.mounts import Mount
 from infra.disk.parsers import Limit, Quota
+from infra.host.mounts import Mount
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.campaign.orchestrators import orchestrator_of
 from infra.store import atomic
 from infra.store.checkpoints import read_checkpoint, step_name
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 

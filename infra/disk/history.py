@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from infra.attempt.stage_io import list_rollouts, read_metrics
 from infra.disk.usage import size_of
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import StageRecord

@@ -22,14 +22,14 @@ from infra.disk.copies import FreshLook
 from infra.disk.figures import Room
 from infra.disk.ledger import Ledger, Need
 from infra.disk.modelsize import STATE_BYTES, model_size
-from infra.disk.mounts import existing, sync_file_system
 from infra.disk.probe import Prober, Used
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
-from infra.disk.room import PROBE_BYTES, has_room
 from infra.disk.stock import Stock, read_stock
 from infra.disk.usage import Item, measure, size_of
+from infra.host.mounts import existing, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store.checkpoints import CheckpointStore
+from infra.store.room import PROBE_BYTES, has_room
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError

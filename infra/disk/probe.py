@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.figures import Room, ToolFailed, quota_room, statvfs_room, tightest
-from infra.disk.mounts import Mount, btrfs_subvolume, existing, mount_of, project_id
 from infra.disk.parsers import (
     Limit,
     Quota,
@@ -30,6 +29,7 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
+from infra.host.mounts import Mount, btrfs_subvolume, existing, mount_of, project_id
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 

@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.copies import FreshLook
-from infra.disk.marks import Reason, pins, write_reclaimed
-from infra.disk.room import is_no_space
 from infra.disk.stock import StageFacts, Stock, Weights, protection_of
 from infra.disk.usage import Item
 from infra.judgements.segments import SEALED
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, CheckpointStore
 from infra.store.holds import held_steps
+from infra.store.marks import Reason, pins, write_reclaimed
+from infra.store.room import is_no_space
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from infra.disk.copies import WEIGHTS, Copy, copies_of
 from infra.disk.held import Hold, read_holds
-from infra.disk.marks import pins
 from infra.disk.usage import Item, size_of, take_stock
 from infra.store.checkpoints import DAMAGED, MARKER, read_checkpoint
+from infra.store.marks import pins
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError

@@ -15,8 +15,8 @@ from typing import Any
 
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, doubtful
+from infra.host.secrets import masked
 from infra.hub.client import endpoint_now, open_hub
-from infra.hub.errors import masked
 from infra.hub.preflight import check_hub
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 
@@ -132,9 +132,7 @@ def _publishing(look: Look) -> Iterator[Finding]:
         )
         return
     for warning in warnings:
-        yield Finding(
-            *(_AREA, f"publishing to {name}", "warning", warning), mend="hf auth whoami"
-        )
+        yield Finding(*(_AREA, f"publishing to {name}", "warning", warning), mend="hf auth whoami")
     if not warnings:
         yield Finding(_AREA, f"publishing to {name}", "ok", "the token may write there")
 

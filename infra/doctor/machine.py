@@ -23,8 +23,8 @@ from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, ask, doubtful, gib
 from infra.doctor.scratch import scratch_in
 from infra.doctor.slurm_config import slurm_settings
+from infra.host.secrets import masked
 from infra.hub.client import endpoint_now
-from infra.hub.errors import masked
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.generation.load import resolve_ref
@@ -113,8 +113,7 @@ def _shared_memory(look: Look) -> Iterator[Finding]:
             room = shutil.disk_usage(folder).free
             yield Finding(_AREA, str(folder), "ok", f"{gib(room)} free (memory as a folder)")
         return
-    stages = [s for s in look.here(look.stages) if s.kind in ("grpo", "sample")]
-    needed = bool(stages) or (not look.stages and not look.on_slurm)
+    needed = look.serves_here
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield Finding(
             *(_AREA, str(folder), doubtful(needed), "not a folder that can be written to"),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look
 from infra.doctor.packages import installed
-from infra.hub.errors import masked
+from infra.host.secrets import masked
 from infra.prefect_server.server import ServerInfo, ServerStatus, server_status
 from infra.prefect_server.state import is_network_file_system, state_dir
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.disk.mounts import existing
+from infra.host.mounts import existing
 from infra.store.atomic import TEMPORARY
 
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infra.disk.figures import UNLIMITED, Room, ToolFailed
-from infra.disk.mounts import existing, mount_of
 from infra.disk.probe import Prober, Used, run_tool
 from infra.disk.usage import size_of
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, ask, doubtful, gib
 from infra.doctor.scratch import scratch_in
+from infra.host.mounts import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace
 
@@ -163,7 +163,9 @@ def _visible(folder: Path) -> str:
     (folder / "seen").write_text("from here")
     reading = f"import sys; sys.stdout.write(open({str(folder / 'seen')!r}).read())"
     answer = ask([sys.executable, "-I", "-S", "-c", reading], 10)
-    return "" if answer.out == "from here" else f"another process does not see it: {answer.last_line}"
+    return (
+        "" if answer.out == "from here" else f"another process does not see it: {answer.last_line}"
+    )
 
 
 def _case(folder: Path) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.disk.mounts import sync_file_system
 from infra.foreign import weights
+from infra.host.mounts import sync_file_system
 from infra.store import atomic
 from refiner_core.contract.config import CommandConfig
 

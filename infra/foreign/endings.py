@@ -1,6 +1,6 @@
 """Why another trainer ended: from its exit code, its last words, the disk and the kernel.
 
-In: a :class:`Ending`. Out: the error that :func:`infra.campaign.failures.classify` makes the right
+In: a :class:`Ending`. Out: the error that :func:`infra.jobs.failures.classify` makes the right
 class of, with the trainer's own line in it.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.campaign.failures import class_of_text
-from infra.disk.room import has_room, is_no_space, no_space_error
+from infra.jobs.failures import class_of_text
+from infra.store.room import has_room, is_no_space, no_space_error
 from refiner_core.contract.errors import (
     ConfigurationError,
     KilledError,

@@ -15,15 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from infra.hub.errors import (
-    Moved,
-    Rejected,
-    in_our_words,
-    masked,
-    outage,
-    rejection,
-    translated,
-)
+from infra.host.secrets import masked
+from infra.hub.errors import Moved, Rejected, in_our_words, outage, rejection, translated
 from refiner_core.contract.config import PublishConfig
 
 if TYPE_CHECKING:

@@ -37,8 +37,9 @@ def check_hub(config: RecipeConfig) -> list[str]:
     HubRefused
         The token or the repository will not do.
     """
+    from infra.host.secrets import masked
     from infra.hub.client import open_hub
-    from infra.hub.errors import in_our_words, masked
+    from infra.hub.errors import in_our_words
 
     name = config.publish.repo_id
     known = {"recipe": config.recipe, "seed": config.seed}

@@ -27,16 +27,15 @@ from typing import NamedTuple
 from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
 from infra.hub.errors import Moved, Rejected, name_taken, outage
 from infra.publishing.rules import (
-    Lying,
     all_files,
     check_replaced,
     check_same_run,
     check_update,
     holds,
     moves_main,
-    read_evidence,
 )
-from infra.publishing.targets import EVIDENCE, FileToPublish, Publication, Published, step_revision
+from infra.publishing.targets import FileToPublish, Publication, Published, step_revision
+from infra.store.published import EVIDENCE, Lying, read_evidence
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import HubRefused
 from refiner_core.contract.types import Progress

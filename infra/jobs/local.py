@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.campaign.failures import classify_silent_end
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, Sight
 from infra.jobs.worker_command import WorkerCommand, job_settings, tail_of
 from infra.store.workspace import Workspace

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from infra.attempt.signals import Ask, SlurmJob, ask_scheduler, why_restarted
-from infra.campaign.failures import outcome_of
-from infra.disk.room import no_space_guard
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.jobs.failures import outcome_of
+from infra.jobs.signals import Ask, SlurmJob, ask_scheduler, why_restarted
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.records import FailureClass

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.jobs.processes import host_name
+from infra.host.processes import host_name
 from infra.judgements.segments import (
     HEADER_BYTES,
     LIVE,

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import psutil
 
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.prefect_server.state import state_dir
 from infra.store.atomic import read_json, write_json
 from refiner_core.contract.errors import RefinerError

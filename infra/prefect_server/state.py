@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.jobs.processes import host_name
+from infra.host.processes import host_name
 from refiner_core.contract.errors import WorkspaceError
 
 _NETWORK_FILE_SYSTEMS = frozenset(

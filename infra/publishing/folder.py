@@ -15,78 +15,31 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from infra.disk.room import no_space_guard
 from infra.publishing.rules import (
-    Lying,
     all_files,
     bytes_of,
     check_replaced,
     check_same_run,
     check_update,
     moves_main,
-    read_evidence,
 )
-from infra.publishing.targets import (
-    CARD,
-    EVIDENCE,
-    FileToPublish,
-    Publication,
-    Published,
-    step_revision,
-)
+from infra.publishing.targets import FileToPublish, Publication, Published, step_revision
 from infra.store import atomic
+from infra.store.published import CARD, EVIDENCE, MARKER, Lying, lying_at
+from infra.store.room import no_space_guard
 from infra.store.swap import swap_in
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
-from refiner_core.contract.records import OutputFile, from_json
+from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress
 
-#: The manifest of publications that are older than the evidence file.
-MARKER = ".refiner.json"
 _PAPERS = (CARD, EVIDENCE)
 _CHUNK = 4 << 20
 #: What the system says where nobody may make a file.
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-
-
-def target_damage(report: Mapping[str, Any]) -> str | None:
-    """What a target no longer has of what a publish or card stage put there; None if all is there.
-
-    A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
-    evidence are replaced by later stages of the same publication, so that their content is looked
-    at only where a report tells of nothing else.
-    """
-    if "target" not in report or report.get("where", "folder") != "folder":
-        return None
-    target = Path(str(report["target"]))
-    weights = [f for f in report.get("files", ()) if f["path"] not in _PAPERS]
-    wanted = {f["path"]: f["sha256"] for f in weights}
-    if not wanted:
-        wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
-    try:
-        if not target.exists():
-            return f"{target} is gone"
-        lying = _lying(target)
-        there = {f.path: f.sha256 for f in lying.files} if lying else {}
-        gone = [name for name in (*wanted, CARD) if not (target / name).exists()]
-        if CARD in wanted and not gone:
-            there[CARD] = hashlib.sha256((target / CARD).read_bytes()).hexdigest()
-    except (OSError, ValueError) as error:
-        return f"{target} cannot be read ({error})"
-    if gone:
-        return f"{target / gone[0]} is gone"
-    for name, digest in wanted.items():
-        if there.get(name) != digest:
-            return f"{target / name} has been replaced by another publication"
-    for file in weights:
-        path = target / file["path"]
-        if (size := path.stat().st_size) != file["bytes"]:
-            return f"{path} has {size} bytes instead of {file['bytes']}"
-    return None
 
 
 class FolderTarget:
@@ -228,17 +181,6 @@ class _Bringing:
             )
 
 
-def _lying(place: Path) -> Lying | None:
-    """What lies at a place, if it is ours; also what older versions have put there."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return read_evidence((place / EVIDENCE).read_bytes())
-    old: dict[str, Any] | None = atomic.read_json(place / MARKER)
-    if old is None:
-        return None
-    found = (from_json(OutputFile, f) for f in old["files"])
-    return Lying(None, None, tuple(f for f in found if f.path not in _PAPERS))
-
-
 def _known(place: Path) -> Lying | None:
     """What of ours lies at a place that may be written to; None if it is empty.
 
@@ -247,7 +189,7 @@ def _known(place: Path) -> Lying | None:
     ConfigurationError
         It is somebody else's.
     """
-    lying = _lying(place)
+    lying = lying_at(place)
     if lying is None and place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigurationError(
             f"{place} exists and was not published by refiner",
@@ -271,7 +213,7 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
 
 def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
     """Link a file from another folder of ours that has it."""
-    lying = _lying(donor)
+    lying = lying_at(donor)
     named = next((f.path for f in lying.files if f.sha256 == file.sha256), None) if lying else None
     if named is None:
         return False

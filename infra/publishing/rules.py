@@ -7,50 +7,11 @@ to it; and the decisions that a folder and the Hub share: whether a name is take
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any
-
-from infra.publishing.targets import CARD, EVIDENCE, FileToPublish, Publication
+from infra.publishing.targets import FileToPublish, Publication
+from infra.store.published import EVIDENCE, Lying, read_evidence
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import OutputFile
-
-KIND = "refiner publication"
-
-
-@dataclass(frozen=True)
-class Lying:
-    """A publication of ours.
-
-    Attributes
-    ----------
-    step, fingerprint
-        Of its weights; None for one that says neither (older than the evidence file).
-    files
-        Without the card and the evidence file, which change when evaluations come in.
-    """
-
-    step: int | None
-    fingerprint: str | None
-    files: tuple[OutputFile, ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All files that refiner has put there."""
-        return frozenset({CARD, EVIDENCE, *(f.path for f in self.files)})
-
-
-def read_evidence(text: str | bytes | None) -> Lying | None:
-    """What an evidence file says; None if there is none, or if it is not of refiner."""
-    try:
-        said: Any = json.loads(text or "null")
-        if not isinstance(said, dict) or said.get("kind") != KIND:
-            return None
-        files = tuple(OutputFile(f["path"], f["bytes"], f["sha256"]) for f in said["files"])
-        return Lying(int(said["step"]), str(said["fingerprint"]), files)
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def own_evidence(publication: Publication) -> Lying | None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from infra.attempt.signals import STOP_SIGNALS
+from infra.jobs.signals import STOP_SIGNALS
 from infra.ranks.events import MARK, tell
 
 _PR_SET_PDEATHSIG = 1

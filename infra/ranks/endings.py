@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.campaign.failures import class_of_text
-from infra.disk.room import has_room, no_space_error
+from infra.jobs.failures import class_of_text
+from infra.store.room import has_room, no_space_error
 from refiner_core.contract.errors import Interrupted, KilledError, LaunchError, StageFailed
 
 #: What a process says whose partner is gone.

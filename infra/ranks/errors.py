@@ -1,7 +1,7 @@
 """An exception on its way to another process: as JSON, and back as what it was.
 
 In: an exception. Out: a value that JSON takes, and from it an exception of the same class, with the
-same words, system error number and causes, so that :func:`infra.campaign.failures.classify` and a
+same words, system error number and causes, so that :func:`infra.jobs.failures.classify` and a
 caller's ``except`` see no difference. Its traceback travels as a note, which a log shows and
 nothing reads.
 
@@ -16,7 +16,7 @@ import importlib
 import traceback
 from typing import Any
 
-from infra.campaign.failures import traceback_signature
+from infra.jobs.failures import traceback_signature
 from refiner_core.contract.errors import RefinerError
 
 _OURS = ("refiner_core", "infra", "flows")

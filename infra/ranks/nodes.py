@@ -32,8 +32,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, cast
 
-from infra.attempt.signals import SlurmJob
 from infra.foreign.process import TrainerProcess
+from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
 from infra.services.server import node_address
 from infra.store import atomic

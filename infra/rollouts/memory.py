@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.jobs.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name
 from infra.rollouts import sweeper
 from refiner_core.contract.errors import ConfigurationError
 

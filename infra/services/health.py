@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from infra.hub.errors import MASK, masked
+from infra.host.secrets import MASK, masked
 from refiner_core.contract.types import Endpoint
 
 _QUOTED = 300

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.campaign.failures import class_of_text
 from infra.foreign import minder
-from infra.hub.errors import MASK
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.host.secrets import MASK
+from infra.jobs.failures import class_of_text
 from refiner_core.contract.errors import ConfigurationError, KilledError, StageFailed
 
 log = logging.getLogger(__name__)

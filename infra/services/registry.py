@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.campaign.failures import classify_silent_end, outcome_of
 from infra.campaign.observe import Observer
 from infra.campaign.reconcile import Seen
+from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router, make_router, router_to_look
-from infra.jobs.processes import ProcessId, host_name
+from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.services.keys import known_key
-from infra.services.leases import holders
 from infra.store import atomic
+from infra.store.leases import holders
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import DispatchConfig, JudgeConfig
 from refiner_core.contract.records import StageRecord, from_json

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.foreign.process import kill_leftovers
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import (
     Asked,

@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.attempt.signals import SIGNAL_LEAD
-from infra.campaign.failures import outcome_of
+from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.jobs.signals import SIGNAL_LEAD
 from infra.jobs.worker_command import WorkerCommand, tail_of
 from infra.slurm.commands import RealSlurm, SlurmCommands, SlurmUnavailable
 from infra.slurm.profiles import Profile

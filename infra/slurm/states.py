@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from infra.campaign.failures import classify_silent_end, outcome_of
+from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import JobSight
 from refiner_core.contract.records import FailureClass, Outcome
 

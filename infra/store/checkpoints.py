@@ -30,8 +30,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import SavedCheckpoint
 

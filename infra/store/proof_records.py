@@ -15,10 +15,10 @@ import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from infra.disk.room import no_space_guard
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.record_files import RecordFiles
+from infra.store.room import no_space_guard
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.proofs import PROOF_VERSION, ResumeProof
 from refiner_core.contract.records import from_json, to_json

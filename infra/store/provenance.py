@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from infra.jobs.processes import host_name
+from infra.host.processes import host_name
 from refiner_core.contract.config import RecipeConfig
 
 _DISTRIBUTIONS = (

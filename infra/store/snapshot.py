@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 
 PACKAGES = ("flows", "sweeps", "refiner_core", "infra")

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.disk.marks import reclaimed_text
-from infra.disk.room import no_space_guard
-from infra.publishing.folder import target_damage
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.layout import AttemptPaths, Layout
+from infra.store.marks import reclaimed_text
+from infra.store.published import target_damage
 from infra.store.record_files import RecordFiles, now_text
+from infra.store.room import no_space_guard
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import STAGE_VERSIONS, PlannedStage

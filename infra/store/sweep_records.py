@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
 from infra.store.record_files import RecordFiles
+from infra.store.room import no_space_guard
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import to_json

@@ -15,11 +15,11 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from infra.disk.room import has_room, no_space_error
 from infra.store import atomic
 from infra.store.layout import Layout
 from infra.store.proof_records import ProofRecords
 from infra.store.record_files import now_text
+from infra.store.room import has_room, no_space_error
 from infra.store.run_records import RunRecords
 from infra.store.stage_records import Claim, StageRecords
 from infra.store.sweep_records import SweepRecords

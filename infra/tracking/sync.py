@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from infra.tracking.tracker import ADDRESS_FILE
 from refiner_core.contract.errors import RefinerError, UnsupportedError

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infra.disk.room import no_space_guard
+from infra.store.room import no_space_guard
 from infra.tracking.tracker import TrackedRun, start_run
 from refiner_core.contract.config import TrackingConfig
 from refiner_core.contract.errors import UnsupportedError

@@ -28,13 +28,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.attempt.stage_io import read_metrics
+from infra.host.processes import ProcessId
 from infra.jobs.local import LocalDispatcher
-from infra.jobs.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
 from infra.jobs.worker_command import WorkerCommand
-from infra.publishing.targets import EVIDENCE, FileToPublish, Publication
+from infra.publishing.targets import FileToPublish, Publication
 from infra.store.provenance import host
+from infra.store.published import EVIDENCE
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, PublishConfig, Resources
 from refiner_core.models.random_model import save_random_model

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.attempt.stage_io import read_metrics
+from infra.store.traces import read_metrics
 from tests.support.command import SMALL, Stage, refiner, start, wait_until
 
 SAVE_FREQ = 4

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.campaign.campaign import Campaign
 from infra.campaign.explain import observe_actions
 from infra.disk.keeper import DiskKeeper
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
-from infra.jobs.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.jobs.worker_command import job_settings
 from infra.store.snapshot import snapshot_code
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError

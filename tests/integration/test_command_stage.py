@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.attempt.stage_io import read_metrics
 from infra.foreign.layout import work_folder
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
 from refiner_core.contract.plan import Plan, make_plan

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.attempt.stage_io import read_metrics
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, SMALL, Stage, environment, wait_until

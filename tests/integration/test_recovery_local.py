@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt.stage_io import read_metrics
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from tests.support.plans import small_plan
 

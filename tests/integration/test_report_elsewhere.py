@@ -16,7 +16,7 @@ from flows.picture.feed import Drawing, Node, Story
 from flows.reporting.tracked import log_report
 from flows.reporting.writing import Written, write_files
 from flows.running.pipeline import run_drawn
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
 from refiner_core.contract.views import StageView

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 
 from flows.cli.rescore import rescore_command
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.stage_io import encode_rollouts, list_rollouts, read_rollouts
+from infra.store.traces import encode_rollouts, list_rollouts, read_rollouts
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, JudgeOutage
 from refiner_core.contract.types import (

@@ -21,7 +21,6 @@ import psutil
 import pytest
 import torch
 
-from infra.attempt.stage_io import read_metrics
 from infra.foreign.process import mark_of
 from infra.ranks.gpus import JOB_GPUS
 from infra.rollouts.command import EXTENSION, Place, rollout_environment, rollout_server_text
@@ -33,6 +32,7 @@ from infra.rollouts.memory import (
 )
 from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.services.command import Listening
+from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

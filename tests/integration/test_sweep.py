@@ -20,7 +20,7 @@ import pytest
 from flows.picture.feed import Story
 from flows.running.pipeline import run_drawn
 from flows.sweeping.console import SweepConsole
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
 from tests.support.command import (

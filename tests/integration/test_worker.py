@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt.stage_io import read_metrics
+from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, environment, wait_until

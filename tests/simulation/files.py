@@ -26,15 +26,16 @@ from unittest import mock
 
 import infra.attempt.attempt
 import infra.campaign.room_keeping
-import infra.disk.room
+import infra.store.room
 import infra.store.workspace
-from infra.attempt import heartbeat, signals
-from infra.attempt.signals import SlurmJob
+from infra.attempt import heartbeat
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
-from infra.jobs import processes
-from infra.jobs.processes import ProcessId
+from infra.host import processes
+from infra.host.processes import ProcessId
+from infra.jobs import signals
+from infra.jobs.signals import SlurmJob
 from infra.store import atomic, checkpoints
 from tests.simulation.world import World
 
@@ -211,7 +212,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (keeper, infra.disk.room, infra.campaign.room_keeping, infra.store.workspace):
+    for module in (keeper, infra.store.room, infra.campaign.room_keeping, infra.store.workspace):
         put(module, "has_room", disk.has_room)
     put(keeper, "Prober", lambda *_, **__: disk)
     put(keeper, "sync_file_system", lambda _folder: None)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.attempt.stage_io import read_metrics
 from infra.store.layout import Layout
+from infra.store.traces import read_metrics
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import PlannedStage
 from tests.simulation.disk import read_state

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.attempt.stage_io import read_metrics
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.store.traces import read_metrics
 from refiner_core.contract.proofs import MEASURED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.publishing.targets import EVIDENCE, FileToPublish, Publication
+from infra.publishing.targets import FileToPublish, Publication
+from infra.store.published import EVIDENCE
 
 RUN, OTHER_RUN = "aaaa1111", "bbbb2222"
 REPO = "me/model"

@@ -18,8 +18,8 @@ from flows.running.calls import make_recipe_plan
 from flows.stages.kinds import STAGE_FUNCTIONS
 from flows.worker import work_of
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.stage_io import encode_rollouts
 from infra.store.stage_records import Claim
+from infra.store.traces import encode_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import PlannedStage

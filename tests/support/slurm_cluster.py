@@ -40,7 +40,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from tests.support.slurm_conf import (
     ACCOUNTING_CONF,
     CGROUP_CONF,

@@ -20,10 +20,10 @@ from flows.sweeping.reading import last_words
 from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
-from infra.campaign.failures import outcome_of
 from infra.campaign.room_keeping import ProbingKeeper
 from infra.campaign.together import SharedRouter
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
+from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name

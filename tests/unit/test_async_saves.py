@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.attempt.stage_io import AttemptIO
 from infra.jobs.restart import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
 from refiner_core.training.engines.choose import open_engine

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from infra.campaign.campaign import Campaign
-from infra.campaign.failures import outcome_of
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
+from infra.jobs.failures import outcome_of
 from infra.jobs.local import LocalDispatcher
-from infra.jobs.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import ConfigurationError

@@ -10,8 +10,8 @@ import pytest
 
 from flows.running import cancelling
 from infra.campaign.campaign import Campaign
+from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
-from infra.jobs.processes import ProcessId, host_name
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.plan import PlannedStage
@@ -97,8 +97,8 @@ def test_the_scheduler_is_asked_until_it_answers(
 
 
 def test_an_orchestrator_that_has_just_gone_is_not_signalled(workspace: Workspace) -> None:
-    from infra.campaign.orchestrators import Orchestrator
-    from infra.jobs.processes import host_name
+    from infra.host.processes import host_name
+    from infra.store.orchestrators import Orchestrator
 
     gone = Orchestrator("running", 1, 2**22 + 1, host_name())
     assert not cancelling._signal(gone)

@@ -16,8 +16,7 @@ import pytest
 
 from infra.attempt.attempt import AttemptClosed
 from infra.attempt.heartbeat import Heartbeat
-from infra.disk import room
-from infra.store import atomic
+from infra.store import atomic, room
 from infra.store.checkpoints import MARKER, CheckpointStore, step_name
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, NoSpaceError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt.stage_io import AttemptIO, list_rollouts, read_metrics
+from infra.attempt.stage_io import AttemptIO
 from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import read_stock
 from infra.store.checkpoints import (
@@ -20,6 +20,7 @@ from infra.store.checkpoints import (
     read_checkpoint,
     step_name,
 )
+from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import PlannedStage

@@ -20,10 +20,10 @@ from flows.cli.disk import disk_command
 from infra.disk.copies import FreshLook
 from infra.disk.held import Caller, Waiting, read_holds, why_idle
 from infra.disk.keeper import DiskKeeper
-from infra.disk.marks import pin, read_reclaimed
 from infra.disk.reaper import Rank, carry_out
 from infra.store.checkpoints import CheckpointStore
 from infra.store.holds import Holds
+from infra.store.marks import pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan, make_plan

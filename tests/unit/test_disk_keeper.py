@@ -17,7 +17,6 @@ from infra.disk import copies as copies_module
 from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
 from infra.disk.ledger import Ledger, Need
-from infra.disk.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
 from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import read_stock
 from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
@@ -26,6 +25,7 @@ from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore
+from infra.store.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from infra.disk.figures import Room, ToolFailed
-from infra.disk.mounts import Mount, mount_of
 from infra.disk.parsers import (
     Limit,
     parse_btrfs_qgroups,
@@ -21,6 +20,7 @@ from infra.disk.parsers import (
     parse_xfs_quota,
 )
 from infra.disk.probe import Prober, Used
+from infra.host.mounts import Mount, mount_of
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 

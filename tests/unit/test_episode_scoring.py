@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.campaign.failures import classify
+from infra.jobs.failures import classify
 from refiner_core.contract.checks.shaping import check_curriculum
 from refiner_core.contract.environment_config import (
     CurriculumConfig,

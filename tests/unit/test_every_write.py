@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import pytest
 
-from infra.attempt.stage_io import list_rollouts, read_metrics, read_rollouts
 from infra.disk import keeper
 from infra.store import provenance
 from infra.store.atomic import TEMPORARY
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import Outcome

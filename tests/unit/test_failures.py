@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from infra.campaign.failures import (
+from infra.jobs.failures import (
     CLASSES,
     MESSAGE_LIMIT,
     classify,
@@ -16,8 +16,8 @@ from infra.campaign.failures import (
     detailed,
     traceback_signature,
 )
-from infra.disk import room
-from infra.disk.room import has_room, is_no_space
+from infra.store import room
+from infra.store.room import has_room, is_no_space
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     EXIT_CODES,

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from infra.publishing.folder import FolderTarget, target_damage
+from infra.publishing.folder import FolderTarget
 from infra.publishing.targets import Published, report_of
 from infra.store import swap
+from infra.store.published import target_damage
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.campaign.failures import classify
 from infra.foreign.calling import MARK, Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
@@ -32,6 +31,7 @@ from infra.foreign.process import TrainerProcess, kill_leftovers
 from infra.foreign.reading import LineReader
 from infra.foreign.sightings import choose, sight
 from infra.foreign.weights import damage
+from infra.jobs.failures import classify
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 

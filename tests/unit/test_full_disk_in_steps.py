@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
+from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.training.ranks import OneRank

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from infra.hub.errors import masked, refused
+from infra.host.secrets import masked
+from infra.hub.errors import refused
 from infra.hub.patience import FIRST_S, LONGEST_S, Patience
 from refiner_core.contract.errors import HubOutage, HubRefused, Interrupted
 

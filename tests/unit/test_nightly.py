@@ -14,7 +14,7 @@ import pytest
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly, run_night
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.values import Checkpoint, Source
@@ -212,7 +212,7 @@ class _Answer(BaseHTTPRequestHandler):
 def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.nightly.channels._PAUSE_S", 0.0)
+    monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
     command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
     alarms = f"channels: [{{command: '{command}'}}, {{webhook: LAB_HOOK}}]"
     lab = NightLab(tmp_path / "lab", alerts=alarms)

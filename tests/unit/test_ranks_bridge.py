@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from infra.attempt.stage_io import AttemptIO, read_metrics, read_rollouts
-from infra.campaign.failures import classify, detailed, traceback_signature
+from infra.attempt.stage_io import AttemptIO
+from infra.jobs.failures import classify, detailed, traceback_signature
 from infra.jobs.restart import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
 from infra.ranks.endings import Ended, error_of
@@ -24,6 +24,7 @@ from infra.ranks.events import event_line, read_event
 from infra.ranks.gpus import JOB_GPUS, VISIBLE, trainer_settings, visible
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
+from infra.store.traces import read_metrics, read_rollouts
 from refiner_core.contract.errors import (
     ConfigurationError,
     HealthStop,

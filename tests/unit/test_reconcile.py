@@ -21,8 +21,8 @@ from infra.campaign.actions import (
     Serve,
     Wait,
 )
-from infra.campaign.failures import CLASSES, outcome_of
 from infra.campaign.reconcile import Observed, Policy, Seen, reconcile
+from infra.jobs.failures import CLASSES, outcome_of
 from infra.jobs.protocol import Sight
 from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan

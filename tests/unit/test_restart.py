@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.signals import (
+from infra.host.processes import ProcessId
+from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.jobs.signals import (
     SlurmJob,
     Why,
     ask_scheduler,
@@ -19,9 +21,7 @@ from infra.attempt.signals import (
     why_restarted,
     why_stopped,
 )
-from infra.attempt.stage_io import read_metrics
-from infra.jobs.processes import ProcessId
-from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan, PlannedStage

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name
 from infra.prefect_server import server
 from infra.prefect_server import state as server_state
 from infra.prefect_server.server import (

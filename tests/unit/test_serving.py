@@ -21,12 +21,13 @@ import pytest
 
 from flows.running.status import is_finished
 from infra.campaign.explain import observe_actions
-from infra.campaign.failures import classify
 from infra.foreign.calling import MARK
+from infra.jobs.failures import classify
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import Asked, Refuses, check_chat
 from infra.services.keys import known_key, service_key
-from infra.services.leases import (
+from infra.services.server import Order, Server, error_line, node_address
+from infra.store.leases import (
     LOST_AFTER_S,
     RENEW_S,
     CallLeases,
@@ -36,7 +37,6 @@ from infra.services.leases import (
     held_by_others,
     holders,
 )
-from infra.services.server import Order, Server, error_line, node_address
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError

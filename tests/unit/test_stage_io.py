@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.attempt import AttemptClosed, AttemptRun
-from infra.attempt.stage_io import AttemptIO, list_rollouts, read_metrics, read_rollouts
+from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from infra.tracking.tracker import TrackedRun, Tracker
 from refiner_core.contract.config import TrackingConfig

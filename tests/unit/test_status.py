@@ -17,10 +17,10 @@ import pytest
 from flows.cli.main import main
 from flows.cli.status import cells
 from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
-from infra.campaign.orchestrators import orchestrator_of, take_up
+from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, router_to_look
-from infra.jobs.processes import ProcessId
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError

@@ -13,10 +13,10 @@ from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
 from infra.campaign.campaign import Campaign
 from infra.campaign.history import read_events
-from infra.campaign.orchestrators import orchestrator_of, take_up
 from infra.campaign.together import SharedRouter
 from infra.jobs.dispatch import Router
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.sweep_records import SweepRecord

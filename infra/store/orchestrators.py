@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store.layout import call_title
 from infra.store.record_files import now_text
 from infra.store.workspace import Workspace

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from infra.campaign.orchestrators import orchestrator_of
 from infra.store import atomic
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 
 log = logging.getLogger(__name__)

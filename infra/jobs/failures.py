@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.disk.room import chain_of, is_no_space, says_no_space
+from infra.store.room import chain_of, is_no_space, says_no_space
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

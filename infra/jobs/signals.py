@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
-from infra.jobs.processes import host_name
+from infra.host.processes import host_name
 from refiner_core.contract.records import FailureClass
 
 log = logging.getLogger(__name__)
