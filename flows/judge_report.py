@@ -241,6 +241,15 @@ def ask_once(
     if any(part is not None for part in given):
         request = JudgeRequest(kind, question or "", text or "", reference or "")
         _require_said(request)
+    return ask_judge(workspace, config, request)
+
+
+def ask_judge(
+    workspace: Workspace, config: JudgeConfig, request: JudgeRequest | None = None
+) -> Asked:
+    """Ask the judge of a configuration one question, an example by default; errors as of
+    :func:`ask_once`."""
+    request = _example("rubric") if request is None else request
     with endpoints_by_hand(workspace, config) as endpoints:
         judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
         try:

@@ -56,8 +56,8 @@ def _gpus(look: Look) -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         yield _none(look, "this machine has no `nvidia-smi`: no GPU, or no driver")
         return
-    answer = ask(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"],
-                 _SMI_S)  # fmt: skip
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    answer = ask(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
     if answer.hung:
         yield Finding(
             *(_AREA, "driver", doubtful(needed), f"`nvidia-smi` gave {answer.last_line}"),
@@ -168,10 +168,11 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     yield _usable(look, value)
     for row, capability in zip(rows, value.get("capabilities", ()), strict=False):
         arch = f"sm_{capability[0]}{capability[1]}"
-        if value["arches"] and not _runs(arch, value["arches"]):
+        built = ", ".join(value["arches"])
+        if built and not _runs(arch, value["arches"]):
             yield Finding(
                 *(_AREA, f"GPU {row['index']}", doubtful(needed)),
-                f"{row['name']} is {arch}, and this torch is built for {', '.join(value['arches'])}",
+                f"{row['name']} is {arch}, and this torch is built for {built}",
                 mend=install("--force-reinstall", "torch>=2.13,<2.15"),
             )
     yield from _kernels(look, value)

@@ -39,6 +39,8 @@ class Look:
         Ask nobody outside this machine and its cluster.
     on_node
         This is a compute node, where a job of ours looks.
+    asked_gpus
+        GPUs that this job has asked for.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -46,6 +48,7 @@ class Look:
     stages: tuple[PlannedStage, ...] = ()
     offline: bool = False
     on_node: bool = False
+    asked_gpus: int = 0
 
     @property
     def workspace(self) -> Path:
@@ -80,7 +83,7 @@ class Look:
     @property
     def gpus(self) -> int:
         """The most GPUs that a stage asks for on the machine that is looked at."""
-        return max((s.resources.gpus for s in self.here(self.stages)), default=0)
+        return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
 
     @property
     def rollout_servers(self) -> str:
@@ -94,6 +97,12 @@ class Look:
         if "rft" in config.stages and config.sample.generation_backend == "vllm":
             return "sample"
         return ""
+
+    @property
+    def serves_here(self) -> bool:
+        """Whether servers of models would be started on the machine that is looked at."""
+        kinds = [s.kind for s in self.here(self.stages)]
+        return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
 
     @property
     def judge_engine(self) -> str:

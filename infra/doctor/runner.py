@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from infra.doctor.finding import Finding
+from infra.doctor.finding import Finding, State
 from infra.doctor.look import Check, Look
 from refiner_core.contract.errors import RefinerError
 
@@ -115,13 +115,12 @@ class _Job:
 
 
 def _looked(check: Check, look: Look) -> Iterable[Finding]:
+    state: State = "broken" if check.needed(look) else "warning"
     try:
         return list(check.look(look))
     except RefinerError as error:
-        state = "broken" if check.needed(look) else "warning"
         return [Finding(check.area, check.name, state, error.what, mend=error.fix)]
     except OSError as error:
-        state = "broken" if check.needed(look) else "warning"
         what = f"the system refused: {error}"
         return [Finding(check.area, check.name, state, what, mend=check.hung)]
     except Exception as error:  # the others' findings are worth having all the same

@@ -99,10 +99,10 @@ def _accounting(look: Look) -> Iterator[Finding]:
     if not kind or kind.endswith("/none"):
         yield Finding(
             *(_AREA, "accounting", "missing"),
-            f"it is off: how a job ended is learned from the controller, which forgets after {age}",
+            f"it is off: how jobs ended is asked of the controller, which forgets after {age}",
             mend="AccountingStorageType=accounting_storage/slurmdbd",
-            why="a line of slurm.conf, for who runs the cluster: without it, a job that ended while "
-            "nobody looked counts as killed",
+            why="a line of slurm.conf, for who runs the cluster: without it, a job that ended "
+            "while nobody looked counts as killed",
         )
         return
     answer = ask(["sacct", "--noheader", "--allocations", "--starttime=now-1hour"], SLURM_S)
@@ -143,7 +143,7 @@ def _settings(look: Look) -> Iterator[Finding]:
             f"MaxArraySize={most}, and profile {look.profile.name!r} has array_size "
             f"{look.profile.array_size}",
             mend=f"array_size: {int(most) - 1}",
-            why=f"a line of the profile ({look.config.dispatch.profile or 'a copy of the default'})",
+            why=f"a line of profile {look.profile.name!r}, or of a copy of it",
         )
 
 
@@ -172,7 +172,8 @@ def _named(place: Place, name: str, needed: bool) -> Iterator[Finding]:
         if wanted and there is not None and wanted not in there:
             yield Finding(
                 *(_AREA, "profile", doubtful(needed)),
-                f"profile {name!r} names partition {wanted!r}; there are {', '.join(sorted(there))}",
+                f"profile {name!r} names partition {wanted!r}; there are "
+                f"{', '.join(sorted(there))}",
                 mend=f"partition: {sorted(there)[0]}" if there else "sinfo",
                 why="a line of the profile",
             )
@@ -180,13 +181,13 @@ def _named(place: Place, name: str, needed: bool) -> Iterator[Finding]:
         return
     me = getpass.getuser()
     asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={me}")
-    for field, wanted in (("account", place.account), ("qos", place.qos)):
-        mine = _first_words(*asked, f"format={field}") if wanted else None
-        mine = {one for text in mine or () for one in text.split(",") if one}
-        if wanted and mine and wanted not in mine:
+    for field, value in (("account", place.account), ("qos", place.qos)):
+        found = _first_words(*asked, f"format={field}") if value else None
+        mine = {one for text in found or () for one in text.split(",") if one}
+        if value and mine and value not in mine:
             yield Finding(
                 *(_AREA, "profile", doubtful(needed)),
-                f"profile {name!r} names {field} {wanted!r}; you have {', '.join(sorted(mine))}",
+                f"profile {name!r} names {field} {value!r}; you have {', '.join(sorted(mine))}",
                 mend=f"{field}: {sorted(mine)[0]}",
                 why="a line of the profile",
             )

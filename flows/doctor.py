@@ -1,0 +1,252 @@
+"""`refiner doctor` as a function: what of this machine works, with or without a recipe in mind.
+
+In: a recipe or none, overrides. Out: :class:`~infra.doctor.finding.Finding` values. The checks of
+machine and services are in :mod:`infra.doctor`; here are those that need a recipe's plan, its
+forecast of the disk, and its judge.
+
+>>> from flows.doctor import examine
+>>> [f.what for f in examine(only=("python",)) if f.state == "broken"]
+[]
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look, absent, doubtful, gib
+from infra.doctor.runner import AREAS, all_checks, run_checks
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.loading import apply_overrides, load_recipe, suggest
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.services import asks_judge, serves
+
+#: How long a job may take until it is there, seconds; see ``--job``.
+JOB_WAIT_S = 120.0
+_JUDGE_S = 60.0
+
+
+def examine(
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    offline: bool = False,
+    only: Sequence[str] = (),
+    job: bool = False,
+    wait_s: float = JOB_WAIT_S,
+    limit_s: float | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Finding]:
+    """Look at this machine; changes nothing.
+
+    Parameters
+    ----------
+    recipe
+        What it needs is ``broken`` where it does not work; without one, what is not there is
+        ``missing``.
+    overrides
+        ``key=value`` words, on the recipe or on the defaults.
+    offline
+        Ask nobody outside this machine and its cluster.
+    only
+        Areas to look at (default: all of :data:`~infra.doctor.runner.AREAS`).
+    job
+        Also submit a tiny job, and report from its node; waits for it at most ``wait_s`` seconds.
+    limit_s
+        No check gets more than this, seconds.
+    tell
+        Told how many of how many checks are done.
+
+    Raises
+    ------
+    ConfigurationError
+        A recipe, override or area that there is not.
+    """
+    for area in only:
+        if area not in AREAS:
+            raise ConfigurationError(
+                f"There is no area {area!r}.{suggest(area, AREAS)}",
+                expected="one of: " + ", ".join(AREAS),
+                fix="see `refiner doctor --help`",
+            )
+    config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
+    plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
+    words = shlex.join([recipe, *overrides]) if recipe else ""
+    look = Look(config, words, tuple(plan.stages) if plan else (), offline)
+    checks = [*_recipe_checks(plan, refusal, look), *all_checks()]
+    if job:
+        checks.append(_job_check(look, wait_s))
+    chosen = [c for c in checks if not only or c.area in only]
+    return run_checks(chosen, look, limit_s=limit_s, tell=tell)
+
+
+def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Findings for scripts. ``works`` is False where something that was asked for does not."""
+    from dataclasses import asdict
+
+    return {
+        "version": 1,
+        "works": all(f.ok for f in findings),
+        "findings": [asdict(f) for f in findings],
+    }
+
+
+def _defaults(overrides: Sequence[str]) -> RecipeConfig:
+    words = list(overrides)
+    given = {word.partition("=")[0] for word in words}
+    if given & {"judge.base_url", "judge.base_urls"} and "judge.kind" not in given:
+        words.append("judge.kind=openai")
+    return apply_overrides(RecipeConfig(), words)
+
+
+def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, RefinerError | None]:
+    from flows.running.calls import check_supported, make_recipe_plan
+
+    try:
+        plan = make_recipe_plan(recipe, overrides)
+        check_supported(plan.config)
+    except RefinerError as error:
+        return None, error
+    return plan, None
+
+
+def _job_check(look: Look, wait_s: float) -> Check:
+    from infra.doctor.node import node_check
+
+    if not look.on_slurm:
+        raise ConfigurationError(
+            "--job looks at a compute node, and jobs run on this machine "
+            "(dispatch.executor=local).",
+            expected="a recipe, or overrides, that name Slurm and your cluster's profile",
+            fix="refiner doctor --job dispatch.executor=slurm dispatch.profile=PROFILE",
+        )
+    return node_check(wait_s)
+
+
+# ---------------------------------------------------------------- what needs the recipe
+
+
+def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) -> list[Check]:
+    checks = [
+        Check(
+            *("judge", "judge", _judge),
+            limit_s=_JUDGE_S,
+            needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
+            hung="curl --max-time 10 JUDGE/models",
+        )
+    ]
+    if look.recipe:
+        checks.append(
+            Check("recipe", "plan", lambda _: _plan(plan, refusal, look), needed=lambda _: True)
+        )
+    if plan is not None:
+        checks.append(Check("workspace", "forecast", lambda _: _forecast(plan, look), limit_s=60))
+    return checks
+
+
+def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
+    if refusal is not None:
+        yield Finding(
+            *("recipe", "plan", "broken", refusal.what),
+            mend=f"refiner plan {look.recipe}",
+            why=refusal.fix,
+        )
+        return
+    assert plan is not None
+    from flows.checking.memory import planning_notes
+
+    names = ", ".join(s.name for s in plan.stages)
+    yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")
+    for note in planning_notes(plan):
+        yield Finding("recipe", "note", "warning", note, mend=f"refiner plan {look.recipe}")
+
+
+def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:
+    from flows.disk import planned_room
+
+    room = planned_room([plan])
+    needed, free = room.forecast.needed_bytes, room.free_bytes
+    unknown = f"; of {', '.join(room.forecast.unknown)} nothing is known" if (
+        room.forecast.unknown) else ""  # fmt: skip
+    what = (
+        f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free{unknown}"
+    )
+    if room.fits:
+        yield Finding("workspace", "forecast", "ok", what)
+        return
+    yield Finding(
+        *("workspace", "forecast", "warning", what),
+        mend=f"refiner plan {look.recipe} --fit",
+        why="the run pauses when the disk is full, and goes on when there is room",
+    )
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def _judge(look: Look) -> Iterator[Finding]:
+    """One real question, as `refiner judge ask` puts it."""
+    judge = look.config.judge
+    if look.recipe and not asks_judge(look.config):
+        return
+    if judge.kind == "lexical":
+        yield Finding("judge", "judge", "ok", f"{judge.model}: word overlap, needs no server")
+        return
+    if judge.base_url or judge.base_urls:
+        yield from _key(judge)
+        yield _answer(look, judge)
+    elif serves(judge):
+        served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
+        yield Finding("judge", "judge", "ok", f"{served}; its environment stands under vllm")
+    else:
+        yield Finding(
+            *("judge", "judge", absent(look.recipe), f"nothing says where {judge.model} answers"),
+            mend=f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
+            why="rubrics and citations are scored by it",
+        )
+
+
+def _key(judge: JudgeConfig) -> Iterator[Finding]:
+    name = judge.api_key_env
+    set_ = bool(os.environ.get(name))
+    what = f"{name} is {'set' if set_ else 'not set: the server is asked without a key'}"
+    yield Finding("judge", "key", "ok" if set_ else "missing", what,
+                  mend="" if set_ else f"export {name}=KEY", why="" if set_ else
+                  "only where the server asks for one")  # fmt: skip
+
+
+def _answer(look: Look, judge: JudgeConfig) -> Finding:
+    from flows.judge_report import ask_judge
+    from infra.store.workspace import Workspace
+
+    mend = shlex.join(["refiner", "judge", "ask", *_as_overrides(judge)])
+    try:
+        asked = ask_judge(Workspace.read_only(look.workspace), judge)
+    except RefinerError as error:
+        return Finding(
+            *("judge", "judge", doubtful(look.recipe), error.what), mend=mend, why=error.fix
+        )
+    what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"
+    if asked.judgement.status == "scored":
+        return Finding("judge", "judge", "ok", what)
+    return Finding(
+        *("judge", "judge", doubtful(look.recipe)),
+        f"{what}, but gave no score ({asked.judgement.status})",
+        mend=mend,
+        why="a judgement without a score takes its rollout out of the loss",
+    )
+
+
+def _as_overrides(judge: JudgeConfig) -> list[str]:
+    words = [f"judge.model={judge.model}"]
+    if judge.base_url:
+        words.insert(0, f"judge.base_url={judge.base_url}")
+    else:
+        words.insert(0, f"judge.base_urls=[{','.join(judge.base_urls)}]")
+    if judge.api_key_env != JudgeConfig().api_key_env:
+        words.append(f"judge.api_key_env={judge.api_key_env}")
+    return words

@@ -1,0 +1,184 @@
+"""A look from a compute node: one tiny job, through the same profile and code snapshot as stages.
+
+In: a :class:`~infra.doctor.look.Look` of the machine that submits. Out: findings of area ``node``,
+made there by this module's own :func:`main` and read back through the workspace. The job runs what
+a worker would run: the profile's interpreter on a code snapshot, in the profile's setup. Its folder
+below the workspace is removed at the end, and a job that has not started by then is cancelled.
+
+    python -m infra.doctor.node --workspace FOLDER GPUS 1      # by the job
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look, ask
+from infra.doctor.runner import run_checks
+from infra.doctor.scratch import scratch_in
+from infra.doctor.slurm_config import SLURM_S
+from infra.jobs.protocol import JobRequest
+from infra.jobs.worker_command import WorkerCommand
+from infra.slurm.submission import Submission, Submitter
+from infra.store import atomic
+from infra.store.snapshot import snapshot_code
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig, Resources
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.records import from_json, to_json
+
+_AREA = "node"
+_REPORT, _LOOK = "node.json", "look.json"
+_NODE_S = 60.0
+_WHY = "stages run there"
+
+
+def node_check(wait_s: float) -> Check:
+    """The check that submits a job and waits for it, at most so long."""
+    return Check(
+        *(_AREA, "job", lambda look: _visit(look, wait_s)),
+        limit_s=wait_s + 60,
+        needed=lambda look: look.on_slurm,
+        hung="squeue --me",
+    )
+
+
+def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
+    with scratch_in(look.workspace) as folder:
+        atomic.write_json(folder / _LOOK, {"config": to_json(look.config), "recipe": look.recipe})
+        gpus = min(1, max((s.resources.gpus for s in look.stages), default=0))
+        began, name = time.time(), f"refiner-doctor-{folder.name[-8:]}"
+        try:
+            job = _submit(look, folder, name, gpus)
+        except RefinerError as error:
+            yield Finding(_AREA, "job", "broken", error.what, mend="sinfo --long", why=_WHY)
+            return
+        try:
+            found = _wait(folder, job, began + wait_s)
+        finally:
+            ask(["scancel", "--quiet", job], SLURM_S)
+        if isinstance(found, Finding):
+            yield found
+        else:
+            yield from _told(found, time.time() - began)
+
+
+def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
+    """A job of one core, a minute or two, and a GPU where the recipe has stages with GPUs."""
+    code = snapshot_code(Workspace.open(folder / "workspace"))
+    resources = Resources(gpus=gpus, cpus=1, memory_gb=2 if gpus else 1, time_limit_min=3)
+    request = JobRequest(str(gpus), 1, name, resources, code=code.path, needs_network=True)
+    python = look.profile.python or sys.executable
+    worker = WorkerCommand(folder, ("-m", "infra.doctor.node"), python)
+    command = worker.arguments(request, offline=not look.profile.network)
+    (folder / "submitit").mkdir()
+    work = Submission(name, folder / "submitit", (request,), (command,))
+    return Submitter(look.profile, python).submit(work)[0]
+
+
+def _wait(folder: Path, job: str, until: float) -> dict[str, object] | Finding:
+    """What the job has written; or why there is nothing."""
+    over = 0
+    while time.time() < until:
+        found = atomic.read_json(folder / _REPORT)
+        if found is not None:
+            return dict(found)
+        state = _state(job)
+        over = over + 1 if state == "" else 0
+        if over > 2:  # files may be seen a little later than the end of a job
+            return Finding(
+                *(_AREA, "job", "broken", f"job {job} ended without a word: {_log(folder)}"),
+                mend=f"scontrol show job {job}",
+                why=_WHY,
+            )
+        time.sleep(0.5)
+    return Finding(
+        *(_AREA, "job", "warning", f"job {job} has not started: {_state(job) or 'it is gone'}"),
+        mend="refiner doctor --job --wait 600",
+        why="it was cancelled; how a compute node is, is not known",
+    )
+
+
+def _state(job: str) -> str | None:
+    """State and reason; empty if the queue does not have it, None if nobody can say."""
+    answer = ask(["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"], SLURM_S)
+    if answer.hung or answer.code is None:
+        return None
+    return answer.out.strip()
+
+
+def _log(folder: Path) -> str:
+    text = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("submitit/*.err")))
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "its log is empty, or is not seen from here"
+
+
+def _told(found: dict[str, object], seconds: float) -> Iterator[Finding]:
+    node = str(found["node"])
+    yield Finding(
+        *(_AREA, "job", "ok"),
+        f"{node} sees the workspace; Python {found['python']} imports refiner from a code "
+        f"snapshot; {seconds:.1f} s from sbatch to its word",
+    )
+    written = found["written_at"]
+    off = (float(str(found["clock"])) - float(str(written))) if written is not None else 0.0
+    if abs(off) > 5:
+        yield Finding(
+            *(_AREA, "clock", "warning", f"{off:+.0f} s against the file system's"),
+            mend="chronyc tracking",
+            why="times in logs; no decision rests on it",
+        )
+    else:
+        yield Finding(_AREA, "clock", "ok", f"{node} agrees with the file system's within 5 s")
+    for value in found["findings"]:  # type: ignore[attr-defined]
+        one = Finding(**value)
+        yield replace(one, area=_AREA, name=f"{one.area}: {one.name}")
+
+
+# ---------------------------------------------------------------- there
+
+
+def main(argv: list[str] | None = None) -> int:
+    """What the job runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workspace", type=Path, required=True)
+    parser.add_argument("gpus", type=int)
+    parser.add_argument("attempt")
+    given = parser.parse_args(argv)
+    noted = json.loads((given.workspace / _LOOK).read_text())
+    config = from_json(RecipeConfig, noted["config"])
+    look = Look(config=config, recipe=noted["recipe"], on_node=True, asked_gpus=given.gpus)
+    stamp = given.workspace / "stamp"
+    stamp.write_text("x")
+    value = {
+        "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "python": sys.version.split()[0],
+        "clock": time.time(),
+        "written_at": stamp.stat().st_mtime,
+        "findings": [asdict(f) for f in _there(look, given.gpus)],
+    }
+    atomic.write_json(given.workspace / _REPORT, value)
+    return 0
+
+
+def _there(look: Look, gpus: int) -> list[Finding]:
+    from infra.doctor import gpu, machine, network, serving, workspace
+
+    names = ("cores", "memory", "memory as a folder", "file system")
+    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
+    checks += network.CHECKS
+    checks += serving.CHECKS
+    checks += gpu.CHECKS if gpus else ()
+    return run_checks(checks, look, limit_s=_NODE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
