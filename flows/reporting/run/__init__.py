@@ -1,0 +1,16 @@
+"""The report of one run: gathered from its records, and written as a page, JSON and Markdown.
+
+::
+
+    records ──> reading ──> stages, curves, numbers, examples, cost, facts
+                                      └──> gather ──> RunReport ──> writing
+
+Reads only but for the files that it writes: asks no scheduler, needs neither torch nor Prefect,
+and works while the run goes on, after it failed, and after most of its files were reclaimed. What
+cannot be read is a warning in the report.
+"""
+
+from flows.reporting.run.gather import report_of_run
+from flows.reporting.run.writing import WrittenRun, write_run_report
+
+__all__ = ["WrittenRun", "report_of_run", "write_run_report"]

@@ -1,0 +1,225 @@
+"""A row per stage of a run, with all its attempts; what went wrong; how the run stands as a whole.
+
+In: a :class:`~flows.reporting.run.reading.RunReading`. Out: rows, incidents, a state in words. The
+states are those of `refiner status`, but no scheduler is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flows.reporting.run.reading import RunReading
+from flows.running.status import RunStatus, StageStatus, Watcher, orchestrator_text
+from flows.sweeping.use import Use, UseReader
+from infra.campaign.history import read_events
+from infra.campaign.timeline import StageHistory, first_line, incidents_of, last_step
+from infra.disk.stock import edges_of
+from infra.store.workspace import Workspace
+from refiner_core.contract.records import Attempt, RunRecord
+from refiner_core.contract.services import is_service
+from refiner_core.report.printing import counted
+from refiner_core.report.run.document import AttemptRow, IncidentLine, StageRow
+
+RunState = Literal["running", "done", "failed", "stopped"]
+#: How many calls before this one are looked through for who made a stage that was skipped.
+_MOST_RUNS = 200
+_FAILED = ("failed", "unreadable")
+#: What of a word an incident or a state may take.
+_WORD = 240
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands: for the head of its report."""
+
+    state: RunState
+    text: str
+    ended_at: str
+
+
+def look(reading: RunReading) -> RunStatus | None:
+    """`refiner status` of the stages that can be read; None where even that cannot be."""
+    readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
+    run = replace(reading.run, stages=readable)
+    return reading.tried("How the run stands", _watched, reading.workspace, run)
+
+
+def _watched(workspace: Workspace, run: RunRecord) -> RunStatus:
+    return Watcher(workspace, run, ask=False).look()
+
+
+def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow, ...]:
+    """Every stage, in the order of work."""
+    known = {} if status is None else {s.name: s for s in status.stages}
+    reader = UseReader(reading.workspace)
+    makers = _makers(reading)
+    ids = {i: n for n, i in reading.run.stages.items()}
+    edges = reading.tried("Which stages need which", edges_of, reading.run) or {}
+    rows = []
+    for name in reading.names:
+        inputs = tuple(dict.fromkeys(ids[i] for i in edges.get(name, ()) if i in ids))
+        row = _row(reading, name, known.get(name))
+        row = replace(row, inputs=inputs, made_by=makers.get(name, ""))
+        history = reading.histories.get(name)
+        if history is not None and history.record.attempts:
+            use = reading.tried(f"What {name} has used", reader.of, reading.run.stages[name])
+            row = _with_use(row, use, history)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow:
+    stage_id = reading.run.stages[name]
+    kind, _, fingerprint = stage_id.rpartition("-")
+    history = reading.histories.get(name)
+    row = StageRow(name=name, kind=kind, id=stage_id, fingerprint=fingerprint, state="waiting")
+    if name in reading.unreadable:
+        return replace(row, state="unreadable", reason=reading.unreadable[name])
+    if history is None:
+        return row if status is None else replace(row, state=status.state, reason=status.reason)
+    spec, result = history.record.spec, history.record.result
+    row = replace(
+        row,
+        kind=spec.kind,
+        fingerprint=spec.fingerprint,
+        state=status.state if status is not None else history.record.state,
+        reason=first_line(status.reason, _WORD) if status is not None else "",
+        skipped=reading.skipped(name),
+        step=None if status is None else status.step,
+        total=None if status is None else status.total,
+        attempts=tuple(_attempt(reading, history, a) for a in history.record.attempts),
+    )
+    if result is None:
+        return row
+    folder = reading.workspace.layout.stage(stage_id).data / result.output_dir
+    size = sum(file.bytes for file in result.files)
+    return replace(row, output=str(folder), output_bytes=size)
+
+
+def _with_use(row: StageRow, use: Use | None, history: StageHistory) -> StageRow:
+    if use is None:
+        return row
+    queued = any(a.executor != "local" and a.started_at for a in history.record.attempts)
+    return replace(
+        row,
+        seconds=use.seconds,
+        queue_seconds=use.queue_seconds if queued else None,
+        lost_seconds=use.lost_seconds,
+        gpu_hours=use.gpu_hours,
+        cpu_hours=use.cpu_hours,
+    )
+
+
+def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt) -> AttemptRow:
+    outcome = attempt.outcome
+    seconds = attempt.seconds
+    if seconds is None:
+        seconds = history.beats.get(attempt.number, {}).get("seconds")
+    ended: str = "under way" if outcome is None else outcome.failure
+    result = history.record.result
+    if (outcome is None or outcome.failure == "none") and result is not None:
+        ended = "done" if attempt.number == result.attempt else ended
+    return AttemptRow(
+        number=attempt.number,
+        began_at=attempt.started_at or attempt.claimed_at,
+        ended_at=attempt.ended_at or "",
+        seconds=None if seconds is None else round(float(seconds), 1),
+        outcome=ended,
+        text="" if outcome is None else first_line(outcome.message, _WORD),
+        node=attempt.node,
+        job_id=attempt.job_id or "",
+        log=str(reading.workspace.layout.attempt(history.stage_id, attempt.number).log),
+        reached_step=last_step(history, attempt),
+    )
+
+
+# ---------------------------------------------------------------- who made what was there
+
+
+def _makers(reading: RunReading) -> dict[str, str]:
+    """Stage name -> the call that made it, for stages that this one did not claim itself."""
+    mine = _claimed(reading.events)
+    wanted = {
+        name: (reading.run.stages[name], result.attempt)
+        for name in reading.histories
+        if (result := reading.result(name)) is not None and (name, result.attempt) not in mine
+    }
+    found: dict[str, str] = {}
+    others = [r for r in reading.workspace.run_ids() if r != reading.run.run]
+    for run_id in reversed(others[-_MOST_RUNS:]):
+        if not set(wanted) - set(found):
+            break
+        made = reading.tried(f"Run {run_id}", _made_by, reading, run_id, wanted)
+        found |= {name: run_id for name in made or () if name not in found}
+    return found
+
+
+def _made_by(reading: RunReading, run_id: str, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Which of the stages (name -> id, attempt) a call has made."""
+    run = reading.workspace.read_run(run_id)
+    named = {stage_id: name for name, stage_id in run.stages.items()}
+    here = {n: w for n, w in wanted.items() if w[0] in named}
+    if not here:
+        return []
+    claimed = _claimed(read_events(reading.workspace.layout.run(run_id).events))
+    return [name for name, (i, attempt) in here.items() if (named[i], attempt) in claimed]
+
+
+def _claimed(events: Sequence[Mapping[str, object]]) -> set[tuple[str, int]]:
+    """Stage names and attempts that a call has begun."""
+    claims = (e for e in events if e.get("event") == "claim")
+    return {(str(e.get("stage")), int(str(e.get("attempt") or 0))) for e in claims}
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
+    """What went wrong in the stages that this run has worked on, oldest first."""
+    histories = [reading.histories[name] for name in reading.own()]
+    found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
+    return tuple(IncidentLine(i.at, i.stage, i.text, i.resolved) for i in found or ())
+
+
+def standing_of(
+    reading: RunReading, status: RunStatus | None, rows: Sequence[StageRow]
+) -> Standing:
+    """The run's state, and a sentence about it."""
+    working = [r for r in rows if not is_service(r.id)]
+    done = [r for r in working if r.state == "done"]
+    if status is not None and status.orchestrator.works:
+        return Standing("running", _working_text(working, len(done)), "")
+    ended_at = _ended_at(reading, rows)
+    if len(done) == len(working):
+        skipped = sum(r.skipped for r in done)
+        text = f"{counted(len(done), 'stage')} done"
+        if skipped:
+            text += f", {skipped} of them before this run began"
+        return Standing("done", f"{text}.", ended_at)
+    failed = [r for r in working if r.state in _FAILED]
+    if failed:
+        why = f": {failed[0].reason.rstrip('.')}" if failed[0].reason else ""
+        names = ", ".join(r.name for r in failed)
+        return Standing("failed", f"{names} failed{why}.", ended_at)
+    who = "" if status is None else f" ({orchestrator_text(status.orchestrator, finished=False)})"
+    text = f"{len(done)} of {counted(len(working), 'stage')} done; nobody works on it{who}."
+    return Standing("stopped", text, ended_at)
+
+
+def _working_text(rows: Sequence[StageRow], done: int) -> str:
+    busy = [r for r in rows if r.state in ("running", "queued", "suspended", "paused")]
+    parts = [
+        f"{r.name} {r.state}" + (f" at {r.step} of {r.total}" if r.total and r.step else "")
+        for r in busy
+    ]
+    said = f": {', '.join(parts)}" if parts else ""
+    return f"{done} of {counted(len(rows), 'stage')} done{said}."
+
+
+def _ended_at(reading: RunReading, rows: Sequence[StageRow]) -> str:
+    """When the last thing happened that the run's records tell of."""
+    times = [a.ended_at for r in rows if not r.skipped for a in r.attempts]
+    times += [str(event.get("at") or "") for event in reading.events[-1:]]
+    return max(filter(None, times), default="")
