@@ -12,6 +12,7 @@ forecast of the disk, and its judge.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from refiner_core.contract.services import asks_judge, serves
 #: How long a job may take until it is there, seconds; see ``--job``.
 JOB_WAIT_S = 120.0
 _JUDGE_S = 60.0
+_SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)*=[^\s`;,)]+")
 
 
 def examine(
@@ -108,9 +110,12 @@ def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, Refine
 
     try:
         plan = make_recipe_plan(recipe, overrides)
-        check_supported(plan.config)
     except RefinerError as error:
         return None, error
+    try:
+        check_supported(plan.config)
+    except RefinerError as error:
+        return plan, error
     return plan, None
 
 
@@ -152,7 +157,7 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     if refusal is not None:
         yield Finding(
             *("recipe", "plan", "broken", refusal.what),
-            mend=f"refiner plan {look.recipe}",
+            mend=f"refiner doctor {look.recipe}{_setting(refusal.fix)}",
             why=refusal.fix,
         )
         return
@@ -163,6 +168,12 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
         yield Finding("recipe", "note", "warning", note, mend=f"refiner plan {look.recipe}")
+
+
+def _setting(fix: str) -> str:
+    """The first `key=value` that a refusal proposes."""
+    found = _SETTING.search(fix)
+    return f" {found[0]}" if found else ""
 
 
 def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:

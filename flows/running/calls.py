@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flows.checking.model_checks import check_model_files
+from flows.checking.server_programs import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.status import find_run, unfinished_runs
 from infra.campaign.history import run_incidents
-from infra.campaign.orchestrators import take_up
 from infra.jobs.dispatch import make_router
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
@@ -88,6 +89,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     """
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
+    check_server_programs(plan)
     check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
@@ -100,6 +102,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
     _warn_of_room(plan, recipe, overrides)
     _say_notes(plan)
+    warn_of_silence(plan.config)
     return with_room(plan.config, begin)
 
 
@@ -112,7 +115,7 @@ def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
     if room.fits:
         return
     command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
-    _say(
+    say(
         f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
         f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
         f"What would fit: {command}"
@@ -124,7 +127,20 @@ def _say_notes(plan: Plan) -> None:
     from flows.checking.memory import planning_notes
 
     for note in planning_notes(plan):
-        _say(note)
+        say(note)
+
+
+def warn_of_silence(config: RecipeConfig) -> None:
+    """Say beforehand that nobody will be told by the webhook; the run goes on all the same."""
+    from flows.notifying.channels import webhook_address
+
+    variable = config.notify.webhook
+    if variable is not None and not webhook_address(variable):
+        say(
+            f"Nobody will be told of this run by notify.webhook: the environment variable "
+            f"{variable} holds no http(s) address. Export it where you call `refiner`, and look "
+            f"with `refiner notify test notify.webhook={variable}`"
+        )
 
 
 def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
@@ -139,10 +155,11 @@ def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
     from infra.disk.keeper import DiskKeeper
 
     keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
-    return when_there_is_room(action, keeper, config.disk, _say)
+    return when_there_is_room(action, keeper, config.disk, say)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line on standard error."""
     print(f"refiner: {text}", file=sys.stderr, flush=True)
 
 
@@ -299,6 +316,7 @@ class Showing:
 
 def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
     """Take a recorded call up and work on it to its end."""
+    from flows.notifying.watching import watch_run
     from flows.picture.feed import Story
     from flows.running.console import Console
     from flows.running.pipeline import run_pictured
@@ -307,6 +325,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     from infra.disk.watch import DiskEvent, DiskWatch
 
     router = make_router(plan.config.dispatch, workspace)
+    before = orchestrator_of(workspace, run.run)
     take_up(workspace, run.run, regardless=showing.take_over)
     if showing.resumed:
         workspace.withdraw_cancel(run.run)
@@ -320,6 +339,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     def tell(event: DiskEvent) -> None:
         campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
+    hears = watch_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
     with DiskWatch(keeper, campaign.next_save_bytes, tell):
         views = run_pictured(
             campaign,
@@ -328,6 +348,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
             use_server=showing.use_server,
             console=console,
             story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
+            hears=hears,
         )
     return RunOutcome(run.run, plan, views)
 
@@ -357,7 +378,7 @@ def check_hub_access(config: RecipeConfig) -> None:
     from infra.hub.preflight import check_hub
 
     for warning in check_hub(config):
-        _say(warning)
+        say(warning)
 
 
 def check_supported(config: RecipeConfig) -> None:

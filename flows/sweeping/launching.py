@@ -12,15 +12,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flows.checking.server_programs import check_server_programs
 from flows.disk import planned_room
+from flows.notifying.hears import Hears
+from flows.notifying.watching_sweeps import watch_sweep
 from flows.picture.feed import Story
-from flows.reporting.live import LivePage
-from flows.running.calls import check_hub_access, check_supported, with_room
+from flows.running.calls import check_hub_access, check_supported, say, warn_of_silence, with_room
 from flows.running.pipeline import run_drawn
 from flows.sweeping.canary import find_canary
 from flows.sweeping.console import SweepConsole
 from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
+from flows.sweeping.live import LivePage
 from flows.sweeping.picture import Graph
 from flows.sweeping.reading import last_words, use_file
 from flows.sweeping.supervisor import Outlook, Supervisor
@@ -34,7 +37,7 @@ from infra.disk.watch import DiskEvent, DiskWatch
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import take_up
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.services import is_service
@@ -111,6 +114,7 @@ def check_launch(plan: SweepPlan) -> None:
     """
     check_arms(plan)
     check_hub_access(config_of(plan))
+    warn_of_silence(config_of(plan))
 
 
 def check_arms(plan: SweepPlan) -> None:
@@ -118,6 +122,7 @@ def check_arms(plan: SweepPlan) -> None:
     :func:`flows.running.calls.check_supported`."""
     for trial in {t.arm: t for t in plan.trials}.values():
         check_supported(trial.plan.config)
+        check_server_programs(trial.plan)
 
 
 # ---------------------------------------------------------------- work
@@ -134,15 +139,20 @@ def work_on_sweep(
         Another process works on it.
     """
     call = sweep_call(record.name)
+    before = orchestrator_of(workspace, call)
     take_up(workspace, call, regardless=launch.take_over)
     workspace.withdraw_cancel(call)
     keeper = DiskKeeper(workspace, config_of(plan).disk)
     supervisor = supervisor_of(plan, record, keeper, launch)
+    notify, resumed = config_of(plan).notify, launch.resumed
+    hears = watch_sweep(supervisor, record, notify, workspace, before, resumed=resumed, say=say)
     if is_finished(plan, workspace):
         supervisor.begin()
         supervisor.step()
+        hears.over({})
+        hears.close()
     else:
-        _supervise(supervisor, keeper, launch)
+        _supervise(supervisor, keeper, launch, hears)
     _keep_use(supervisor)
     return SweepOutcome(
         record, workspace, supervisor.standing(), supervisor.held, supervisor.exit_code
@@ -158,7 +168,7 @@ def _keep_use(supervisor: Supervisor) -> None:
         log.warning("what the sweep has used is not kept: %s", error)
 
 
-def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch) -> None:
+def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch, hears: Hears) -> None:
     console = SweepConsole(supervisor, quiet=launch.quiet)
     supervisor.tell = console.note
     events = supervisor.workspace.layout.run(sweep_call(supervisor.plan.sweep.name)).events
@@ -169,7 +179,7 @@ def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch) -> No
         supervisor.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
     with DiskWatch(keeper, supervisor.next_save_bytes, tell):
-        run_drawn(supervisor, drawing, use_server=launch.use_server, console=console)
+        run_drawn(supervisor, drawing, use_server=launch.use_server, console=console, hears=hears)
 
 
 def supervisor_of(

@@ -60,15 +60,18 @@ def _endpoint(look: Look) -> Iterator[Finding]:
         reason = getattr(error, "reason", error)
         yield Finding(
             *(_AREA, "address", absent(_needed(look)), f"{address} does not answer ({reason})"),
-            mend="export HF_ENDPOINT=https://MIRROR" if not _proxied() else "env | grep -i proxy",
+            mend=_reach() if _needed(look) else "",
             why=_why(look),
         )
         return
     yield Finding(_AREA, "address", "ok", f"{address} {said}")
 
 
-def _proxied() -> bool:
-    return any(os.environ.get(n) for n in ("https_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"))
+def _reach() -> str:
+    proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    if any(os.environ.get(name) for name in proxies):
+        return f"curl --head {masked(endpoint_now())}"
+    return "export https_proxy=http://PROXY:PORT"
 
 
 def _why(look: Look) -> str:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from infra.doctor.finding import Finding, State
 from infra.slurm.profiles import Profile, load_profile
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.placement import STAGES, section_of
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
@@ -83,6 +84,9 @@ class Look:
     @property
     def gpus(self) -> int:
         """The most GPUs that a stage asks for on the machine that is looked at."""
+        if self.recipe and not self.stages and not self.on_slurm:  # there is no plan
+            named = [s for s in STAGES if s in self.config.stages]
+            return max((section_of(self.config, s).resources.gpus for s in named), default=0)
         return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
 
     @property

@@ -19,6 +19,7 @@ from infra.services.program import ServerProgram
 _AREA = "vllm"
 #: Importing vLLM and torch from a cold network file system.
 _IMPORT_S = 120.0
+_DISTRIBUTION = {"vllm": "vllm", "transformers": "'transformers[serving]'"}
 _PROBE = """
 import json, sys
 from importlib import metadata
@@ -42,9 +43,8 @@ def _rollouts(look: Look) -> Iterator[Finding]:
         else:
             yield Finding(
                 *(_AREA, "vllm", "missing", "no `vllm` on PATH"),
-                mend="python3 -m venv ~/vllm && ~/vllm/bin/pip install vllm",
-                why="grpo.generation_backend=vllm and judge.serve.engine=vllm, by "
-                "grpo.rollout_server.python=~/vllm/bin/python with the whole path",
+                mend=_make(look, "grpo.rollout_server", "vllm"),
+                why="grpo.generation_backend=vllm, and judge.serve.engine=vllm",
             )
         return
     program = ServerProgram.of(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
@@ -62,7 +62,7 @@ def _judge(look: Look) -> Iterator[Finding]:
 def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
     name, engine, needed = program.field, program.engine, look.serves_here
     why = f"{name} serves models with {engine}"
-    mend = f"python3 -m venv ~/{engine} && ~/{engine}/bin/pip install {engine}"
+    mend = _make(look, name, engine)
     if program.lacking:
         elsewhere = "" if needed else " here; `refiner doctor --job` looks at a compute node"
         return Finding(
@@ -80,17 +80,32 @@ def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
         )
     if value.get("why"):
         what = f"Python {value['python']} cannot use {engine}: {value['why']}"
-        install = shlex.join([program.python or "python3", "-m", "pip", "install", engine])
-        return Finding(_AREA, name, doubtful(needed), what, mend=install, why=why)
+        return Finding(_AREA, name, doubtful(needed), what, mend=_install(program), why=why)
     build = f"torch {value['torch']}, CUDA {value['cuda'] or 'none'}"
     what = f"{engine} {value['engine']}, {build}, sees {value['gpus']} GPUs"
     asked = look.asked_gpus if look.on_node else gpus
     if asked and needed and not value["gpus"]:
-        install = shlex.join([program.python or "python3", "-m", "pip", "install", engine])
         return Finding(
-            _AREA, name, absent(needed), what, mend=install, why=f"it needs {asked} GPUs"
+            *(_AREA, name, absent(needed), what),
+            mend=_install(program),
+            why=f"it needs {asked} GPUs",
         )
     return Finding(_AREA, name, "ok", what)
+
+
+def _install(program: ServerProgram) -> str:
+    asked = _DISTRIBUTION[program.engine]
+    return f"{shlex.quote(program.python or 'python3')} -m pip install --upgrade {asked}"
+
+
+def _make(look: Look, field: str, engine: str) -> str:
+    """An environment of its own, and the same question with it."""
+    folder, asked = f"$HOME/{engine}-env", _DISTRIBUTION[engine]
+    again = f"{look.command('doctor') if look.recipe else 'refiner doctor'}"
+    return (
+        f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && "
+        f"{again} {field}.python={folder}/bin/python"
+    )
 
 
 def _text(program: ServerProgram, *, short: bool = False) -> str:

@@ -47,7 +47,8 @@ def _commands(look: Look) -> Iterator[Finding]:
     version = ask(["sbatch", "--version"], SLURM_S)
     less = [c for c in ("sacct", "sinfo") if shutil.which(c) is None]
     without = f"; without {', '.join(less)}" if less else ""
-    yield Finding(_AREA, "commands", "ok", f"{version.out.strip()}{without}")
+    said = version.out.strip() or "they are on PATH"
+    yield Finding(_AREA, "commands", "ok", f"{said}{without}")
 
 
 def _controller(look: Look) -> Iterator[Finding]:
@@ -59,8 +60,10 @@ def _controller(look: Look) -> Iterator[Finding]:
         yield Finding(
             *(_AREA, "controller", absent(look.on_slurm)),
             f"it gives no answer ({answer.last_line})",
-            mend=_PING,
-            why="jobs that run go on; none can be started meanwhile",
+            mend="export SLURM_CONF=/etc/slurm/slurm.conf"
+            if "configuration source" in answer.last_line
+            else "sudo systemctl restart slurmctld",
+            why="starting jobs; those that run go on meanwhile",
         )
         return
     host = settings.get("ClusterName")
