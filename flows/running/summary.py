@@ -5,17 +5,12 @@ In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flows.api import RunOutcome, evaluations_of
 from infra.store.workspace import Workspace
-
-#: Metrics of the closing table of an agent; of pass@k and pass^k the largest k stands with them.
-SHOWN_OF_TASKS = ("pass@1_first", "pass@1", "pass@k", "pass^k", "partial", "turns", "episode_error")
-#: Metrics of the closing table, in this order, where an evaluation has them.
-SHOWN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "claims")
+from refiner_core.evaluation.metrics import main_metrics
 
 
 def summary_lines(outcome: RunOutcome) -> Iterator[str]:
@@ -26,7 +21,8 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
     numbers = evaluations_of(outcome.plan, workspace)
     for under, decoding in dict.fromkeys((n["under"], n["decoding"]) for n in numbers):
         here = [n for n in numbers if (n["under"], n["decoding"]) == (under, decoding)]
-        measured = f"protocol {under}" if under else "held-out prompts"
+        agent = bool(outcome.plan.config.environment.name)
+        measured = f"protocol {under}" if under else f"held-out {'tasks' if agent else 'prompts'}"
         yield ""
         yield f"{decoding} decoding, {measured} (95 % interval)"
         yield from _table(here)
@@ -98,23 +94,13 @@ def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
 
 def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     models = list(dict.fromkeys(n["stage"] for n in numbers))
-    shown = [m for m in shown_metrics(numbers) if any(n["metric"] == m for n in numbers)]
+    shown = main_metrics(str(n["metric"]) for n in numbers)
     values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
     rows = [["", *shown]]
     rows += [[model, *(values.get((model, m), "") for m in shown)] for model in models]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-
-
-def shown_metrics(numbers: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    """The metrics of a table."""
-    found = {str(n["metric"]) for n in numbers}
-    if "pass@1" not in found:
-        return SHOWN
-    most = max(int(name[5:]) for name in found if re.fullmatch(r"pass@\d+", name))
-    named = (m.replace("k", str(most)) if m in ("pass@k", "pass^k") else m for m in SHOWN_OF_TASKS)
-    return list(dict.fromkeys(named))
 
 
 def _cell(number: Mapping[str, Any]) -> str:

@@ -45,6 +45,10 @@ _BY_DOMAIN = ("success", "reward", "partial", "episode_error")
 #: has a part in these alone.
 WEIGHED = frozenset({"reward", "partial"})
 
+#: The metrics that a short table shows, in its order; of agents the largest k stands with them.
+_MAIN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "claims")
+_MAIN_OF_TASKS = ("pass@1_first", "pass@1", "pass@k", "pass^k", "partial", "turns", "episode_error")
+
 _PASS = re.compile(r"pass@1_first|pass[@^][1-9]\d*")
 _EPISODE_YES_NO = frozenset({"success", "episode_error", FIRST})
 _EPISODE_NUMBERS = frozenset({"turns", "repairs", "tool_errors"})
@@ -82,6 +86,17 @@ def metrics_of(config: RecipeConfig) -> tuple[str, ...]:
         return METRICS
     sampled = "sampled" in config.evaluate.decoding
     return episode_metrics(config.evaluate.num_samples if sampled else 1, ())
+
+
+def main_metrics(metrics: Iterable[str]) -> list[str]:
+    """Those that a short table shows, in its order."""
+    found = set(metrics)
+    ks = [int(m[5:]) for m in found if re.fullmatch(r"pass@\d+", m)]
+    if not ks:
+        return [m for m in _MAIN if m in found]
+    most = str(max(ks))
+    named = (m.replace("k", most) if m in ("pass@k", "pass^k") else m for m in _MAIN_OF_TASKS)
+    return [m for m in dict.fromkeys(named) if m in found]
 
 
 def has_metric(config: RecipeConfig, metric: str) -> bool:

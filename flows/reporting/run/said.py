@@ -1,8 +1,9 @@
 """Rows of samples and rollouts as what a model has said: text or episode, judgements, rewards.
 
 In: rows as evaluations and trainings store them. Out:
-:class:`~refiner_core.report.run.document.Said`. Pure. A reward is taken apart by the formula of :mod:`refiner_core.rewards.combine`; where the parts
-do not add up to what is recorded, they stand without their shares.
+:class:`~refiner_core.report.run.document.Said`. Pure. A reward is taken apart by the formula of
+:mod:`refiner_core.rewards.combine`; where the parts do not add up to what is recorded, they stand
+without their shares.
 """
 
 from __future__ import annotations

@@ -63,9 +63,8 @@ def write_run_report(
 
 def _write_files(written: WrittenRun, reload_s: int) -> None:
     """The page last, for it speaks of the others."""
-    from refiner_core.report.run.markdown import markdown
-
     from refiner_core.report.run.html import page  # templates are of no use to who only gathers
+    from refiner_core.report.run.markdown import markdown
 
     report, folder = written.report, written.folder
     with no_space_guard(folder, "writing the report"):
