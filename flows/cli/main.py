@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "diff": ("diff", "Compare two runs: configuration, data, code, judge, metrics, first step."),
     "nightly": ("nightly", "Evaluate checkpoints every night, and tell change from noise."),
+    "notify": ("notify", "Try how somebody is told when a run finishes, pauses or fails."),
     "track": ("track", "Send what W&B has logged offline, from a node with network."),
     "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
     "adopt": ("adopt", "Take over a dead run of anybody's: go on with it, or publish it."),
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _say(str(error), error.exit_code, as_json)
     except click.ClickException as error:
-        return _say(f"{error.format_message()} See `refiner --help`.", 2, as_json)
+        return _say(_usage_error(error), 2, as_json)
     except (KeyboardInterrupt, click.Abort):
         return _say("Stopped.", 6, as_json)
     except SystemExit:  # click's answer to a reader that has seen enough, as in `| head -1`
@@ -162,6 +163,22 @@ def _check_text(args: Sequence[str]) -> None:
                 expected="text in UTF-8",
                 fix="rename the file, or set a UTF-8 locale (e.g. LC_ALL=C.UTF-8)",
             ) from error
+
+
+def _usage_error(error: click.ClickException) -> str:
+    """What click says of a command line, with what was expected and where to read more."""
+    from refiner_core.contract.errors import ConfigurationError
+
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "refiner"
+    what, expected = error.format_message(), "options and arguments that the command has"
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) and context is not None:
+        what = f"`{path}` was given no command."
+        expected = "one of: " + ", ".join(context.command.list_commands(context))
+    elif context is not None:
+        expected = " ".join([path, *context.command.collect_usage_pieces(context)])
+    fix = f"see `{path} --help`"
+    return ConfigurationError(what, expected=expected, fix=fix).paragraph()
 
 
 def _os_exit_code(error: OSError) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.nightly.channels import ChannelFailed, send
+from flows.nightly.channels import send
 from flows.nightly.reading import Reading
+from flows.notifying.channels import ChannelFailed
 from infra.store.nightly_records import NightlyRecords
 from refiner_core.nightly.series import Series
 from refiner_core.nightly.values import Nightly
@@ -42,15 +43,15 @@ def deliver(nightly: Nightly, records: NightlyRecords) -> dict[str, str]:
     failed: dict[str, str] = {}
     for alert in records.alerts():
         for alarm in nightly.alerts.alarms:
-            if records.delivered(alert["id"], alarm.name):
+            if records.notices.delivered(alert["id"], alarm.name):
                 continue
             try:
                 send(alarm, alert)
             except ChannelFailed as error:
-                records.note_delivery(alert["id"], alarm.name, str(error))
+                records.notices.note_delivery(alert["id"], alarm.name, str(error))
                 failed[f"{alert['id']} by {alarm.name}"] = str(error)
             else:
-                records.note_delivery(alert["id"], alarm.name)
+                records.notices.note_delivery(alert["id"], alarm.name)
     return failed
 
 

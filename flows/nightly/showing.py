@@ -75,7 +75,9 @@ def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dic
         "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
         "series": [_series_json(s) for s in reading.series],
         "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
-        "undelivered": {a["id"]: f for a in reading.alerts if (f := records.failures(a["id"]))},
+        "undelivered": {
+            a["id"]: f for a in reading.alerts if (f := records.notices.failures(a["id"]))
+        },
     }
 
 

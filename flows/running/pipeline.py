@@ -24,9 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
+from flows.notifying.hears import Hears, Nobody
 from flows.picture.drawer import DRAWN, NO_SERVER
 from flows.picture.feed import END_LINE, Drawing, Story, drawing_of, header_line, view_line
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.prefect_server.server import passed_on
 from infra.prefect_server.state import state_dir
 from refiner_core.contract.errors import RefinerError
@@ -94,41 +95,54 @@ def run_pictured(
     use_server: bool,
     console: Shows,
     story: Story | None = None,
+    hears: Hears | None = None,
 ) -> dict[str, StageView]:
     """Run a campaign to its end, showing it on the terminal and, if wanted, in Prefect.
 
-    ``story`` says where the run's event log is and whether it goes on with an earlier call.
+    ``story`` says where the run's event log is and whether it goes on with an earlier call;
+    ``hears`` tells people elsewhere.
 
     The first Ctrl-C asks the campaign to stop and waits until its stages have saved; the second is
     raised here. What happens to the picture never changes what is returned.
     """
     drawing = drawing_of(plan, run, str(ProcessId.of()), story)  # the story so far is not news
-    return run_drawn(campaign, drawing, use_server=use_server, console=console)
+    return run_drawn(campaign, drawing, use_server=use_server, console=console, hears=hears)
 
 
 def run_drawn(
-    campaign: Runnable, drawing: Drawing, *, use_server: bool, console: Shows
+    campaign: Runnable,
+    drawing: Drawing,
+    *,
+    use_server: bool,
+    console: Shows,
+    hears: Hears | None = None,
 ) -> dict[str, StageView]:
     """As :func:`run_pictured`, for a graph that the caller has made."""
+    hears = hears or Nobody()
     campaign.start()  # work begins before anything else is even imported
     picture = Picture(drawing, console) if use_server else None
     try:
         if picture:
             picture.start()
-        views = _until_joined(campaign, picture, console)
+        views = _until_joined(campaign, picture, console, hears)
+        hears.over(views)
         console.finish(views)
         if picture:
             picture.show(views)
             picture.end(CATCH_UP_S)
         return views
+    except BaseException as error:
+        hears.broke(error)
+        raise
     finally:
         console.close()
         if picture:
             picture.leave()
+        hears.close()
 
 
 def _until_joined(
-    campaign: Runnable, picture: Picture | None, console: Shows
+    campaign: Runnable, picture: Picture | None, console: Shows, hears: Hears
 ) -> dict[str, StageView]:
     joiner = _Joiner(campaign)
     joiner.start()
@@ -138,6 +152,7 @@ def _until_joined(
             while not joiner.over.wait(_REFRESH_S):
                 views = campaign.views()
                 console.show(views)
+                hears.show(views)
                 if picture:
                     picture.show(views)
             return joiner.views()
@@ -145,6 +160,7 @@ def _until_joined(
             if asked_at and time.monotonic() - asked_at > _ONE_PRESS_S:
                 raise
             asked_at = asked_at or time.monotonic()
+            hears.asked_to_stop("stopped by Ctrl-C or a signal")
             campaign.request_stop("Ctrl-C")
             console.note("Stopping: running stages save at their next step. Ctrl-C again leaves.")
 

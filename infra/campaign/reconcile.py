@@ -29,7 +29,7 @@ from infra.campaign.actions import (
     Serve,
     Wait,
 )
-from infra.campaign.failures import CLASSES, budget_left, classify_silent_end, outcome_of
+from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
 from infra.jobs.protocol import Sight
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan, PlannedStage
@@ -115,6 +115,7 @@ class Policy:
 
 
 _OVER = (Done, Fail, Block, Rest)
+_PAUSES = "pauses after"
 
 
 def reconcile(
@@ -340,7 +341,7 @@ class _Step:
         pause_s = self.policy.not_before.get(stage.id, self.policy.now) - self.policy.now
         if pause_s > 0:
             failure = last.outcome.failure if last is not None and last.outcome else ""
-            return Wait(stage, f"pauses after {failure.replace('_', ' ')}, {pause_s:.0f} s more")
+            return Wait(stage, f"{_PAUSES} {failure.replace('_', ' ')}, {pause_s:.0f} s more")
         if stage.id in self.launched:
             return Wait(stage, "the same stage under another name is about to run")
         takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
@@ -372,6 +373,13 @@ class _Step:
         if self._stopping(stage):
             return self._stopped(stage, "not begun: asked to stop")
         return Wait(stage, f"waits for step {step} of {name}")
+
+
+def paused_after(message: str) -> str:
+    """The failure class after which a stage waits before it is tried again, by what is said of it;
+    empty where it waits for something else."""
+    head, _, rest = message.partition(f"{_PAUSES} ")
+    return "" if head or not rest else rest.partition(",")[0].replace(" ", "_")
 
 
 def is_light(stage_id: str) -> bool:

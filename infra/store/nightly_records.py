@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.disk.room import no_space_guard
-from infra.jobs.processes import ProcessId
+from infra.host.processes import ProcessId
 from infra.store import atomic
+from infra.store.notices import Notices
 from infra.store.record_files import RecordFiles, now_text
+from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import from_json, to_json
@@ -52,6 +53,8 @@ class NightlyRecords(RecordFiles):
         super().__init__(workspace.layout)
         self.name = name
         self.folder = workspace.layout.nightly / name
+        #: Its alerts, and by which channels they have gone out.
+        self.notices = Notices(self.layout, self.folder / "alerts", "alert.json")
 
     # ------------------------------------------------------------ the file
 
@@ -175,36 +178,11 @@ class NightlyRecords(RecordFiles):
 
     def raise_alert(self, alert: str, value: Mapping[str, Any]) -> bool:
         """Record an alert; True for the one who did, who then tells everybody."""
-        path = self.folder / "alerts" / alert / "alert.json"
-        return self._create(path, {**value, "id": alert, "at": now_text()})
+        return self.notices.record(alert, value)
 
     def alerts(self) -> list[dict[str, Any]]:
         """All alerts, by the night in which they were sure."""
-        found = [self.read_control(p / "alert.json") for p in _sorted(self.folder / "alerts", "*")]
-        return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
-
-    def delivered(self, alert: str, channel: str) -> bool:
-        """Whether an alert has gone out by a channel."""
-        return (self.folder / "alerts" / alert / f"delivered-{channel}.json").exists()
-
-    def note_delivery(self, alert: str, channel: str, error: str = "") -> None:
-        """An alert has gone out by a channel, or not, and why."""
-        folder = self.folder / "alerts" / alert
-        if not error:
-            self._create(folder / f"delivered-{channel}.json", {"at": now_text()})
-            return
-        number = len(_sorted(folder, f"failed-{channel}-[0-9]*.json")) + 1
-        self._create(folder / f"failed-{channel}-{number:04d}.json", {"why": error})
-
-    def failures(self, alert: str) -> dict[str, str]:
-        """Channel -> why an alert has not gone out by it yet."""
-        folder = self.folder / "alerts" / alert
-        found: dict[str, str] = {}
-        for path in _sorted(folder, "failed-*.json"):
-            channel = path.stem.removeprefix("failed-").rpartition("-")[0]
-            if not self.delivered(alert, channel):
-                found[channel] = str((self.read_control(path) or {}).get("why", ""))
-        return found
+        return sorted(self.notices.all(), key=lambda a: (a["night"], a["id"]))
 
     # ------------------------------------------------------------ parts
 

@@ -140,3 +140,6 @@ class NotifyConfig:
     after_min: float = execution(
         0.0, doc="stay quiet about what ends within so many minutes: somebody watches it"
     )
+    pause_min: float = execution(
+        1.0, doc="stay quiet about a pause that is over within so many minutes"
+    )

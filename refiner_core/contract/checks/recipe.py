@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 from refiner_core.contract.checks.command import check_command
 from refiner_core.contract.checks.environment import check_environment
+from refiner_core.contract.checks.licenses import LICENSES
+from refiner_core.contract.checks.notify import check_notify
 from refiner_core.contract.checks.sample import check_sampling
 from refiner_core.contract.checks.training import check_training
 from refiner_core.contract.config import (
@@ -301,6 +303,14 @@ CHECKS: tuple[Check, ...] = (
         "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
     ),
     Check(
+        lambda c: c.publish.license in LICENSES,
+        lambda c: f"`publish.license` is {c.publish.license!r}, which is no licence of the Hub's "
+        f"list.{suggest(c.publish.license.lower().replace(' ', '-'), LICENSES)}",
+        "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
+        "set publish.license=other for a licence of another name, and tell it by a card of your "
+        "own (publish.card_template)",
+    ),
+    Check(
         lambda c: (
             c.publish.per_step != "repository"
             or c.publish.which in ("final", "best")
@@ -403,6 +413,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     check_command(config)
     check_training(config)
     check_sampling(config)
+    check_notify(config)
     for name, measured in configs_under(config).items():
         with refused_under(name):
             _check_measuring(

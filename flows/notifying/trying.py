@@ -1,0 +1,72 @@
+"""A test message by each channel of a recipe: does it get through, and if not, why?
+
+In: a recipe's `notify` section. Out: a :class:`Tried` each. Nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.notifying.channels import ChannelFailed, send
+from flows.notifying.message import parcel_of
+from flows.notifying.words import Topic
+from infra.host.processes import host_name
+from refiner_core.contract.alarms import alarms_of
+from refiner_core.contract.checks.notify import check_notify
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a message by one channel.
+
+    ``why`` says why it did not get through; empty where it did.
+    """
+
+    channel: str
+    seconds: float
+    why: str = ""
+
+
+def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
+    """A recipe of which at least the `notify` section can be carried out.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot, or names no channel.
+    """
+    config = load_recipe(recipe, overrides)
+    check_notify(config)
+    if not alarms_of(config.notify):
+        raise ConfigurationError(
+            f"{recipe} tells nobody: it names no channel.",
+            expected="notify.command, notify.webhook or notify.prefect",
+            fix="add one, e.g. notify.webhook=MY_WEBHOOK after `export MY_WEBHOOK=https://…`, or "
+            "notify.command='cat >> ~/told.jsonl'",
+        )
+    return config
+
+
+def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[Tried]:
+    """Send a test message by every channel, one after the other; ``started`` hears of each."""
+    topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
+    told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
+    text = f"This is a test. What is told of runs of {config.recipe}: {told}."
+    command = "refiner show notify"
+    message = topic.message("test", "test", "of the channels", text, command)
+    tried = []
+    for alarm in alarms_of(config.notify):
+        started(alarm.name)
+        began, why = time.monotonic(), ""
+        try:
+            send(alarm, parcel_of(message))
+        except ChannelFailed as error:
+            why = str(error)
+        tried.append(Tried(alarm.name, round(time.monotonic() - began, 2), why))
+    return tried
