@@ -1,10 +1,11 @@
-"""`refiner report`: what the arms of a sweep have shown, as page, Markdown, CSV and JSON."""
+"""`refiner report`: what a run has done and learned, or what the arms of a sweep have shown."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -22,13 +23,29 @@ if TYPE_CHECKING:
     from infra.store.workspace import Workspace
 
 
+class Asked(NamedTuple):
+    """How a report is to be made."""
+
+    folder: Path
+    watch: bool
+    every_s: int
+    as_json: bool
+
+
+class _Subject(NamedTuple):
+    """What a report is about: the name of a sweep, or the id of a run."""
+
+    kind: str
+    name: str
+
+
 @click.command("report")
-@click.argument("words", nargs=-1, metavar="[SWEEP] [workspace=DIR]")
-@click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/reports/SWEEP)")
-@click.option("--watch", is_flag=True, help="make it again until nobody works on the sweep")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@click.option("--out", metavar="DIR", help="where the files go (default: WORKSPACE/reports/NAME)")
+@click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
-@click.option("--wandb", "to_wandb", is_flag=True, help="also put its tables into a W&B run")
+@click.option("--wandb", "to_wandb", is_flag=True, help="put a sweep's tables into a W&B run, too")
 @json_option
 def report_command(
     words: tuple[str, ...],
@@ -38,24 +55,38 @@ def report_command(
     to_wandb: bool,
     as_json: bool,
 ) -> None:
-    """Say what the arms of SWEEP have shown (default: the newest sweep of the workspace).
+    """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
 
-    Writes report.html, a page that needs nothing but a browser, with report.md, report.csv,
-    trials.csv and report.json beside it. While a sweep runs its page loads itself again; --watch
-    keeps it fresh.
+    RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1.
+    Writes report.html, a page that needs nothing but a browser, with report.md and report.json
+    beside it (of a sweep report.csv and trials.csv too). While a run or sweep is worked on, its
+    page loads itself again; --watch keeps it fresh.
     """
-    from flows.reporting.writing import report_folder, write_report
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    sweep = _which(workspace, rest)
-    folder = output_folder(out or report_folder(workspace, sweep))
-    written = write_report(workspace, sweep, folder, reload_s=every_s)
-    if watch:
-        written = _watched(workspace, written, every_s)
+    subject = _which(workspace, rest)
+    if to_wandb and subject.kind == "run":
+        raise _no_tables(subject.name)
+    folder = output_folder(out or workspace.layout.reports / subject.name)
+    asked = Asked(folder, watch, every_s, as_json)
+    if subject.kind == "run":
+        from flows.cli.run_report import report_run
+
+        report_run(workspace, subject.name, asked)
+    else:
+        _report_sweep(workspace, subject.name, asked, to_wandb)
+
+
+def _report_sweep(workspace: Workspace, sweep: str, asked: Asked, to_wandb: bool) -> None:
+    from flows.reporting.writing import write_report
+
+    written = write_report(workspace, sweep, asked.folder, reload_s=asked.every_s)
+    if asked.watch:
+        written = _watched(workspace, written, asked.every_s)
     logged = _to_wandb(workspace, written) if to_wandb else ""
-    if as_json:
+    if asked.as_json:
         from refiner_core.report.sweep.table import values
 
         print_json({**values(written.report), "folder": str(written.folder), "wandb": logged})
@@ -70,34 +101,77 @@ def report_command(
         click.echo(f"Next: refiner report {sweep} --watch keeps the page fresh.", err=True)
 
 
-def _which(workspace: Workspace, words: Sequence[str]) -> str:
-    """The sweep that is meant.
+def _which(workspace: Workspace, words: Sequence[str]) -> _Subject:
+    """What is meant: by default what the workspace was last used for.
 
     Raises
     ------
     ConfigurationError
-        None of that name, or there are none.
+        None of that name, or there is nothing to report on.
     """
-    from flows.sweeping.names import newest_sweep
+    from flows.running.status import find_run
+    from flows.sweeping.names import newest_sweep, sweep_named
     from refiner_core.contract.errors import ConfigurationError
 
     if len(words) > 1:
         raise ConfigurationError(
-            f"`refiner report` takes one sweep, not {len(words)}.",
-            expected="the name of a sweep, and perhaps workspace=DIR",
+            f"`refiner report` takes one run or sweep, not {len(words)}.",
+            expected="the id of a run or the name of a sweep, and perhaps workspace=DIR",
             fix=f"leave out {words[1]}",
         )
     if words:
-        workspace.read_sweep(words[0])
-        return words[0]
-    newest = newest_sweep(workspace, None)
-    if newest is None:
+        if (sweep := sweep_named(workspace, words[0])) is not None:
+            return _Subject("sweep", sweep)
+        return _Subject("run", _run_named(workspace, words[0]))
+    run = find_run(workspace)
+    if (sweep := newest_sweep(workspace, run)) is not None:
+        return _Subject("sweep", sweep)
+    if run is None:
         raise ConfigurationError(
-            f"{workspace.root} has no sweeps.",
-            expected="a workspace in which `refiner sweep FILE` has been called",
+            f"{workspace.root} has no runs and no sweeps.",
+            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
             fix="name another one with workspace=DIR",
         )
-    return newest
+    return _Subject("run", run.run)
+
+
+def _run_named(workspace: Workspace, word: str) -> str:
+    """The run of that id, or of enough of it.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; names what is near, sweeps among it.
+    """
+    from refiner_core.contract.recipe_files import suggest
+
+    from flows.running.status import find_run
+    from refiner_core.contract.errors import ConfigurationError
+
+    sweeps = workspace.sweep_names()
+    try:
+        run = find_run(workspace, word)
+    except ConfigurationError as error:
+        hint = "" if ":" in word else suggest(word, sweeps)
+        if not hint:
+            raise
+        raise ConfigurationError(
+            f"{workspace.root} has no run and no sweep {word!r}.{hint}",
+            expected=f"one of: {', '.join([*sweeps, *workspace.run_ids()][-5:])}",
+            fix="name one of these, or another workspace=DIR",
+        ) from error
+    assert run is not None, "a name was given"
+    return run.run
+
+
+def _no_tables(run: str) -> Exception:
+    from refiner_core.contract.errors import ConfigurationError
+
+    return ConfigurationError(
+        f"{run} is a run, and --wandb is for the tables of a sweep.",
+        expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
+        fix=f"leave out --wandb; `refiner track {run} --help` says how a run gets there later",
+    )
 
 
 def _watched(workspace: Workspace, written: Written, every_s: int) -> Written:

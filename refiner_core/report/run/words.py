@@ -82,6 +82,22 @@ def _table(title: str, numbers: Sequence[NumberRow], changes: Sequence[ChangeRow
     return NumberTable(f"{title} (95 % interval)", header, rows)
 
 
+def change_tables(report: RunReport) -> list[NumberTable]:
+    """The same, narrow: before, after and what that changed; where nothing is paired, the models
+    as they are. Sampled decoding first, for there a policy shows what training did to it."""
+    found = []
+    for table in number_tables(report):
+        if " minus " in table.header[-1]:
+            after, _, before = table.header[-1].partition(" minus ")
+            places = [0, table.header.index(before), table.header.index(after), -1]
+            header = tuple(table.header[i] for i in places)
+            table = NumberTable(
+                table.title, header, [tuple(row[i] for i in places) for row in table.rows]
+            )
+        found.append(table)
+    return sorted(found, key=lambda t: not t.title.startswith("sampled"))
+
+
 def _number(row: NumberRow | None) -> str:
     if row is None:
         return MISSING
