@@ -1,7 +1,7 @@
 """A judge, measured or asked by hand: from the words of a person to a report, or to one answer.
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
-:class:`~refiner_core.judges.report.build.Report`, and ``report.md`` with ``report.json``; or an
+:class:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
 :class:`Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
 """
 
@@ -32,10 +32,10 @@ from refiner_core.contract.types import (
     JudgeUsage,
     PromptRow,
 )
+from refiner_core.judge_report.build import Options, Report, judge_report
+from refiner_core.judge_report.material import Material, run_material, shipped_material
+from refiner_core.judge_report.text import markdown
 from refiner_core.judges.build import Surroundings, build_judge
-from refiner_core.judges.report.build import Options, Report, judge_report
-from refiner_core.judges.report.material import Material, run_material, shipped_material
-from refiner_core.judges.report.text import markdown
 from refiner_core.judges.store import MemoryStore
 from refiner_core.judges.usage import usage_of, usage_to_json
 

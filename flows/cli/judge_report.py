@@ -20,7 +20,7 @@ from flows.cli.options import (
 
 if TYPE_CHECKING:
     from flows.judge_report import Asked, Made, Wanted
-    from refiner_core.judges.report.text import Section
+    from refiner_core.judge_report.text import Section
 
 _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 
@@ -155,7 +155,7 @@ def _told(what: str, count: int) -> None:
 
 
 def _show(made: Made) -> None:
-    from refiner_core.judges.report.text import about, sections
+    from refiner_core.judge_report.text import about, sections
 
     for line in about(made.report):
         click.echo(line)

@@ -27,8 +27,8 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.picture.feed import Drawing, Node, NothingMore, Watched
 from flows.picture.news import News
+from flows.picture.posted import ReportNews
 from flows.picture.poster import Poster
-from flows.reporting.posted import ReportNews
 from infra.store.layout import is_sweep
 from refiner_core.contract.views import StageView
 

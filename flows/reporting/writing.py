@@ -15,17 +15,11 @@ from infra.store import atomic
 from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.files import NUMBERS, PAGE, TEXT, TRIALS, VALUES
 from refiner_core.report.sweep.html import page
 from refiner_core.report.sweep.markdown import markdown
 from refiner_core.report.sweep.table import document, numbers_csv, trials_csv
 
-PAGE, TEXT, NUMBERS, TRIALS, VALUES = (
-    "report.html",
-    "report.md",
-    "report.csv",
-    "trials.csv",
-    "report.json",
-)
 #: Seconds after which the page of a running sweep loads itself again.
 RELOAD_S = 15
 

@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flows.reporting.live import LivePage
 from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
+from flows.sweeping.live import LivePage
 from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
-from infra.campaign.orchestrators import wanted_by_others
 from infra.campaign.timeline import first_line
 from infra.campaign.together import SharedRouter
-from infra.jobs.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.services import is_service

@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from refiner_core.data import synthetic_words as words
-from refiner_core.data.synthetic_words import World
+from refiner_core import words
+from refiner_core.words import World
 
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 
-from refiner_core.data import synthetic_words as words
+from refiner_core import words
 from refiner_core.data.synthetic_world import Fact, SyntheticOptions, draw_scene
 
 #: Text and its weight in the loss.

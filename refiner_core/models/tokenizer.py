@@ -1,6 +1,6 @@
 """The tokenizer of the embedded world: whole words for our own vocabulary, bytes for the rest.
 
-In: the word lists of :mod:`refiner_core.data.synthetic_words`.
+In: the word lists of :mod:`refiner_core.words`.
 Out: a :class:`transformers.PreTrainedTokenizerFast` that gives back *any* text exactly.
 
 How it works: one regular expression cuts the text into pieces (tags, syllables of names, halves
@@ -24,7 +24,7 @@ from itertools import chain
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from refiner_core.data import synthetic_words as words
+from refiner_core import words
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"

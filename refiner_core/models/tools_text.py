@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 
-from refiner_core.data import synthetic_words as words
+from refiner_core import words
 from refiner_core.environments.desk.words import DAYS
 from refiner_core.models.pretrain_text import Segment, draw_document
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from refiner_core.data.synthetic_words import FIRST_SYLLABLES, VALUE_HEADS
 from refiner_core.environments.protocol import ToolSpec
 from refiner_core.models.tokenizer import extend_tokenizer
+from refiner_core.words import FIRST_SYLLABLES, VALUE_HEADS
 
 #: Parts of JSON, of calls and of the template; the longest that fits is taken.
 JSON_PIECES = (

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from refiner_core.judges.report.agreement import Agreement, agreement
+from refiner_core.judge_report.agreement import Agreement, agreement
 from refiner_core.rescoring.questions import described
 from refiner_core.rescoring.rollouts import StoredRollout
 from refiner_core.rescoring.scores import Scores

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refiner_core.judges.report.agreement import Agreement
+from refiner_core.judge_report.agreement import Agreement
 from refiner_core.rescoring.agreement import CriterionAgreement
 from refiner_core.rescoring.compare import Comparison
 from refiner_core.rescoring.matrix import Matrix, Reversal

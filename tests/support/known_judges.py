@@ -14,8 +14,8 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple
 
-from refiner_core.judges.report.build import PADDING
-from refiner_core.judges.report.material import shipped_material
+from refiner_core.judge_report.build import PADDING
+from refiner_core.judge_report.material import shipped_material
 from tests.support.judge_server import Reply, completion
 
 _FENCED = re.compile(r"<([a-z]+(?:-\d+)?)-([0-9a-f]{12})>\n(.*?)\n</\1-\2>", re.DOTALL)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from refiner_core import words as world
 from refiner_core.contract.environment_config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.data import synthetic_words as world
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, draw_tasks, words
 from refiner_core.environments.desk.episode import DeskEpisode
 from refiner_core.environments.desk.expert import FLAWS

@@ -20,13 +20,11 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judges import LexicalJudge, build_judge
-from refiner_core.judges.prompting import fence
-from refiner_core.judges.report.agreement import agreement, cohen_kappa, raw_agreement
-from refiner_core.judges.report.asking import Asker
-from refiner_core.judges.report.build import PADDING, Options, judge_report
-from refiner_core.judges.report.findings import findings_of
-from refiner_core.judges.report.material import (
+from refiner_core.judge_report.agreement import agreement, cohen_kappa, raw_agreement
+from refiner_core.judge_report.asking import Asker
+from refiner_core.judge_report.build import PADDING, Options, judge_report
+from refiner_core.judge_report.findings import findings_of
+from refiner_core.judge_report.material import (
     Attack,
     Item,
     Material,
@@ -34,7 +32,7 @@ from refiner_core.judges.report.material import (
     shipped_attacks,
     shipped_material,
 )
-from refiner_core.judges.report.measures import (
+from refiner_core.judge_report.measures import (
     by_place,
     changes,
     credit_by_length,
@@ -42,7 +40,9 @@ from refiner_core.judges.report.measures import (
     resistance,
     shift,
 )
-from refiner_core.judges.report.text import markdown
+from refiner_core.judge_report.text import markdown
+from refiner_core.judges import LexicalJudge, build_judge
+from refiner_core.judges.prompting import fence
 
 # ---------------------------------------------------------------- agreement
 

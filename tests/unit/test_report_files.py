@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.reporting.live import LOG, LivePage
+from flows.sweeping.live import LOG, LivePage
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.sweep_records import (
     SWEEP_VERSION,

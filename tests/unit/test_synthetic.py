@@ -12,8 +12,8 @@ from statistics import mean
 
 import pytest
 
+from refiner_core import words
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.data import synthetic_words as words
 from refiner_core.data.copier import random_copier
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.data.synthetic_world import FLAWS, draw_scene, flawed_answer

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from refiner_core.data import synthetic_words as words  # noqa: E402
+from refiner_core import words  # noqa: E402
 from refiner_core.data.synthetic import generate_rows  # noqa: E402
 from refiner_core.data.truth import score_truth  # noqa: E402
 from refiner_core.models import tiny_model_dir  # noqa: E402

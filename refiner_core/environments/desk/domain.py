@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from refiner_core.data.synthetic_words import World, draw_id, draw_name, draw_value
 from refiner_core.environments.desk.words import DAYS
 from refiner_core.environments.protocol import ToolSpec
+from refiner_core.words import World, draw_id, draw_name, draw_value
 
 #: Tables of records, by table and key.
 Tables = dict[str, dict[str, dict[str, Any]]]

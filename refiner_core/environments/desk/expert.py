@@ -12,11 +12,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from refiner_core.data.synthetic_words import draw_id
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK
 from refiner_core.environments.desk.episode import DeskEpisode, solution_of
 from refiner_core.environments.protocol import Task, ToolCall
+from refiner_core.words import draw_id
 
 Calls = list[ToolCall]
 _FINISH = ToolCall(FINISH, {})

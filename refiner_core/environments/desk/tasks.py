@@ -14,10 +14,10 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from refiner_core.data.synthetic_words import World
 from refiner_core.environments.desk.domain import Draft, Draw
 from refiner_core.environments.desk.registry import DOMAINS
 from refiner_core.environments.protocol import Task
+from refiner_core.words import World
 
 #: Pinned to the content of tasks, texts and rules by a test; see the README.
 VERSION = "1"

@@ -4,7 +4,7 @@ In: nothing. Out: phrases for tasks, users and experts, and :data:`VOCABULARY`.
 
 All texts of the desk (policies, tools, results, what users say, what an expert says) are made of
 :data:`WORDS` and :data:`PIECES`, beside names, ids and values, which come from
-:mod:`refiner_core.data.synthetic_words`, and numbers of two digits. So a tokenizer of whole words
+:mod:`refiner_core.words`, and numbers of two digits. So a tokenizer of whole words
 that knows these reads an episode in few tokens, and a test holds the texts to the lists.
 """
 

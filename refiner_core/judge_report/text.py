@@ -1,6 +1,6 @@
 """A report for people: sections with tables, for a terminal and as Markdown.
 
-In: a :class:`~refiner_core.judges.report.build.Report`. Out: :class:`Section` values, and the text
+In: a :class:`~refiner_core.judge_report.build.Report`. Out: :class:`Section` values, and the text
 of ``report.md``.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from refiner_core.judges.report.agreement import Agreement, Kappa
-from refiner_core.judges.report.asking import LANES, Cost
-from refiner_core.judges.report.build import Report
-from refiner_core.judges.report.findings import LEVEL, number, share, size
-from refiner_core.judges.report.measures import FEWEST, Shift
+from refiner_core.judge_report.agreement import Agreement, Kappa
+from refiner_core.judge_report.asking import LANES, Cost
+from refiner_core.judge_report.build import Report
+from refiner_core.judge_report.findings import LEVEL, number, share, size
+from refiner_core.judge_report.measures import FEWEST, Shift
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")

@@ -17,9 +17,9 @@ from prefect.exceptions import PrefectException
 
 from flows.picture.artifacts import artifact_key
 from flows.picture.feed import Drawing, Story
-from flows.reporting.writing import PAGE, TEXT, report_folder
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
+from refiner_core.report.sweep.files import PAGE, TEXT
 
 #: Prefect shows markdown as a whole.
 _MOST_CHARACTERS = 200_000
@@ -45,7 +45,7 @@ class ReportNews:
                 get_run_logger().warning("the sweep's report is not shown: %s", error)
 
     def _tell(self) -> None:
-        folder = report_folder(Workspace.read_only(self._story.workspace), self._sweep)
+        folder = Workspace.read_only(self._story.workspace).layout.reports / self._sweep
         try:
             found = (folder / TEXT).stat()
         except FileNotFoundError:

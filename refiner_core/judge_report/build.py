@@ -24,12 +24,11 @@ from typing import Any, Literal
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.evaluation.statistics import Estimate
-from refiner_core.judges.prompting import judge_prompts_digest
-from refiner_core.judges.report.agreement import Agreement, agreement
-from refiner_core.judges.report.asking import Asker, Cost, MakeJudge
-from refiner_core.judges.report.findings import Finding, findings_of
-from refiner_core.judges.report.material import Attack, Item, Material
-from refiner_core.judges.report.measures import (
+from refiner_core.judge_report.agreement import Agreement, agreement
+from refiner_core.judge_report.asking import Asker, Cost, MakeJudge
+from refiner_core.judge_report.findings import Finding, findings_of
+from refiner_core.judge_report.material import Attack, Item, Material
+from refiner_core.judge_report.measures import (
     Repeatability,
     Resistance,
     Scores,
@@ -41,6 +40,7 @@ from refiner_core.judges.report.measures import (
     resistance,
     shift,
 )
+from refiner_core.judges.prompting import judge_prompts_digest
 
 VERSION = 1
 

@@ -24,7 +24,7 @@ from refiner_core.evaluation.statistics import (
     estimate,
     two_way_mean,
 )
-from refiner_core.judges.report.material import Attack, Item
+from refiner_core.judge_report.material import Attack, Item
 
 Scores = Sequence[float | None]
 

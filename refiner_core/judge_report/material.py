@@ -20,7 +20,7 @@ from refiner_core.rewards.citations import plan_citations
 from refiner_core.rubrics import Rubric, select_rubrics
 
 SAMPLE = Path(__file__).parent / "sample.yaml"
-HOSTILE = Path(__file__).parent.parent / "hostile" / "v1.yaml"
+HOSTILE = Path(__file__).parent / "hostile" / "v1.yaml"
 
 Polarity = Literal["positive", "negative"]
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.evaluation.statistics import Difference, Estimate
-from refiner_core.judges.report.asking import Cost
-from refiner_core.judges.report.measures import FEWEST, Repeatability, Resistance, Shift
+from refiner_core.judge_report.asking import Cost
+from refiner_core.judge_report.measures import FEWEST, Repeatability, Resistance, Shift
 
 #: How often a defect that is not there may be called found.
 LEVEL = 0.05

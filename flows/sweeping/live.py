@@ -7,7 +7,7 @@ the last one. Making one may take a while, so it is made in another process, wit
 no more often than that it takes a tenth of the time. Why one could not be made stands in
 ``page.log`` beside it; it never disturbs the sweep.
 
-    python -m flows.reporting.live WORKSPACE SWEEP      makes it once
+    python -m flows.sweeping.live WORKSPACE SWEEP      makes it once
 """
 
 from __future__ import annotations
