@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from flows.checking.names import check_names
 from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -37,8 +38,9 @@ def resolve_sources(config: RecipeConfig) -> dict[str, str]:
     Raises
     ------
     DataError, ConfigurationError
-        A source is missing; the message names field and path.
+        A source is missing, or a name is none; the message names the field.
     """
+    check_names(config)
     sources = _of_training(config) | _of_measuring(config)
     for name, measured in configs_under(config).items():
         with refused_under(name):

@@ -153,10 +153,18 @@ def _config(name: str, overrides: Sequence[str]) -> RecipeConfig:
     from pathlib import Path
 
     from refiner_core.contract.config import RecipeConfig
+    from refiner_core.contract.errors import ConfigurationError
     from refiner_core.contract.loading import replace_fields
     from refiner_core.contract.overrides import read_overrides
 
-    values = read_overrides([f"environment.name={name}", *overrides], Path.cwd())
+    file, colon, made = name.rpartition(":")
+    if (colon and not (file.endswith(".py") and made)) or name.endswith(".py"):
+        raise ConfigurationError(
+            f"{name!r} does not name an environment in a file.",
+            expected="FILE.py:NAME, where NAME is the class or function that makes it",
+            fix=f"write e.g. `refiner environments show {(file or name).rstrip(':')}:Environment`",
+        )
+    values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())
     return replace_fields(RecipeConfig(), values)
 
 

@@ -220,6 +220,13 @@ def _find(workspace: Workspace, word: str) -> Side:
             fix=f"name a trial, e.g. {word}:{trials[0] if trials else 'ARM/seed1'}; or compare all "
             f"arms with `refiner report {word}`",
         )
+    sweep, at, _ = word.rpartition("@")
+    if at and workspace.sweep_versions(sweep):
+        raise ConfigurationError(
+            f"{word} is a version of a sweep: what was asked for, not a run.",
+            expected="two runs, trials or stages",
+            fix=f"name two trials, as {sweep}:ARM/seedN (`refiner status {sweep}` shows them)",
+        )
     run = find_run(workspace, word)
     assert run is not None, "a run that is named is found or refused"
     return Side(run.run, workspace, run, _in_order(run))

@@ -26,6 +26,8 @@ PHASES: dict[Trained, tuple[str, ...]] = {
     "sft": ("update", "save"),
     "grpo": ("generate", "judge", "update", "save"),
 }
+#: What the trainer calls a phase where it trains an agent.
+_OF_AGENTS = {"judge": "score"}
 _STEPS_FIELD: dict[Trained, str] = {
     "sft": "sft.max_train_steps",
     "grpo": "grpo.num_training_steps",
@@ -109,6 +111,7 @@ def plan_proofs(asked: Asked) -> Plans:
     _check(asked)
     whole = make_recipe_plan(asked.recipe, asked.overrides)
     kinds = _kinds(asked, whole)
+    _check_room(asked, kinds)
     workspace = Workspace.read_only(whole.config.workspace)
     changed = _changed(asked, whole, kinds, workspace)
     overrides = (*asked.overrides, *(f"{path}={json.dumps(v)}" for path, v in changed.items()))
@@ -141,8 +144,25 @@ def _check(asked: Asked) -> None:
         if count is not None and count < 1:
             option = "--processes" if name == "processes" else "--resume-processes"
             raise ConfigurationError(
-                f"{option} is {count}.", expected="1 or more", fix="correct it"
+                f"{option} is {count}.",
+                expected="1 or more",
+                fix=f"use {option} 1, or leave it out",
             )
+
+
+def _check_room(asked: Asked, kinds: Sequence[Trained]) -> None:
+    """Each interruption has a phase of a step to itself; the last step has none, since it may be
+    over before it is seen."""
+    kind = min(kinds, key=lambda k: len(PHASES[k]))
+    phases = len(PHASES[kind])
+    most = phases * (asked.steps - 1)
+    if asked.interruptions > most:
+        raise ConfigurationError(
+            f"--interruptions is {asked.interruptions}, and --steps {asked.steps}: {kind} "
+            "has not as many places to be interrupted in.",
+            expected=f"at most {most} ({phases} phases of each step but the last)",
+            fix=f"use --interruptions {most}, or --steps {-(-asked.interruptions // phases) + 1}",
+        )
 
 
 def _kinds(asked: Asked, whole: Plan) -> tuple[Trained, ...]:
@@ -190,7 +210,7 @@ def _one(
 ) -> OneStage:
     full, stage = (next(s for s in plan.stages if s.kind == kind) for plan in (whole, short))
     save_freq = int(getattr(short.config, kind).save_freq)
-    points = draw_points(kind, asked, save_freq)
+    points = draw_points(kind, asked, save_freq, agent=bool(short.config.environment.name))
     processes = placement_of(short.config, kind).nproc_per_node
     other = asked.resume_processes if asked.resume_processes != processes else None
     if other is not None:  # refused now, not when half of the work is done
@@ -199,7 +219,9 @@ def _one(
     return OneStage(kind, full, stage, overrides, points, tolerance, processes, other)
 
 
-def draw_points(kind: Trained, asked: Asked, save_freq: int) -> tuple[Point, ...]:
+def draw_points(
+    kind: Trained, asked: Asked, save_freq: int, *, agent: bool = False
+) -> tuple[Point, ...]:
     """Steps and phases at random, by the seed; every phase comes up before one comes up again."""
     rng = random.Random(f"{asked.seed}/{kind}")
     ways: tuple[How, ...] = ("kill", "stop") if asked.how == "both" else (asked.how,)
@@ -213,6 +235,8 @@ def draw_points(kind: Trained, asked: Asked, save_freq: int) -> tuple[Point, ...
     first = rng.randrange(len(ways))
     points = []
     for place, (step, phase) in enumerate(zip(sorted(chosen), phases, strict=False)):
+        if agent:
+            phase = _OF_AGENTS.get(phase, phase)
         if phase == "save":  # the next one, which must not be that of the last step
             due = -(-step // save_freq) * save_freq
             step = due if due < asked.steps else max(save_freq, due - save_freq)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from infra.disk.room import no_space_guard
 from infra.store import atomic
 from infra.store.record_files import RecordFiles, now_text
+from infra.store.room import no_space_guard
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import RunRecord, to_json
 
@@ -51,10 +51,13 @@ class RunRecords(RecordFiles):
         """
         run = self._load(RunRecord, self.layout.run(run_id).record)
         if run is None:
+            known = self.run_ids()[-5:]
             raise ConfigurationError(
                 f"{self.root} has no run {run_id!r}",
-                expected=f"one of: {', '.join(self.run_ids()[-5:]) or '(there are none)'}",
-                fix="name one of these, or another `workspace=DIR`",
+                expected=f"one of: {', '.join(known)}" if known else "a workspace with runs",
+                fix="name one of these, or another `workspace=DIR`"
+                if known
+                else "name another `workspace=DIR`, or begin a run with `refiner run RECIPE`",
             )
         return run
 

@@ -17,21 +17,12 @@ from typing import Any, NamedTuple
 from refiner_core.cards.facts import finite, public_name
 from refiner_core.cards.printed import MISSING, Line, number
 from refiner_core.evaluation.metrics import FAILURE_METRICS, of_tasks
-from refiner_core.evaluation.names import FAILURE, base_of, domain_of
+from refiner_core.evaluation.names import FAILURE, FAILURE_WORDS, base_of, domain_of
 from refiner_core.evaluation.pass_at_k import FIRST
 
 #: Numbers of attempts that are told of all domains together.
 _OF_ATTEMPTS = ("reward", "partial", "turns", "length_tokens", "repairs", "tool_errors")
 _ERRORS = "episode_error"
-_WHY = {
-    "no_call": "a turn that is no tool call",
-    "limit": "turns or context ran out",
-    "rule_broken": "broke a rule",
-    "wrong_tool": "called a tool that does not exist",
-    "wrong_argument": "called a tool with arguments that it does not take",
-    "gave_up": "gave up before the task was done",
-    "incomplete": "ended with something missing or wrong",
-}
 
 
 class Entry(NamedTuple):
@@ -66,7 +57,9 @@ def told_metrics(entries: Sequence[Entry]) -> list[str]:
         metric
         for metric in found
         if (base_of(metric) in by_domain if domain_of(metric) else _is_told(metric))
-        and metric != "pass^1"  # it is pass@1
+        # Of one attempt all of them are pass@1, which stands for them; pass^1 always is.
+        and metric != "pass^1"
+        and (most > 1 or base_of(metric) != FIRST or "pass@1" not in found)
     ]
 
 
@@ -77,7 +70,7 @@ def _is_told(metric: str) -> bool:
 def main_metrics(entries: Sequence[Entry]) -> list[str]:
     """The few that stand for an agent where there is no room for all."""
     most = largest_k(entries)
-    names = (FIRST, "pass@1", *([f"pass@{most}", f"pass^{most}"] if most > 1 else []))
+    names = (FIRST, "pass@1", f"pass@{most}", f"pass^{most}") if most > 1 else ("pass@1",)
     found = {e.metric for e in entries}
     return [name for name in dict.fromkeys(names) if name in found]
 
@@ -93,7 +86,7 @@ def failure_rows(entries: Sequence[Entry], models: Sequence[str]) -> list[tuple[
         ("attempts", _ERRORS, "denominator"),
         ("ended by an error of the infrastructure, counted as none", _ERRORS, "numerator"),
         ("passed", "success", "numerator"),
-        *((f"failed: {_WHY[m.removeprefix(FAILURE)]}", m, "numerator") for m in occurring),
+        *((f"failed: {FAILURE_WORDS[m.removeprefix(FAILURE)]}", m, "numerator") for m in occurring),
     ]
     return [
         (Line(label), *(_cell(known.get((metric, model)), part) for model in models))

@@ -33,6 +33,8 @@ _FLAG_LINES: tuple[tuple[str, ...], ...] = (
 _PLAIN = ("verification_reward", "non_stop_penalty", "non_stop_penalty_value")
 #: Reward fields of ours; the reference has no flag for them.
 _OURS = ("combination", "rubric_source", "static_rubrics", "rubric_aggregation")
+#: What means nothing to an agent: its environment rewards it, its turns end as its template says.
+_NOT_OF_AGENTS = ("reward.", "grpo.stop_strings")
 
 
 def shown(value: Any) -> str:
@@ -68,7 +70,8 @@ def grpo_flags(facts: CardFacts) -> list[str]:
     def known(path: str) -> bool:
         value = get_field(facts.config, path)
         recorded = facts.recorded_fields is None or path in facts.recorded_fields
-        return recorded and value is not None
+        meant = not facts.config.environment.name or not path.startswith(_NOT_OF_AGENTS)
+        return recorded and meant and value is not None
 
     lines = [[path for path in line if known(path)] for line in _FLAG_LINES]
     used = {path for line in _FLAG_LINES for path in line}

@@ -270,7 +270,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             note = " It reads as a value of another type; text that looks like one is quoted."
             fix = f"quote it, for YAML and for the shell: {path}='\"{value}\"'"
             raise _wrong(path, value, _NAMES[kind], note, fix)
-        raise _wrong(path, value, _NAMES.get(kind, str(kind)))
+        empty = f"drop it, or write {path}='\"\"' for empty text" if kind is str else ""
+        raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix="" if value else empty)
     return value
 
 
@@ -286,7 +287,20 @@ def _wrong(
     path: str, value: Any, expected: str, note: str = "", fix: str = ""
 ) -> ConfigurationError:
     return ConfigurationError(
-        f"`{path}` is {value!r}.{note}",
+        f"`{path}` is {'empty' if value is None else repr(value)}.{note}",
         expected=expected,
-        fix=fix or f"set {path}=… to such a value",
+        fix=fix or f"set {path}=… to such a value{_default_of(path)}",
     )
+
+
+def _default_of(path: str) -> str:
+    """`` (it is 0.01 where nothing sets it)``, in the form of an override; else nothing."""
+    info = _fields().get(path)
+    if (
+        info is None
+        or not isinstance(info.default, bool | int | float | str)
+        or not str(info.default)
+    ):
+        return ""
+    value = str(info.default).lower() if isinstance(info.default, bool) else info.default
+    return f", or drop it for the default, {value}"

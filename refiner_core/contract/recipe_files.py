@@ -53,6 +53,19 @@ def find_recipe(recipe: str) -> Path:
     path = Path(recipe).expanduser()
     if path.is_file():
         return path
+    if path.is_dir() and recipe:
+        there = ", ".join(sorted(p.name for p in path.glob("*.y*ml"))[:8])
+        raise ConfigurationError(
+            f"{recipe} is a folder, not a recipe." + (f" It holds {there}." if there else ""),
+            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="name a file in it, or a shipped recipe",
+        )
+    if "=" in recipe and "/" not in recipe.partition("=")[0]:
+        raise ConfigurationError(
+            f"{recipe!r} stands where the recipe should.",
+            expected="the recipe first, then key=value overrides",
+            fix=f"write e.g. `refiner plan tiny {recipe}`",
+        )
     looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
     if looks_like_path:
         raise ConfigurationError(

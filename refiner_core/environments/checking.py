@@ -35,6 +35,7 @@ from refiner_core.environments.protocol import (
 
 _SEED = 7
 _NO_SPLIT = "no_such_split"
+_NO_PROGRESS = "it tells no progress: grpo.credit=turn_rewards is refused"
 _NO_TOOL = ToolCall("no_such_tool", {})
 #: Values of a type that no string, number, boolean or list schema takes.
 _WRONG_VALUE = {"type": ["object"]}
@@ -83,8 +84,16 @@ def check_environment(
                 wrong = list(_of_expert(environment, environment, task))
                 solved = (solved or 0) + (not wrong)
                 found += wrong
+    found = _once(found)
     found.sort(key=lambda finding: finding.level)  # errors before warnings
     return Checked(tuple(found), tried, solved)
+
+
+def _once(found: Sequence[Finding]) -> list[Finding]:
+    """What is a matter of the environment and not of a task, said once."""
+    first = next((f for f in found if f.what == _NO_PROGRESS), None)
+    rest = [f for f in found if f.what != _NO_PROGRESS]
+    return rest if first is None else [*rest, first._replace(where="every task")]
 
 
 def _spread(tasks: Sequence[Task], most: int | None) -> list[Task]:
@@ -175,7 +184,7 @@ def _tried(
     if not outcome.checks:
         yield "warning", "it has no checks: no partial credit, and nobody sees what was missing"
     if not isinstance(episode, TellsProgress):
-        yield "warning", "it tells no progress: grpo.credit=turn_rewards is refused"
+        yield "warning", _NO_PROGRESS
     episode.close()
     if environment.deterministic:
         again = environment.episode(task)

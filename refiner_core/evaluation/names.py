@@ -8,6 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FAILURE = "failure/"
+#: Why an agent's attempt failed, by class, as tables and pages say it.
+FAILURE_WORDS = {
+    "no_call": "a turn that is no tool call, or none that can be read",
+    "limit": "turns or context ran out",
+    "rule_broken": "broke a rule",
+    "wrong_tool": "called a tool that does not exist",
+    "wrong_argument": "called a tool with arguments that it does not take",
+    "gave_up": "gave up before the task was done",
+    "incomplete": "ended with something missing or wrong",
+}
 
 
 def base_of(metric: str) -> str:

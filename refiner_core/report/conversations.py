@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from refiner_core.evaluation.names import FAILURE_WORDS
 from refiner_core.report.printing import counted
 from refiner_core.report.sweep.document import Answer, AttemptsRow
 
@@ -21,15 +22,6 @@ MOST_OF_MESSAGE = 2_000
 MOST_OF_EPISODE = 16_000
 _MOST_CHECKS = 60
 
-FAILURE_WORDS = {
-    "no_call": "a turn that is no tool call, or none that can be read",
-    "limit": "turns or context ran out",
-    "rule_broken": "it broke a rule",
-    "wrong_tool": "it called a tool that does not exist",
-    "wrong_argument": "it called a tool with arguments that it does not take",
-    "gave_up": "it gave up before the task was done",
-    "incomplete": "it ended with something missing or wrong",
-}
 _TURN_WORDS = {
     "no_call": "no tool call",
     "many_calls": "more than one call",

@@ -100,6 +100,30 @@ def check_domains(shaping: ShapingConfig, known: Collection[str]) -> None:
                 )
 
 
+def check_kinds(shaping: ShapingConfig, known: Collection[str], domains: Collection[str]) -> None:
+    """Refuse weights of kinds of checks that an environment does not have: they would count for
+    nothing, and nobody would see it.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the field, the kinds, and the domains, which stand elsewhere.
+    """
+    weights = _settings(f"{_SHAPING}.weights", shaping.weights, "KIND=WEIGHT")
+    defaults = _settings(f"{_SHAPING}.weights", ShapingConfig().weights, "KIND=WEIGHT")
+    named = [("weights", kind) for kind in weights if kind not in defaults]
+    named += [("weights_by_domain", k) for own in _own_weights(shaping).values() for k in own]
+    for field, kind in named:
+        if kind not in known:
+            raise ConfigurationError(
+                f"`{_SHAPING}.{field}` names {kind!r}, which is no kind of check of the "
+                "environment.",
+                expected=f"kinds among {', '.join(known)}; its domains are {', '.join(domains)}",
+                fix=f"correct {_SHAPING}.{field}; a weight for one domain stands in "
+                f"{_SHAPING}.weights_by_domain, as DOMAIN.KIND=WEIGHT",
+            )
+
+
 def _own_weights(shaping: ShapingConfig) -> dict[str, dict[str, float]]:
     """Domain -> kind -> weight."""
     field, form = f"{_SHAPING}.weights_by_domain", "DOMAIN.KIND=WEIGHT"

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from refiner_core.evaluation.names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
 from refiner_core.report.conversations import (
-    FAILURE_WORDS,
     attempts_of,
     attempts_tables,
     conversation,

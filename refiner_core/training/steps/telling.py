@@ -16,6 +16,11 @@ Tell = Callable[[str, int, int], None]
 
 #: What the counts of a part are called.
 _UNITS = {"generate": "samples_finished", "judge": "samples_judged"}
+#: Part -> what it is called where agents are trained, and what its counts are.
+_OF_AGENTS = {
+    "generate": ("generate", "turns_finished", "turns"),
+    "judge": ("score", "samples_scored", "samples"),
+}
 _EVERY_S = 1.0
 
 
@@ -36,8 +41,8 @@ class Teller:
             return
         self._last_s = now_s
         units, of = _UNITS[part], "samples"
-        if self._turns and part == "generate":
-            units, of = "turns_finished", "turns"
+        if self._turns:
+            part, units, of = _OF_AGENTS[part]
         self._report(part, {units: float(done), of: float(total)} if total else {})
 
 
