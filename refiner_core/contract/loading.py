@@ -271,7 +271,7 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             fix = f"quote it, for YAML and for the shell: {path}='\"{value}\"'"
             raise _wrong(path, value, _NAMES[kind], note, fix)
         empty = f"drop it, or write {path}='\"\"' for empty text" if kind is str else ""
-        raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix="" if value else empty)
+        raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix=empty if value is None else "")
     return value
 
 

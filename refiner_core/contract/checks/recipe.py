@@ -37,6 +37,7 @@ from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
+from refiner_core.contract.recipe_files import suggest
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.services import serves as serves
 
@@ -304,8 +305,10 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         lambda c: c.publish.license in LICENSES,
-        lambda c: f"`publish.license` is {c.publish.license!r}, which is no licence of the Hub's "
-        f"list.{suggest(c.publish.license.lower().replace(' ', '-'), LICENSES)}",
+        lambda c: (
+            f"`publish.license` is {c.publish.license!r}, which is no licence of the Hub's "
+            f"list.{suggest(c.publish.license.lower().replace(' ', '-'), LICENSES)}"
+        ),
         "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
         "set publish.license=other for a licence of another name, and tell it by a card of your "
         "own (publish.card_template)",
