@@ -329,8 +329,9 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     take_up(workspace, run.run, regardless=showing.take_over)
     if showing.resumed:
         workspace.withdraw_cancel(run.run)
+    where = plan.config.workspace
     console = showing.console or Console(
-        command=showing.command, workspace=plan.config.workspace, quiet=showing.quiet
+        command=showing.command, workspace=where, run=run.run, quiet=showing.quiet
     )
     known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)

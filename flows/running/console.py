@@ -41,8 +41,8 @@ _NOT_YET = ("queued", "paused", "waiting")
 class Console(Screen):
     """Shows a campaign. Safe to call from several threads.
 
-    ``command`` is the command line that runs the same thing again; ``workspace`` its folder. Both
-    go into the commands that the summary proposes.
+    ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
+    ``run`` its record's id. All of them go into the commands that the summary proposes.
     """
 
     def __init__(
@@ -50,12 +50,13 @@ class Console(Screen):
         *,
         command: Sequence[str] = (),
         workspace: str = "",
+        run: str = "",
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(quiet, stream, clock)
-        self._command, self._workspace = tuple(command), workspace
+        self._command, self._workspace, self._run = tuple(command), workspace, run
         self._states: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._said: dict[str, tuple[float, Progress]] = {}
@@ -101,6 +102,8 @@ class Console(Screen):
         ]
         if troubled and self._command:
             commands.append(list(self._command))
+        if self._run:
+            commands.append(["refiner", "report", self._run, *where])
         commands.append(["refiner", "status", *where])
         return [shlex.join(command) for command in commands]
 

@@ -106,6 +106,13 @@ def test_after_success_nothing_is_run_again() -> None:
     assert console.next_commands({"a": done, "b": skipped}) == ["refiner status"]
 
 
+def test_a_recorded_run_has_a_report() -> None:
+    run = "20261121-153012-tiny-3f2a"
+    console = Console(command=["refiner", "run", "tiny"], run=run, stream=io.StringIO())
+    done = {"a": replace(SFT, state="done")}
+    assert console.next_commands(done) == [f"refiner report {run}", "refiner status"]
+
+
 def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
