@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO
+from typing import IO, Any
 
 from flows.notifying.channels import ChannelFailed, send
 from flows.notifying.message import Message, message_of, parcel_of
@@ -71,6 +71,12 @@ class Route:
 def route_line(route: Route) -> str:
     """The first line."""
     return json.dumps({"route": to_json(route)}) + "\n"
+
+
+def recorded(message: Message, route: Route, *, quiet: bool) -> dict[str, Any]:
+    """A message as it is recorded; one that is ``quiet`` is not sent."""
+    channels = [alarm.name for alarm in alarms_of(route.notify)]
+    return {**message.json(), "turn": route.turn, "quiet": quiet, "channels": channels}
 
 
 def message_line(message: Message) -> str:
@@ -233,8 +239,7 @@ def _last_word(route: Route, workspace: Workspace, notices: Notices) -> Message 
     quiet = age_s(route.began_at) < 60.0 * route.notify.after_min
     quiet = quiet or message.kind not in route.notify.on
     try:
-        value = {**message.json(), "turn": route.turn, "quiet": quiet}
-        notices.record(message.key, value)
+        notices.record(message.key, recorded(message, route, quiet=quiet))
     except (OSError, RefinerError) as error:
         log.warning("that %s has ended cannot be noted: %s", route.topic.call, error)
     return None if quiet else message

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.notifying.courier import END_LINE, Route, message_line, route_line
+from flows.notifying.courier import END_LINE, Route, message_line, recorded, route_line
 from flows.notifying.message import Message
 from infra.store.notices import Notices
 from refiner_core.contract.alarms import alarms_of
@@ -82,7 +82,7 @@ class Teller:
         wanted = message.kind in self._route.notify.on and not silent
         if message.kind in _ENDS and self.quiet:
             wanted = False
-        value = {**message.json(), "turn": self._route.turn, "quiet": not wanted}
+        value = recorded(message, self._route, quiet=not wanted)
         try:
             new = self._notices.record(message.key, value)
         except (OSError, RefinerError) as error:  # a full disk may be what it is about
