@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import islice
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
@@ -23,7 +24,8 @@ from refiner_core.report import printing
 
 _HERE = "refiner_core.report"
 _DEEPEST = 6
-MOST_OF_LEAF = 4_000
+#: Characters of a value, and values of one list or mapping, that are shown.
+MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
 
 @dataclass(frozen=True)
@@ -84,21 +86,28 @@ def _environment() -> Environment:
 
 
 def tree(value: Any, depth: int = 0) -> Markup:
-    """Any JSON value as nested lists of terms."""
+    """Any JSON value as nested lists of terms; of many values the first are shown."""
     if isinstance(value, Mapping) and value and depth < _DEEPEST:
         rows = Markup("").join(
-            Markup("<dt>{}</dt><dd>{}</dd>").format(printing.plain(str(k)), tree(v, depth + 1))
-            for k, v in value.items()
+            Markup("<dt>{}</dt><dd>{}</dd>").format(leaf(str(k)), tree(v, depth + 1))
+            for k, v in islice(value.items(), MOST_IN_TREE)
         )
-        return Markup('<dl class="tree">{}</dl>').format(rows)
+        return Markup('<dl class="tree">{}</dl>').format(rows) + _more(value)
     if isinstance(value, list | tuple) and value and depth < _DEEPEST:
-        if all(isinstance(v, str | int | float) for v in value):
-            return Markup("<bdi>{}</bdi>").format(", ".join(leaf(v) for v in value))
-        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in value)
-        return Markup("<ul>{}</ul>").format(items)
+        shown = value[:MOST_IN_TREE]
+        if all(isinstance(v, str | int | float) for v in shown):
+            words = ", ".join(leaf(v) for v in shown)
+            return Markup("<bdi>{}</bdi>").format(words) + _more(value)
+        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in shown)
+        return Markup("<ul>{}</ul>").format(items) + _more(value)
     if isinstance(value, str) and "\n" in value:
         return Markup("<pre>{}</pre>").format(leaf(value))
     return Markup("<bdi>{}</bdi>").format(leaf(value))
+
+
+def _more(values: Sized) -> Markup:
+    more = len(values) - MOST_IN_TREE
+    return Markup('<span class="cut"> … {} more</span>').format(more) if more > 0 else Markup("")
 
 
 def leaf(value: Any) -> str:

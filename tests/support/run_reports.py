@@ -309,7 +309,7 @@ _FACTS = (
 
 
 def _prompt(i: int) -> str:
-    place, thing, value, name = _FACTS[i % 3]
+    place, thing, value, _ = _FACTS[i % 3]
     lines = [f" {p} {t}<snippet id={n}> In {p} the {t} is {v}.</snippet>" for p, t, v, n in _FACTS]
     filler = [f" A letter<snippet id=S_f{k}> A letter looks at the {thing} of {place}, and says "
               f"nothing of use about it; it is the {k}th of its kind.</snippet>"
@@ -366,7 +366,8 @@ def _examples() -> tuple[Example, ...]:
         scores = {"base": 0.0, "sft": 0.4 if i != 1 else 1.0, "grpo": 1.0 if i != 1 else 0.4}
         said = tuple(_said(m, i, s) for m, s in scores.items())
         made.append(Example("before and after", f"synthetic-rl-0-000{i}", why, question,
-                            _prompt(i), said, "oracle", scores["grpo"] - scores["sft"]))  # fmt: skip
+                            _prompt(i), said, "oracle",
+                            scores["grpo"] - scores["sft"]))  # fmt: skip
         rollouts = tuple(replace(_said("grpo", i, s), model=f"step {k}") for k, s in
                          ((1, 0.3), (1, 0.6), (1, 1.0), (1, 0.0)))  # fmt: skip
         made.append(Example("rollout", f"synthetic-rl-0-001{i}", ("best", "worst", "no score")[i],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from markupsafe import Markup, escape
 
@@ -134,7 +135,7 @@ def _plain_text(span: Span, start: int, end: int, count: int) -> tuple[list[Mark
     text, at = span.text, span.start
     cuts = sorted({0, len(text), *(min(max(0, c - at), len(text)) for c in (start, end))})
     parts = []
-    for left, right in zip(cuts, cuts[1:], strict=False):
+    for left, right in pairwise(cuts):
         piece = text[left:right]
         if not (start <= at + left < end and at + right <= end):
             parts.append(_outside(piece))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 
 from markupsafe import Markup, escape
 
@@ -249,17 +250,17 @@ def _line(
     shown: MetricCurve, most: int, x: Callable[[float], float], y: Callable[[float], float]
 ) -> tuple[str, str, str]:
     """A curve's path, its points for hovering, and dots where a point has no neighbours."""
-    path, data, dots = [], [], []
+    path: list[str] = []
+    data: list[str] = []
+    dots: list[str] = []
     run: list[tuple[int, float]] = []
 
     def end() -> None:
         if len(run) == 1:
             step, value = run[0]
             dots.append(f'<circle class="one s1" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>')
-        path.extend(
-            f"{'L' if i else 'M'}{x(step):.1f} {y(value):.1f}"
-            for i, (step, value) in enumerate(run)
-        )
+        for i, (step, value) in enumerate(run):
+            path.append(f"{'L' if i else 'M'}{x(step):.1f} {y(value):.1f}")
         data.extend(f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value in run)
         if run:
             data.append("")
@@ -320,18 +321,18 @@ class Share:
     bar: Markup
 
 
-def shares(parts: Sequence[RewardPart]) -> list[Share]:
-    """Parts that have a share first, as a waterfall from 0; those that were only measured after."""
+def shares(parts: Sequence[RewardPart]) -> tuple[list[Share], list[RewardPart]]:
+    """Parts that count, as a waterfall from 0, and those that were only measured."""
     counted = [p for p in parts if finite(p.share) is not None and p.weight != 0]
     ends = [0.0]
     for part in counted:
         ends.append(ends[-1] + (part.share or 0.0))
-    scale = scale_for(ends, ticks=3) if len(ends) > 1 else None
-    made = []
-    for i, part in enumerate(counted):
-        bar = _share_bar(ends[i], ends[i + 1], scale) if scale is not None else Markup("")
-        made.append(Share(part, bar))
-    return made + [Share(p, Markup("")) for p in parts if p not in counted]
+    scale = scale_for(ends, ticks=3)
+    made = [
+        Share(part, _share_bar(start, end, scale) if scale is not None else Markup(""))
+        for part, (start, end) in zip(counted, pairwise(ends), strict=True)
+    ]
+    return made, [p for p in parts if p not in counted]
 
 
 def _share_bar(start: float, end: float, scale: Scale) -> Markup:

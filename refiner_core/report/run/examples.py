@@ -7,18 +7,18 @@ answers as markup that leads to the evidence, judgements by what they are about,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 
 from refiner_core.report.conversations import Conversation, conversation, size_of
 from refiner_core.report.run.claims import Evidence, answer_markup, evidence_of
-from refiner_core.report.run.document import Example, Said
+from refiner_core.report.run.document import Example, RewardPart, Said
 from refiner_core.report.run.drawing import Share, shares
 from refiner_core.report.transcripts import MOST_IN_ALL, MOST_OF_ANSWER, MOST_OF_PROMPT
 
-MOST_EXAMPLES, MOST_SAID, MOST_JUDGEMENTS, MOST_PARTS = 100, 12, 40, 40
+MOST_EXAMPLES, MOST_SAID, MOST_JUDGEMENTS, MOST_PARTS = 60, 12, 24, 40
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class SaidShown:
     text: Markup
     conversation: Conversation | None
     shares: list[Share]
+    measured: list[RewardPart]
     rubrics: list[Mapping[str, Any]]
     claims: list[dict[str, Any]]
     others: list[Mapping[str, Any]]
@@ -45,12 +46,18 @@ class ExampleShown:
     left_out: int
 
 
-def shown_examples(examples: Sequence[Example]) -> list[ExampleShown]:
-    """Examples with as many answers as a page can hold: each has an equal share of the room."""
+def shown_examples(
+    examples: Sequence[Example], pair: tuple[str, str] | None = None
+) -> list[ExampleShown]:
+    """Examples with as many answers as a page can hold: each has an equal share of the room. The
+    models of a ``pair`` (before, after) stand side by side, in front of the others."""
     shown = examples[:MOST_EXAMPLES]
     share = MOST_IN_ALL // max(1, len(shown))
     made = []
     for place, example in enumerate(shown):
+        if pair is not None and example.kind == "before and after":
+            said = sorted(example.said, key=lambda s: s.model not in pair)
+            example = replace(example, said=tuple(said))
         kept = tuple(_within(example, share))
         evidence = evidence_of(example.prompt, (s.text for s in kept), f"e{place}")
         made.append(
@@ -94,7 +101,7 @@ def _shown(said: Said, evidence: Evidence) -> SaidShown:
         said,
         answer_markup(said.text, evidence),
         conversation(said.episode) if said.episode is not None else None,
-        shares(said.parts[:MOST_PARTS]),
+        *shares(said.parts[:MOST_PARTS]),
         rubrics,
         list(claims.values()),
         others,

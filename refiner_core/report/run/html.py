@@ -14,7 +14,7 @@ from typing import Any
 
 from refiner_core.report import printing
 from refiner_core.report.drawing import dot
-from refiner_core.report.pages import leaf, parts_of
+from refiner_core.report.pages import leaf, parts_of, tree
 from refiner_core.report.run import drawing
 from refiner_core.report.run.document import MetricCurve, RunReport
 from refiner_core.report.run.examples import shown_examples
@@ -50,7 +50,8 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         is over has a page that stays.
     """
     parts = parts_of(__package__)
-    examples = shown_examples(report.examples)
+    lead = report.changes[0] if report.changes else None
+    examples = shown_examples(report.examples, (lead.before, lead.after) if lead else None)
     return parts.template.render(
         report=report,
         parts=parts,
@@ -64,7 +65,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         whys=list(dict.fromkeys(e.example.why for e in examples if e.example.why)),
         tables=tables(report),
         index=model_index(report),
-        settings=[(k, leaf(v)) for k, v in list(report.settings.items())[:MOST_SETTINGS]],
+        settings=[(leaf(k), tree(v)) for k, v in list(report.settings.items())[:MOST_SETTINGS]],
         dot=dot,
         bytes_text=bytes_text,
         kind_of=drawing.kind_of,
