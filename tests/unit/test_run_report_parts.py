@@ -1,0 +1,205 @@
+"""Parts of a run's report that need no run: which points and prompts are shown, what is hidden."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from flows.reporting.run.curves import points_of, thinned
+from flows.reporting.run.examples import choose
+from flows.reporting.run.facts import (
+    HIDDEN,
+    changed_settings,
+    shown_overrides,
+    without_secrets,
+)
+from flows.reporting.run.said import said_in_evaluation, said_in_training
+from infra.store.traces import MetricsLine
+from refiner_core.contract.config import RecipeConfig, RewardConfig
+from refiner_core.contract.records import to_json
+from refiner_core.rewards.combine import total_reward
+
+REWARD = RewardConfig()
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_a_long_curve_keeps_its_ends_its_spikes_and_its_gaps() -> None:
+    values: list[float | None] = [1.0] * 10_000
+    values[4321], values[6789], values[7777] = 50.0, -3.0, None
+    steps, shown = thinned((tuple(range(10_000)), tuple(values)), 400)
+    assert len(steps) <= 402
+    assert (steps[0], steps[-1]) == (0, 9_999)
+    found = dict(zip(steps, shown, strict=True))
+    assert (found[4321], found[6789], found[7777]) == (50.0, -3.0, None)
+
+
+def test_a_short_curve_is_shown_as_it_is() -> None:
+    points = ((1, 2), (0.5, None))
+    assert thinned(points, 400) is points
+
+
+def test_a_metric_of_every_step_has_gaps_and_one_of_few_steps_has_none() -> None:
+    lines = [
+        MetricsLine(step, {"scores": None if step == 3 else float(step)})
+        for step in range(1, 11)
+        if step != 5
+    ]
+    lines += [MetricsLine(step, {"loss/validation": 1.0}) for step in (5, 10)]
+    found = points_of(lines)
+    assert found["scores"][0] == tuple(range(1, 11))
+    assert [s for s, v in zip(*found["scores"], strict=True) if v is None] == [3, 5]
+    assert found["loss/validation"] == ((5, 10), (1.0, 1.0))
+
+
+def test_a_later_line_of_a_step_counts_and_names_of_another_trainer_are_shown() -> None:
+    lines = [MetricsLine(1, {"eval_f1": 0.1}), MetricsLine(1, {"eval_f1": math.inf})]
+    assert points_of(lines, foreign=True) == {}, "nothing finite is no curve"
+    lines.append(MetricsLine(2, {"eval_f1": 0.25}))
+    assert points_of(lines, foreign=True) == {"eval_f1": ((1, 2), (None, 0.25))}
+    assert points_of(lines) == {}
+
+
+# ---------------------------------------------------------------- examples
+
+
+def test_no_prompt_is_shown_twice_and_no_change_is_neither_better_nor_worse() -> None:
+    changes = {f"p{i}": c for i, c in enumerate([0.0, 3.0, -2.0, 0.0, 1.0, 0.1, 0.0])}
+    chosen = choose(changes)
+    assert [(c.sample_id, c.why) for c in chosen] == [
+        ("p1", "improved most"),
+        ("p4", "improved most"),
+        ("p5", "improved most"),
+        ("p2", "got worse most"),
+        ("p0", "typical"),
+        ("p3", "typical"),
+    ]
+    assert choose({}) == []
+
+
+# ---------------------------------------------------------------- what was said
+
+COMPONENTS = {"rubric": 0.75, "citation": 0.5, "format_bonus": 0.5, "no_rubrics": 0.0}
+
+
+def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
+    components = {**COMPONENTS, **changes}
+    total = total_reward(
+        reward,
+        judge=None if components["no_rubrics"] else components["rubric"],
+        citation=components["citation"],
+        bonus=components["format_bonus"],
+        stopped=True,
+    )
+    return {
+        **{"step": 3, "sample_id": "a", "sample_index": 0, "response_text": "<answer/>"},
+        **{"finish_reason": "stop", "status": "scored", "reward": total, "advantage": -0.5},
+        "judgements": json.dumps([{"kind": "rubric", "score": 1.0, "status": "scored"}]),
+        **{f"reward/{name}": value for name, value in components.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        REWARD,
+        RewardConfig(combination="additive", paper_citation_weight=0.3),
+        RewardConfig(apply_paper_citation_reward=False),
+        RewardConfig(gate_judge_score_with_format_bonus=True),
+    ],
+)
+@pytest.mark.parametrize("no_rubrics", [0.0, 1.0])
+def test_the_parts_of_a_reward_add_up_to_it(reward: RewardConfig, no_rubrics: float) -> None:
+    row = rollout(reward, no_rubrics=no_rubrics)
+    said = said_in_training(row, reward)
+    assert sum(part.share or 0.0 for part in said.parts) == pytest.approx(row["reward"])
+    assert {part.name for part in said.parts} == {"rubric", "citation"}
+    assert said.metrics["advantage"] == -0.5
+    assert said.model == "step 3"
+
+
+def test_parts_that_do_not_add_up_are_shown_without_shares() -> None:
+    """As of a run whose settings are not those that its rollouts were rewarded by."""
+    said = said_in_training({**rollout(REWARD), "reward": 1.0}, REWARD)
+    assert [(p.name, p.value, p.share) for p in said.parts] == [
+        ("rubric", 0.75, None),
+        ("citation", 0.5, None),
+    ]
+
+
+EPISODE = {
+    "task_id": "orders/1",
+    "status": "finished",
+    "ended": "done",
+    "first_messages": [["user", "hello"]],
+    "turns": [{"text": "x" * 9_000, "status": "ok", "messages": [["tool", "late"]]}],
+    "checks": [],
+    "failure": "incomplete",
+}
+
+
+def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
+    row = {
+        **{"step": 1, "sample_id": "orders/1", "sample_index": 0, "response_text": "x"},
+        **{"finish_reason": "stop", "status": "scored", "reward": 0.35, "judgements": []},
+        **{"reward/reward": 0.25, "reward/partial": 0.4, "reward/alpha": 0.25, "reward/turns": 1.0},
+        "episode": json.dumps(EPISODE),
+    }
+    said = said_in_training(row, REWARD)
+    assert (said.text, said.failed) == ("", "incomplete")
+    assert [(p.name, p.share) for p in said.parts] == [("reward", 0.25), ("partial", 0.1)]
+    assert said.episode is not None
+    assert len(said.episode["turns"][0]["text"]) < 4_100
+    assert said.metrics["turns"] == 1.0
+
+
+def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
+    broken = {**EPISODE, "status": "error", "failure": None}
+    broken |= {"error_kind": "user_down", "error": "The user does not answer."}
+    row = {
+        **{"sample_id": "orders/1", "sample_index": 0, "response_text": "", "status": "error"},
+        **{"finish_reason": "stop", "reward": None, "success": None, "episode_error": 1.0},
+        **{"judgements": "[]", "episode": json.dumps(broken), "failure": ""},
+    }
+    said = said_in_evaluation(row, "grpo", REWARD)
+    assert (said.reward, said.parts) == (None, ())
+    assert said.failed == "user_down: The user does not answer."
+    assert said.metrics == {"episode_error": 1.0}
+
+
+# ---------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:pass@host:8000/v1", "http://host:8000/v1"),
+        ("API_KEY=abc123", f"API_KEY={HIDDEN}"),
+        ("train.py --hf-token abc --steps 3", f"train.py --hf-token {HIDDEN} --steps 3"),
+        ("password: abc", f"password: {HIDDEN}"),
+        ("judge.api_key_env=MY_KEY", "judge.api_key_env=MY_KEY"),
+        ("judge.max_tokens=512", "judge.max_tokens=512"),
+        ("data.max_prompt_token_length=256", "data.max_prompt_token_length=256"),
+        ("judge.max_tokens_field=max_tokens", "judge.max_tokens_field=max_tokens"),
+        ("model.name_or_path=org/tokenizer-4b", "model.name_or_path=org/tokenizer-4b"),
+    ],
+)
+def test_what_looks_like_a_secret_is_not_shown(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
+    config = to_json(RecipeConfig())
+    config["command"]["env"] = ["TOKEN=abc"]
+    config["grpo"]["beta"] = 0.5
+    found = changed_settings(config)
+    assert found == {"command.env": HIDDEN, "grpo.beta": 0.5}
+    assert shown_overrides(["command.env=[A=b]", "seed=2"]) == (f"command.env={HIDDEN}", "seed=2")
+
+
+def test_fields_of_another_version_are_their_defaults() -> None:
+    assert changed_settings({"seed": 7, "gone": {"x": 1}}) == {"seed": 7}
