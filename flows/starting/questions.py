@@ -1,0 +1,361 @@
+"""What `refiner init` asks: each question with its flag, its default, and a line of explanation.
+
+In: earlier answers and what the machine offers. Out: checked answers, as texts by question.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from flows.starting.rows import NONE, look_at_rows
+from flows.starting.surroundings import Surroundings
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+
+TINY, DESK, TAU2, SYNTHETIC = "tiny", "desk", "tau2", "builtin:synthetic"
+TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
+COMMAND = "python train.py --model {model} --output_dir {output} --seed {seed} {resume}"
+JUDGE_MODEL = "Qwen/Qwen3.5-35B-A3B"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All that a question may go by.
+
+    Attributes
+    ----------
+    answers
+        Those that were given already, by name of the question.
+    folder
+        The folder that is going to be made.
+    """
+
+    answers: Mapping[str, str]
+    around: Surroundings
+    folder: Path
+
+    def __getitem__(self, name: str) -> str:
+        return self.answers.get(name, "")
+
+    @property
+    def tiny(self) -> bool:
+        """Whether it is the model that is made on the spot."""
+        return self["base"] == TINY
+
+    @property
+    def of_refiner(self) -> bool:
+        """Whether answers are written, that rubrics and judges look at."""
+        return self["task"] in ("refiner", "evaluate")
+
+
+Check = Callable[[str, Asked], str]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes
+    ----------
+    name
+        Of the answer; its flag is ``--name``.
+    text, why
+        The question, and the line of explanation, which is the flag's help, too.
+    default
+        What is taken where nothing is answered.
+    applies
+        Whether it is asked, by earlier answers.
+    check
+        Returns the answer as it is kept; raises a RefinerError that says what would fit.
+    said
+        What is worth telling of an answer, in a line.
+    choices
+        What is offered.
+    """
+
+    name: str
+    text: str
+    why: str
+    default: Callable[[Asked], str]
+    applies: Callable[[Asked], bool] = lambda asked: True
+    check: Check = lambda answer, asked: answer
+    said: Callable[[str, Asked], str] = lambda answer, asked: ""
+    choices: Callable[[Asked], tuple[str, ...]] = lambda asked: ()
+
+    @property
+    def flag(self) -> str:
+        """As it is typed."""
+        return f"--{self.name}"
+
+
+def _one_of(*names: str) -> Check:
+    def check(answer: str, asked: Asked) -> str:
+        if answer not in names:
+            raise _wrong(answer + suggest(answer, names), f"one of: {', '.join(names)}")
+        return answer
+
+    return check
+
+
+def _wrong(answer: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The answer was {answer or '(nothing)'}.", expected=expected, fix="answer again"
+    )
+
+
+def _base(answer: str, asked: Asked) -> str:
+    path = Path(answer).expanduser()
+    if answer == TINY or (not path.exists() and _HUB_ID.fullmatch(answer)):
+        return answer
+    if not (path / "config.json").is_file():
+        raise _wrong(answer, "`tiny`, OWNER/NAME on the Hub, or a folder with a config.json")
+    return str(path.resolve())
+
+
+def _environment(answer: str, asked: Asked) -> str:
+    file, _, name = answer.rpartition(":")
+    if file.endswith(".py"):
+        path = Path(file).expanduser()
+        if not path.is_file() or not name:
+            raise _wrong(answer, "FILE.py:NAME of a file that is there")
+        return f"{path.resolve()}:{name}"
+    known = (DESK,) if asked.tiny else (DESK, TAU2)
+    return _one_of(*known, "FILE.py:NAME")(answer, asked)
+
+
+def _rows(which: str) -> Check:
+    def check(answer: str, asked: Asked) -> str:
+        if answer == NONE and which == "rl":
+            raise _wrong(answer, "prompts: there is nothing to train or evaluate on without")
+        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner)
+        return answer
+
+    return check
+
+
+def _rows_said(which: str) -> Callable[[str, Asked], str]:
+    return lambda answer, asked: (
+        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner).said
+    )
+
+
+def _which(name: str) -> Literal["sft", "rl"]:
+    return "sft" if name == "sft" else "rl"
+
+
+def _rubrics(answer: str, asked: Asked) -> str:
+    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
+
+    if answer == "instance":
+        return answer
+    load_rubric_set(answer)  # refuses what is none, and says why
+    return answer if answer in shipped_rubric_sets() else str(Path(answer).expanduser().resolve())
+
+
+def _rubric_names(asked: Asked) -> tuple[str, ...]:
+    from refiner_core.rubrics import shipped_rubric_sets
+
+    return ("instance", *shipped_rubric_sets(), "FILE.yaml")
+
+
+def _judge(answer: str, asked: Asked) -> str:
+    parts = urlsplit(answer)
+    if answer in ("lexical", "vllm") or (parts.scheme in ("http", "https") and parts.netloc):
+        return answer.rstrip("/")
+    raise _wrong(answer, "`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1")
+
+
+def _partition(answer: str, asked: Asked) -> str:
+    known = [p.name for p in asked.around.partitions]
+    if known and answer not in known:
+        raise _wrong(answer + suggest(answer, known), f"one of: {', '.join(known)}")
+    return answer
+
+
+def _number(answer: str, asked: Asked) -> str:
+    if not answer.isdigit() or int(answer) > 64:
+        raise _wrong(answer, "a number of GPUs from 0 to 64")
+    return str(int(answer))
+
+
+def _gpus(asked: Asked) -> str:
+    if asked["where"] != "slurm":
+        return str(asked.around.gpus)
+    partition = asked.around.partition(asked["partition"])
+    return str(partition.gpus if partition and partition.gpus else 8)
+
+
+def _publish(answer: str, asked: Asked) -> str:
+    if answer != "folder" and not re.fullmatch(r"[\w.-]+/[\w.{}-]+", answer):
+        raise _wrong(answer, "`folder`, or OWNER/NAME of a repository on the Hub")
+    return answer
+
+
+def _environments(asked: Asked) -> tuple[str, ...]:
+    return (DESK, "FILE.py:NAME") if asked.tiny else (DESK, TAU2, "FILE.py:NAME")
+
+
+def _demonstrations(asked: Asked) -> str:
+    if asked["task"] == "refiner" or asked["environment"] == DESK:
+        return SYNTHETIC
+    return TAU2_ROWS if asked["environment"] == TAU2 else NONE
+
+
+def _yes_or_no(answer: str, asked: Asked) -> str:
+    known = {"y": "yes", "yes": "yes", "n": "no", "no": "no"}
+    return _one_of("yes", "no")(known.get(answer.lower(), answer), asked)
+
+
+def _is(name: str, *values: str) -> Callable[[Asked], bool]:
+    return lambda asked: asked[name] in values
+
+
+_TASKS = ("refiner", "agent", "command", "evaluate")
+QUESTIONS: tuple[Question, ...] = (
+    Question(
+        "task",
+        "What is it about?",
+        "refiner: cited answers from evidence; agent: tools over several turns; command: a "
+        "training script of your own; evaluate: measure a model, train nothing",
+        default=lambda asked: "refiner",
+        check=_one_of(*_TASKS),
+        choices=lambda asked: _TASKS,
+    ),
+    Question(
+        "base",
+        "Which model does it start from?",
+        "tiny: made on the spot, to try things out on two CPU cores; else OWNER/NAME[@COMMIT] on "
+        "the Hub, or a local folder",
+        default=lambda asked: TINY,
+        check=_base,
+        choices=lambda asked: (TINY, "OWNER/NAME", "FOLDER"),
+    ),
+    Question(
+        "environment",
+        "What does the agent work in?",
+        "desk: shipped, runs anywhere; tau2: tau2-bench, where it is installed; FILE.py:NAME: "
+        "your own",
+        default=lambda asked: DESK,
+        applies=_is("task", "agent"),
+        check=_environment,
+        choices=_environments,
+    ),
+    Question(
+        "sft",
+        "Which demonstrations is it fine-tuned on first?",
+        "FILE.jsonl, FILE.parquet, a `datasets` folder, OWNER/NAME@COMMIT on the Hub; "
+        f"{SYNTHETIC}: made up (of an agent: by the environment's expert); none: no SFT",
+        default=_demonstrations,
+        applies=_is("task", "refiner", "agent"),
+        check=_rows("sft"),
+        said=_rows_said("sft"),
+        choices=lambda asked: (SYNTHETIC, "FILE", "OWNER/NAME@COMMIT", NONE),
+    ),
+    Question(
+        "rl",
+        "Which prompts is it trained and evaluated on?",
+        f"rows with rubrics, in the same forms; {SYNTHETIC}: made up",
+        default=lambda asked: SYNTHETIC,
+        applies=lambda asked: asked.of_refiner,
+        check=_rows("rl"),
+        said=_rows_said("rl"),
+        choices=lambda asked: (SYNTHETIC, "FILE", "OWNER/NAME@COMMIT"),
+    ),
+    Question(
+        "run",
+        "Which command trains?",
+        "{model}, {output}, {seed} and {resume} are filled in; see `refiner show command`",
+        default=lambda asked: COMMAND,
+        applies=_is("task", "command"),
+    ),
+    Question(
+        "rubrics",
+        "What are answers judged by?",
+        "instance: the rubrics of each row; a set's name or file: these, too",
+        default=lambda asked: "instance",
+        applies=lambda asked: asked.of_refiner,
+        check=_rubrics,
+        choices=_rubric_names,
+    ),
+    Question(
+        "judge",
+        "Who judges?",
+        "lexical: word overlap, needs nothing; http://…: any OpenAI-compatible server; vllm: one "
+        "that refiner starts and ends",
+        default=lambda asked: "lexical",
+        applies=lambda asked: asked.of_refiner,
+        check=_judge,
+        choices=lambda asked: ("lexical", "http://HOST:PORT/v1", "vllm"),
+    ),
+    Question(
+        "judge-model",
+        "Which model judges?",
+        "as the server calls it; for vllm its name on the Hub",
+        default=lambda asked: JUDGE_MODEL,
+        applies=lambda asked: asked.of_refiner and asked["judge"] != "lexical",
+    ),
+    Question(
+        "where",
+        "Where does it run?",
+        "local: on this machine; slurm: as jobs of a cluster",
+        default=lambda asked: "slurm" if asked.around.has_slurm else "local",
+        check=_one_of("local", "slurm"),
+        choices=lambda asked: ("local", "slurm"),
+    ),
+    Question(
+        "partition",
+        "Which partition?",
+        "of the cluster, for jobs with GPUs; nothing leaves it to Slurm",
+        default=lambda asked: asked.around.best_partition(),
+        applies=_is("where", "slurm"),
+        check=_partition,
+        choices=lambda asked: tuple(p.name for p in asked.around.partitions),
+    ),
+    Question(
+        "account",
+        "Which account pays?",
+        "of the cluster; nothing leaves it to Slurm",
+        default=lambda asked: asked.around.accounts[0] if asked.around.accounts else "",
+        applies=_is("where", "slurm"),
+        choices=lambda asked: asked.around.accounts,
+    ),
+    Question(
+        "gpus",
+        "How many GPUs of one node may a stage take?",
+        "0 trains on the CPU; half of several sample rollouts while the others train",
+        default=_gpus,
+        applies=lambda asked: not asked.tiny or asked["task"] == "command",
+        check=_number,
+    ),
+    Question(
+        "workspace",
+        "Where do runs lie?",
+        "folder for records, checkpoints, logs; on a cluster one that all nodes see",
+        default=lambda asked: str(asked.folder / "runs"),
+        check=lambda answer, asked: str(Path(answer).expanduser().absolute()),
+    ),
+    Question(
+        "publish",
+        "Where does the trained model go?",
+        "folder: below the workspace; OWNER/NAME: a private repository on the Hub",
+        default=lambda asked: "folder",
+        applies=_is("task", "refiner", "agent", "command"),
+        check=_publish,
+        choices=lambda asked: ("folder", "OWNER/NAME"),
+    ),
+    Question(
+        "sweep",
+        "A sweep to go with it?",
+        "yes: also sweep.yaml, an ablation over this recipe to change as you like",
+        default=lambda asked: "no",
+        applies=_is("task", "refiner", "agent"),
+        check=_yes_or_no,
+        choices=lambda asked: ("yes", "no"),
+    ),
+)
