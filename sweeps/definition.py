@@ -33,6 +33,7 @@ from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import shipped_recipes, suggest
+from refiner_core.contract.yaml_words import yaml_reason
 from sweeps.reading import KEYS, Reader
 from sweeps.values import SweepFile
 
@@ -124,7 +125,7 @@ def _read_yaml(source: str | Mapping[str, Any], where: str) -> dict[str, Any]:
         found = None
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         deep = isinstance(error, RecursionError)
-        why = "it is nested too deeply" if deep else " ".join(str(error).split())
+        why = "it is nested too deeply" if deep else yaml_reason(error)
         raise ConfigurationError(
             f"The text of {where} cannot be read: {why}.",
             expected="YAML",

@@ -20,6 +20,7 @@ from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import apply_overrides, parse_config, settled
 from refiner_core.contract.marks import walk
+from refiner_core.contract.yaml_words import yaml_reason
 from refiner_core.rubrics import load_rubric_set
 
 OWN = "own"
@@ -200,7 +201,7 @@ def _from_file(path: Path) -> JudgeConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigurationError(
-            f"The judge {path} cannot be read: {' '.join(str(error).split())}",
+            f"The judge {path} cannot be read: {yaml_reason(error, path)}",
             expected="a YAML file with a section `judge`",
             fix="correct the path or the file",
         ) from error

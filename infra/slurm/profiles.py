@@ -22,6 +22,7 @@ from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.yaml_words import yaml_reason
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of who names none.
@@ -256,7 +257,7 @@ def _read(path: Path) -> dict[str, Any]:
         values = OmegaConf.to_container(node, resolve=True)
     except Exception as error:  # yaml and OmegaConf raise families of their own; OSError
         raise ConfigurationError(
-            f"Profile {path} cannot be read: {' '.join(str(error).split())}",
+            f"Profile {path} cannot be read: {yaml_reason(error, path)}",
             expected="a YAML file in UTF-8",
             fix="correct the place named above",
         ) from error

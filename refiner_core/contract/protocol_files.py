@@ -14,6 +14,7 @@ from typing import Any
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import settled, suggest
 from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
+from refiner_core.contract.yaml_words import yaml_reason
 
 #: Package folder that holds shipped protocols.
 PROTOCOL_PACKAGE = "flows.protocols"
@@ -102,7 +103,7 @@ def _mapping(path: Path) -> dict[str, Any]:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as error:  # yaml raises its own family; OSError for unreadable files
         raise ConfigurationError(
-            f"Protocol {path} cannot be read: {' '.join(str(error).split())}.",
+            f"Protocol {path} cannot be read: {yaml_reason(error, path)}.",
             expected="a YAML file in UTF-8",
             fix="correct the place named above",
         ) from error

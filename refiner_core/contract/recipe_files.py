@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import is_section
+from refiner_core.contract.yaml_words import yaml_reason
 
 #: Package folders that hold shipped recipes.
 RECIPE_PACKAGE = "flows.recipes"
@@ -120,14 +121,36 @@ def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
             fix="remove one of the `include:` entries",
         )
     node = _read(path)
-    includes = node.pop("include", None) or []
     files: list[RecipeFile] = []
-    for name in [includes] if isinstance(includes, str) else includes:
-        nested = path.parent / str(name)
-        found = nested if nested.is_file() else find_recipe(str(name))
+    for name in _includes(node.pop("include", None), path):
+        nested = path.parent / name
+        found = nested if nested.is_file() else _included(name, path)
         files += recipe_files(found, (*chain, path))
     settled(without_empty_sections(node), path.parent)
     return [*files, RecipeFile(path, chain, node)]
+
+
+def _includes(value: Any, path: Path) -> list[str]:
+    named = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(named, typing.Iterable) or not all(isinstance(n, str) for n in named):
+        raise ConfigurationError(
+            f"`include` of {path} is {value!r}.",
+            expected="a recipe's name or file, or a list of such",
+            fix="write e.g. `include: tiny`",
+        )
+    return list(named)
+
+
+def _included(name: str, path: Path) -> Path:
+    try:
+        return find_recipe(name)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{error.what} `include` of {path} names it.",
+            expected=f"a file beside {path.name}, or a shipped recipe: "
+            + ", ".join(shipped_recipes()),
+            fix=f"correct `include` in {path}",
+        ) from error
 
 
 def _read(path: Path) -> Any:
@@ -135,15 +158,21 @@ def _read(path: Path) -> Any:
 
     try:
         node = OmegaConf.load(path)
-    except Exception as error:  # yaml raises its own family; OSError for unreadable files
+    except OSError as error:
         raise ConfigurationError(
-            f"Recipe {path} cannot be read: {' '.join(str(error).split())}.",
+            f"Recipe {path} cannot be read: {error.strerror or error}.",
+            expected="a file that you may read, with a mapping of fields in YAML",
+            fix="correct its permissions, or write `key: value` lines into it",
+        ) from error
+    except Exception as error:  # yaml raises its own family, omegaconf another
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {yaml_reason(error, path)}.",
             expected="a YAML file in UTF-8",
             fix="correct the place named above",
         ) from error
     if not isinstance(node, DictConfig):
         raise ConfigurationError(
-            f"Recipe {path} holds {type(node).__name__}, not a mapping of fields.",
+            f"Recipe {path} holds a list, not a mapping of fields.",
             expected="`key: value` lines such as `seed: 42`",
             fix="see a shipped recipe for the form",
         )

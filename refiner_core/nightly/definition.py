@@ -33,6 +33,7 @@ from typing import Any, get_args
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
+from refiner_core.contract.yaml_words import yaml_reason
 from refiner_core.nightly.schedule import Schedule
 from refiner_core.nightly.values import Alarm, Alerts, Checkpoint, Nightly, Source, When
 
@@ -42,7 +43,7 @@ _FIELDS = (
 )
 _KINDS = ("hub", "folder", "stage", "newest")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
-
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: What the night decides by itself.
 _OURS = ("model.name_or_path", "model.revision", "stages", "only", "evaluate.models")
 _MOST_CATCH_UP = 60
@@ -97,7 +98,7 @@ def _yaml(text: str, origin: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         deep = isinstance(error, RecursionError)
-        why = "it is nested too deeply" if deep else " ".join(str(error).split())
+        why = "it is nested too deeply" if deep else yaml_reason(error)
         raise ConfigurationError(
             f"{origin} is not YAML: {why}.",
             expected="`key: value` lines",

@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.yaml_words import yaml_reason
 from refiner_core.rubrics.reading import RubricSet, read_set
 
 __all__ = [
@@ -140,7 +141,7 @@ def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
         content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigurationError(
-            f"The rubric set {path} cannot be read: {error}",
+            f"The rubric set {path} cannot be read: {yaml_reason(error, path)}",
             expected="YAML in UTF-8",
             fix=_FIX,
         ) from error
