@@ -17,7 +17,7 @@ from itertools import pairwise
 from markupsafe import Markup, escape
 
 from refiner_core.report.drawing import SHAPES, Scale, scale_for, style_of
-from refiner_core.report.printing import duration, finite, moment, number, plain
+from refiner_core.report.printing import MINUS, duration, finite, moment, number, plain
 from refiner_core.report.run.document import AttemptRow, MetricCurve, RewardPart, StageRow
 
 # ---------------------------------------------------------------- attempts over time
@@ -223,7 +223,7 @@ def curve(shown: MetricCurve, most: int) -> Markup:
         parts.append(
             f'<line class="g" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(tick):.1f}" '
             f'y2="{y(tick):.1f}"/><text class="y" x="{_LEFT - 6}" y="{y(tick) + 4:.1f}">'
-            f"{number(tick, values.decimals)}</text>"
+            f"{_tick(tick, values)}</text>"
         )
     for tick in steps.ticks:
         if tick == round(tick):
@@ -244,6 +244,13 @@ def curve(shown: MetricCurve, most: int) -> Markup:
         f'<path class="l s1" d="{line}"/>{lonely}</g>'
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>'
     )
+
+
+def _tick(value: float, scale: Scale) -> str:
+    """A number of an axis that fits beside it."""
+    if scale.decimals <= 4 and abs(value) < 1e6:
+        return number(value, scale.decimals)
+    return f"{value:.1e}".replace("-", MINUS)
 
 
 def _line(

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import printing
 from refiner_core.report.drawing import Strip, scale_for, strip
 from refiner_core.report.run import drawing
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport
+from refiner_core.report.run.words import way_text
 
 MOST_NUMBERS = 3_000
 
@@ -29,21 +31,25 @@ class MetricLine:
     drawing: Markup
     change: ChangeRow | None
     verdict: str
+    change_decimals: int
     change_drawing: Markup
 
 
 @dataclass(frozen=True)
 class Table:
     """Numbers that were measured alike: one protocol file and decoding. ``pair`` is before and
-    after; ``protocols`` are the fingerprints of its numbers with what they say."""
+    after; the first ``main`` of the lines are the main metrics; ``protocols`` are the fingerprints
+    of its numbers with what they say. ``changes`` come with what is said of them and their digits.
+    """
 
     name: str
     models: tuple[str, ...]
     pair: tuple[str, str] | None
     lines: tuple[MetricLine, ...]
+    main: int
     protocols: tuple[tuple[str, str], ...]
     left_out: int
-    changes: tuple[tuple[ChangeRow, str], ...]
+    changes: tuple[tuple[ChangeRow, str, int], ...]
 
 
 def model_index(report: RunReport) -> dict[str, int]:
@@ -52,15 +58,12 @@ def model_index(report: RunReport) -> dict[str, int]:
 
 
 def tables(report: RunReport) -> list[Table]:
-    """All numbers; the table in which the leading change was measured comes first."""
+    """All numbers; sampled decoding first, for there a policy shows what training did to it."""
     index = model_index(report)
     by_way: dict[tuple[str, str], list[NumberRow]] = {}
     for row in report.numbers[:MOST_NUMBERS]:
         by_way.setdefault((row.under, row.decoding), []).append(row)
-    ways = list(by_way)
-    if report.changes:
-        lead = (report.changes[0].under, report.changes[0].decoding)
-        ways.sort(key=lambda way: way != lead)
+    ways = sorted(by_way, key=lambda way: way[1] != "sampled")
     return [_table(way, by_way[way], report, index) for way in ways]
 
 
@@ -74,16 +77,18 @@ def _table(
     for row in rows:
         by_metric.setdefault(row.metric, {})[row.model] = row
     of_pair = {c.metric: c for c in changes if (c.before, c.after) == pair}
-    order = [*(m for m in of_pair if m in by_metric), *(m for m in by_metric if m not in of_pair)]
+    main = main_metrics(r.metric for r in rows if not r.reference)
+    order = dict.fromkeys((*main, *by_metric))
     every = sum((r.under, r.decoding) == way for r in report.numbers)
     return Table(
-        name=f"{decoding or 'decoding not said'}, {under or 'the settings of the recipe'}",
+        name=way_text(report, under, decoding),
         models=tuple(m for m in index if any(r.model == m for r in rows)),
         pair=pair,
         lines=tuple(_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order),
+        main=len(main),
         protocols=tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
         left_out=every - len(rows),
-        changes=tuple((c, verdict(c)) for c in changes),
+        changes=tuple((c, verdict(c), change_decimals(c)) for c in changes),
     )
 
 
@@ -113,16 +118,24 @@ def _metric_line(
         drawing.models(marks, f"{metric}: {said}"),
         change,
         verdict(change) if change is not None else "",
-        change_strip(change, decimals) if change is not None else Markup(""),
+        change_decimals(change) if change is not None else decimals,
+        change_strip(change) if change is not None else Markup(""),
     )
 
 
-def change_strip(change: ChangeRow, decimals: int) -> Markup:
+def change_decimals(change: ChangeRow) -> int:
+    """Digits by how well the change is known."""
+    low, high = change.low, change.high
+    width = None if low is None or high is None else high - low
+    return printing.decimals_for(width, change.difference)
+
+
+def change_strip(change: ChangeRow) -> Markup:
     """What changed, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
-    said = printing.with_interval(change.difference, change.low, change.high, decimals, signed=True)
+
     label = f"{change.metric}, {change.after} minus {change.before}: {said}"
-    shown = Strip(change.difference, change.low, change.high, (), verdict(change), label, zero=True)
+    shown = Strip(change.difference, low, high, (), verdict(change), label, zero=True)
     return strip(shown, scale) if scale is not None else Markup("")
 
 

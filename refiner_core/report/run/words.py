@@ -63,10 +63,13 @@ def number_tables(report: RunReport) -> Iterator[NumberTable]:
     for under, decoding in dict.fromkeys((n.under, n.decoding) for n in report.numbers):
         here = [n for n in report.numbers if (n.under, n.decoding) == (under, decoding)]
         changes = [c for c in report.changes if (c.under, c.decoding) == (under, decoding)]
-        measured = f"protocol {under}" if under else "held-out prompts"
-        if report.agent and not under:
-            measured = "held-out tasks"
-        yield _table(f"{decoding} decoding, {measured}", here, changes)
+        yield _table(way_text(report, under, decoding), here, changes)
+
+
+def way_text(report: RunReport, under: str, decoding: str) -> str:
+    """``sampled decoding, held-out prompts``; ``greedy decoding, protocol strict``."""
+    asked = "held-out tasks" if report.agent else "held-out prompts"
+    return f"{decoding} decoding, {f'protocol {under}' if under else asked}"
 
 
 def _table(title: str, numbers: Sequence[NumberRow], changes: Sequence[ChangeRow]) -> NumberTable:
