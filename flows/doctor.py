@@ -82,7 +82,8 @@ def examine(
     checks = [*_recipe_checks(plan, refusal, look), *all_checks()]
     if job:
         checks.append(_job_check(look, wait_s))
-    chosen = [c for c in checks if not only or c.area in only]
+    areas = {*only, *(("node",) if job else ())}
+    chosen = [c for c in checks if not only or c.area in areas]
     return run_checks(chosen, look, limit_s=limit_s, tell=tell)
 
 

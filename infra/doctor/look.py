@@ -11,10 +11,11 @@ import functools
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.doctor.finding import Finding, State
 from infra.slurm.profiles import Profile, load_profile
@@ -42,6 +43,8 @@ class Look:
         This is a compute node, where a job of ours looks.
     asked_gpus
         GPUs that this job has asked for.
+    kept, one
+        What several checks share, asked by one of them at a time.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -50,6 +53,8 @@ class Look:
     offline: bool = False
     on_node: bool = False
     asked_gpus: int = 0
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    one: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def workspace(self) -> Path:

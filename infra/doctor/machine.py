@@ -160,7 +160,7 @@ def _clock_of_slurm(look: Look) -> Iterator[Finding]:
     if look.on_node or shutil.which("scontrol") is None:
         return
     before = time.time()
-    settings = slurm_settings()
+    settings = slurm_settings(look)
     if settings.at is not None:
         off = settings.at - (before + time.time()) / 2
         yield _skew("clock of Slurm's controller", off, 1.5 + time.time() - before)
@@ -201,7 +201,7 @@ def _host(look: Look) -> Iterator[Finding]:
     yield Finding(_AREA, "system", "ok", f"{answer.out.strip() or os.uname().sysname} on {name}")
 
 
-_HUNG = "df -h ."
+_HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
 CHECKS = (
     Check(_AREA, "system", _host),
     Check(_AREA, "cores", _cores),
@@ -209,6 +209,12 @@ CHECKS = (
     Check(_AREA, "open files", _open_files),
     Check(_AREA, "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers),
     Check(_AREA, "clock of the file system", _clock_of_files, limit_s=15, hung=_HUNG),
-    Check(_AREA, "clock of Slurm's controller", _clock_of_slurm, limit_s=15, hung="scontrol ping"),
+    Check(
+        _AREA,
+        "clock of Slurm's controller",
+        _clock_of_slurm,
+        limit_s=15,
+        hung="sudo systemctl restart slurmctld",
+    ),
     Check(_AREA, "clock of the Hub", _clock_of_hub, limit_s=10),
 )

@@ -37,6 +37,8 @@ print("\\n" + json.dumps(value))
 
 
 def _rollouts(look: Look) -> Iterator[Finding]:
+    if not look.rollout_servers and look.on_node:
+        return
     if not look.rollout_servers:
         if shutil.which("vllm"):
             yield Finding(_AREA, "vllm", "ok", f"{shutil.which('vllm')} is on PATH")

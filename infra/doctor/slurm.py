@@ -24,15 +24,15 @@ from refiner_core.contract.errors import RefinerError
 _AREA = "slurm"
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _WHY = "dispatch.executor=slurm"
-_PING = "scontrol ping"
+_AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
 
 
 def _there() -> bool:
     return all(shutil.which(c) for c in _COMMANDS)
 
 
-def _answering() -> bool:
-    return _there() and bool(slurm_settings().values)
+def _answering(look: Look) -> bool:
+    return _there() and bool(slurm_settings(look).values)
 
 
 def _commands(look: Look) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def _commands(look: Look) -> Iterator[Finding]:
 def _controller(look: Look) -> Iterator[Finding]:
     if not _there():
         return
-    settings = slurm_settings()
+    settings = slurm_settings(look)
     if not settings.values:
         answer = settings.answer
         yield Finding(
@@ -62,7 +62,7 @@ def _controller(look: Look) -> Iterator[Finding]:
             f"it gives no answer ({answer.last_line})",
             mend="export SLURM_CONF=/etc/slurm/slurm.conf"
             if "configuration source" in answer.last_line
-            else "sudo systemctl restart slurmctld",
+            else _AGAIN,
             why="starting jobs; those that run go on meanwhile",
         )
         return
@@ -78,7 +78,7 @@ def _nodes(look: Look) -> Iterator[Finding]:
     answer = ask(["sinfo", "--noheader", "--format=%D %t"], SLURM_S)
     if not answer.ok:
         yield Finding(
-            *(_AREA, "nodes", doubtful(look.on_slurm), f"`sinfo`: {answer.last_line}"), mend=_PING
+            *(_AREA, "nodes", doubtful(look.on_slurm), f"`sinfo`: {answer.last_line}"), mend=_AGAIN
         )
         return
     pairs = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2]
@@ -95,9 +95,9 @@ def _nodes(look: Look) -> Iterator[Finding]:
 
 
 def _accounting(look: Look) -> Iterator[Finding]:
-    if not _answering():
+    if not _answering(look):
         return
-    settings = slurm_settings()
+    settings = slurm_settings(look)
     kind, age = settings.get("AccountingStorageType"), settings.get("MinJobAge")
     if not kind or kind.endswith("/none"):
         yield Finding(
@@ -114,15 +114,15 @@ def _accounting(look: Look) -> Iterator[Finding]:
     else:
         yield Finding(
             *(_AREA, "accounting", "warning", f"{kind} gives no answer: {answer.last_line}"),
-            mend="sacctmgr ping",
+            mend=_ACCOUNTS_AGAIN,
             why="runs go on by what the controller remembers",
         )
 
 
 def _settings(look: Look) -> Iterator[Finding]:
-    if not _answering():
+    if not _answering(look):
         return
-    settings = slurm_settings()
+    settings = slurm_settings(look)
     plugins, limited = settings.get("TaskPlugin"), settings.get("ConstrainRAMSpace")
     if "cgroup" in plugins and limited.lower() in ("yes", ""):
         yield Finding(_AREA, "memory of jobs", "ok", f"enforced by {plugins}")
@@ -155,11 +155,11 @@ def _settings(look: Look) -> Iterator[Finding]:
 
 def _profile(look: Look) -> Iterator[Finding]:
     profile = look.profile  # refuses one that cannot be read
-    if not _answering() or not (look.on_slurm or look.config.dispatch.profile):
+    if not _answering(look) or not (look.on_slurm or look.config.dispatch.profile):
         return
     needed, wrong = look.on_slurm, False
     for place in (profile, profile.cpu):
-        for finding in _named(place, profile.name, needed):
+        for finding in _named(look, place, needed):
             wrong = True
             yield finding
     if not wrong:
@@ -168,24 +168,26 @@ def _profile(look: Look) -> Iterator[Finding]:
         yield Finding(_AREA, "profile", "ok", what)
 
 
-def _named(place: Place, name: str, needed: bool) -> Iterator[Finding]:
+def _named(look: Look, place: Place, needed: bool) -> Iterator[Finding]:
     """Partitions, accounts and QOS that are not there."""
-    there = _first_words("sinfo", "--noheader", "--all", "--format=%R")
+    name = look.profile.name
+    words = _words("sinfo", "--noheader", "--all", "--format=%P")
+    there = None if words is None else {w.rstrip("*") for w in words}
     for wanted in (place.partition or "").split(","):
         if wanted and there is not None and wanted not in there:
             yield Finding(
                 *(_AREA, "profile", doubtful(needed)),
                 f"profile {name!r} names partition {wanted!r}; there are "
                 f"{', '.join(sorted(there))}",
-                mend=f"partition: {sorted(there)[0]}" if there else "sinfo",
+                mend=f"partition: {_default(words or []) or 'NAME'}",
                 why="a line of the profile",
             )
-    if slurm_settings().get("AccountingStorageType").endswith("/none"):
+    if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
         return
     me = getpass.getuser()
     asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={me}")
     for field, value in (("account", place.account), ("qos", place.qos)):
-        found = _first_words(*asked, f"format={field}") if value else None
+        found = _words(*asked, f"format={field}") if value else None
         mine = {one for text in found or () for one in text.split(",") if one}
         if value and mine and value not in mine:
             yield Finding(
@@ -196,16 +198,22 @@ def _named(place: Place, name: str, needed: bool) -> Iterator[Finding]:
             )
 
 
-def _first_words(*command: str) -> set[str] | None:
+def _words(*command: str) -> list[str] | None:
     answer = ask(command, SLURM_S)
-    return {w.rstrip("*") for w in answer.out.split()} if answer.ok else None
+    return answer.out.split() if answer.ok else None
+
+
+def _default(partitions: Sequence[str]) -> str:
+    """The default partition, which `sinfo` marks; else the first."""
+    marked = [name for name in partitions if name.endswith("*")]
+    return (marked or [*partitions, ""])[0].rstrip("*")
 
 
 # ---------------------------------------------------------------- what sbatch would say
 
 
 def _test_only(look: Look) -> Iterator[Finding]:
-    if not _answering() or not look.on_slurm:
+    if not _answering(look) or not look.on_slurm:
         return
     submitter = Submitter(look.profile, "python3")
     stages = [s for s in look.stages if look.profile.executor_for(s) == "slurm"]
@@ -232,7 +240,9 @@ def _one_shape(
     except RefinerError as error:
         return Finding(
             *(_AREA, name, "broken", error.what),
-            mend=error.fix if error.fix.startswith("scontrol") else _less(look, names[0]),
+            mend=error.fix
+            if error.fix.startswith("scontrol")
+            else _less(look, names[0], resources),
             why=f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
             f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
             f"{look.profile.name!r}",
@@ -240,25 +250,38 @@ def _one_shape(
     return Finding(_AREA, name, "ok", f"sbatch would take it: {said}")
 
 
-def _less(look: Look, stage: str) -> str:
-    return f"{look.command('explain', stage)}" if look.recipe else "sinfo --Node --long"
+def _less(look: Look, stage: str, asked: Resources) -> str:
+    """The same question with what the largest node has, where more was asked for."""
+    kind = next((s.kind for s in look.stages if s.name == stage), "")
+    section = {"evaluate": "evaluate", "export": "publish", "card": "publish"}.get(kind, kind)
+    words = _words("sinfo", "--noheader", "--exact", "--format=%c %m") or []
+    numbers = [int(word.rstrip("+")) for word in words if word.rstrip("+").isdigit()]
+    most = Resources(
+        cpus=max(numbers[::2], default=0), memory_gb=max(numbers[1::2], default=0) >> 10
+    )
+    less = {n: v for n in ("cpus", "memory_gb") if 0 < (v := getattr(most, n)) < getattr(asked, n)}
+    if not (less and look.recipe and hasattr(getattr(look.config, section, None), "resources")):
+        return 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
+    return " ".join(
+        [look.command("doctor"), *(f"{section}.resources.{n}={v}" for n, v in less.items())]
+    )
 
 
 CHECKS = (
-    Check(_AREA, "commands", _commands, needed=lambda x: x.on_slurm, hung=_PING),
-    Check(_AREA, "controller", _controller, needed=lambda x: x.on_slurm, hung=_PING),
-    Check(_AREA, "accounting", _accounting, hung="sacctmgr ping"),
-    Check(_AREA, "settings", _settings, hung=_PING),
+    Check(_AREA, "commands", _commands, needed=lambda x: x.on_slurm, hung=_AGAIN),
+    Check(_AREA, "controller", _controller, needed=lambda x: x.on_slurm, hung=_AGAIN),
+    Check(_AREA, "accounting", _accounting, hung=_ACCOUNTS_AGAIN),
+    Check(_AREA, "settings", _settings, hung=_AGAIN),
     Check(
         *(_AREA, "profile", _profile),
         limit_s=30,
         needed=lambda x: x.on_slurm or x.config.dispatch.profile,
-        hung=_PING,
+        hung=_AGAIN,
     ),
     Check(
         *(_AREA, "jobs of the recipe", _test_only),
         limit_s=60,
         needed=lambda x: x.on_slurm,
-        hung=_PING,
+        hung=_AGAIN,
     ),
 )

@@ -1,24 +1,21 @@
 """What Slurm's controller says of itself: its settings and its clock, asked once.
 
-In: nothing. Out: :class:`SlurmSettings`, shared by the checks that read them.
+In: a look. Out: :class:`SlurmSettings`, shared by the checks of that look.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from infra.doctor.look import Answer, ask
+from infra.doctor.look import Answer, Look, ask
 
 #: How long a command of Slurm may take. `scontrol` itself tries for much longer.
 SLURM_S = 8.0
 _LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
 _AT = re.compile(r"Configuration data as of (\S+)")
-_ONE = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,15 @@ class SlurmSettings:
         return "" if value in ("(null)", "N/A") else value
 
 
-def slurm_settings() -> SlurmSettings:
-    """The controller's settings."""
-    with _ONE:
-        return _settings()
+def slurm_settings(look: Look) -> SlurmSettings:
+    """The controller's settings, asked by whoever needs them first."""
+    with look.one:
+        if "slurm" not in look.kept:
+            look.kept["slurm"] = _settings()
+        settings: SlurmSettings = look.kept["slurm"]
+        return settings
 
 
-@functools.cache
 def _settings() -> SlurmSettings:
     answer = ask(["scontrol", "show", "config"], SLURM_S)
     found = (_LINE.match(line) for line in answer.out.splitlines())
@@ -55,8 +54,3 @@ def _settings() -> SlurmSettings:
         except ValueError:
             at = None  # another version's way of writing times
     return SlurmSettings(values, at, answer)
-
-
-def forget() -> None:
-    """Ask again the next time."""
-    _settings.cache_clear()

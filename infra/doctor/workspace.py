@@ -27,7 +27,7 @@ from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace
 
 _AREA = "workspace"
-_HUNG = "df -h ."
+_HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
 #: Where quotas are the rule, and free figures of the file system know nothing of them.
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
 #: Not for records of a run: gone with the machine, or slow and without what we need.
@@ -77,7 +77,7 @@ def _umask() -> int:
 
 def _features(look: Look) -> Iterator[Finding]:
     for name, folder in look.folders.items():
-        mount = mount_of(folder)
+        mount, prefix = mount_of(folder), "" if name == "workspace" else f"{name}: "
         where = f"{mount.type} at {mount.point}"
         if not os.access(existing(folder), os.W_OK | os.X_OK):
             continue  # said by the check of the folder
@@ -87,7 +87,7 @@ def _features(look: Look) -> Iterator[Finding]:
             seconds = time.monotonic() - began
         for trial, why in wrong:
             yield Finding(
-                *(_AREA, f"{name}: {trial}", "broken" if trial in _NEEDED else "warning"),
+                *(_AREA, f"{prefix}{trial}", "broken" if trial in _NEEDED else "warning"),
                 f"{where}: {why}",
                 mend=f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs",
                 why=_NEEDED.get(trial, "works without it, but less well"),
@@ -95,10 +95,10 @@ def _features(look: Look) -> Iterator[Finding]:
         if not wrong:
             listed = ", ".join(n for n, _ in _TRIALS)
             said = f"{where}: {listed} work ({seconds * 1000:.0f} ms)"
-            yield Finding(_AREA, f"{name}: file system", "ok", said)
+            yield Finding(_AREA, f"{prefix}file system", "ok", said)
         if mount.type in _FLEETING:
             yield Finding(
-                *(_AREA, f"{name}: file system", "warning"),
+                *(_AREA, f"{prefix}file system", "warning"),
                 f"{where} is memory: gone when the machine restarts",
                 mend=f"{look.command('run')} {name}={Path.home() / 'runs'}",
             )
@@ -214,10 +214,10 @@ _NEEDED = {
 
 def _room(look: Look) -> Iterator[Finding]:
     for name, folder in look.folders.items():
-        yield from _room_of(look, name, folder)
+        yield from _room_of(look, "" if name == "workspace" else f"{name}: ", folder)
 
 
-def _room_of(look: Look, name: str, folder: Path) -> Iterator[Finding]:
+def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
     failed: dict[str, str] = {}
 
     def run(command: Sequence[str]) -> str:
@@ -238,16 +238,16 @@ def _room_of(look: Look, name: str, folder: Path) -> Iterator[Finding]:
     full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)
     if full or room.share > look.config.disk.warn_share:
         yield Finding(
-            *(_AREA, f"{name}: room", doubtful(full and look.recipe and room.free_bytes < 1 << 20)),
+            *(_AREA, f"{prefix}room", doubtful(full and look.recipe and room.free_bytes < 1 << 20)),
             what,
             mend=f"refiner disk --reclaim workspace={look.workspace}",
             why="a run pauses when the disk is full",
         )
     else:
-        yield Finding(_AREA, f"{name}: room", "ok", what)
+        yield Finding(_AREA, f"{prefix}room", "ok", what)
     if not room.knows_quota and mount.type.startswith(_SHARED):
         yield Finding(
-            *(_AREA, f"{name}: quota", "warning"),
+            *(_AREA, f"{prefix}quota", "warning"),
             f"nothing says what quota holds on {mount.type} at {mount.point}: free figures of the "
             "file system do not",
             mend=f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',

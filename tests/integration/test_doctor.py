@@ -1,0 +1,420 @@
+"""`refiner doctor` says what works, calls broken what was asked for, never hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.doctor import examine
+from infra.doctor.finding import Finding
+from infra.doctor.look import Check, Look
+from infra.doctor.runner import run_checks
+from infra.host.processes import ProcessId
+from refiner_core.contract.errors import ConfigurationError
+from tests.support.command import ROOT, environment, refiner
+from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
+from tests.support.judge_server import JudgeServer, verdict
+from tests.support.prefect_server import PrefectApi
+from tests.support.quota import fill, quota_folder, small_tmpfs
+from tests.support.slurm_cluster import Cluster
+from tests.support.wandb_server import KEY, WandbServer
+
+VLLM = "grpo.generation_backend=vllm"
+
+
+def named(findings: list[Finding], area: str, name: str) -> Finding:
+    """The one finding of that name."""
+    [found] = [f for f in findings if f.area == area and f.name == name]
+    return found
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """A command on a PATH of one's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def first_on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a server that takes every call and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(16)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_without_a_recipe_nothing_is_broken_and_nothing_is_left(tmp_path: Path) -> None:
+    done = refiner("doctor", "--offline", "--json", f"workspace={tmp_path / 'runs'}")
+    assert done.code == 0, done.stdout
+    found = done.json
+    assert found["works"] is True
+    assert {f["area"] for f in found["findings"]} >= {"python", "machine", "workspace", "vllm"}
+    assert not [f for f in found["findings"] if f["state"] == "broken"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from flows.doctor import examine; examine('tiny', offline=True); "
+        "print([m for m in ('torch', 'prefect', 'wandb', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_interpreter_that_is_not_there_is_refused_before_anything_is_recorded(
+    tmp_path: Path,
+) -> None:
+    asked = ("tiny", f"workspace={tmp_path / 'runs'}", VLLM, "grpo.rollout_server.python=/nope")
+    ran = refiner("run", *asked, "--no-server")
+    assert ran.code == 8
+    assert "there is no /nope" in ran.stderr
+    assert "grpo.rollout_server.python" in ran.stderr
+    assert not (tmp_path / "runs").exists()
+    looked = refiner("doctor", *asked, "--offline", "--only", "vllm")
+    assert looked.code == 8
+    assert "BROKEN  grpo.rollout_server: there is no /nope" in looked.stdout
+    assert looked.stdout.splitlines()[-1].startswith("  python3 -m venv ")
+
+
+def test_wrong_words_are_answered_with_what_there_is() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'gpu'"):
+        examine(only=["gpuu"])
+    with pytest.raises(ConfigurationError, match="executor=local"):
+        examine(job=True)
+    assert refiner("doctor", "tiny", "tau2").code == 2
+
+
+def test_a_recipe_that_cannot_be_planned_is_looked_at_all_the_same() -> None:
+    found = examine("refiner-gpt54", offline=True, only=("recipe", "vllm", "gpu"))
+    plan = named(found, "recipe", "plan")
+    assert (plan.state, plan.mend) == (
+        "broken",
+        "refiner doctor refiner-gpt54 data.rl_revision=COMMIT",
+    )
+    assert named(found, "vllm", "judge.serve").state == "broken"
+
+
+# ---------------------------------------------------------------- the runner
+
+
+def test_checks_that_hang_or_break_take_no_other_with_them() -> None:
+    def hangs(look: Look) -> list[Finding]:
+        time.sleep(30)
+        return []
+
+    def breaks(look: Look) -> list[Finding]:
+        raise KeyError("a bug")
+
+    def works(look: Look) -> list[Finding]:
+        return [Finding("hub", "well", "ok", "12 ms")]
+
+    stuck = [
+        Check("gpu", f"stuck {n}", hangs, limit_s=0.3, needed=lambda _: True, hung="nvidia-smi")
+        for n in range(20)
+    ]
+    began = time.monotonic()
+    found = run_checks([*stuck, Check("hub", "b", breaks), Check("hub", "w", works)], Look())
+    assert time.monotonic() - began < 8
+    assert named(found, "gpu", "stuck 19") == Finding(
+        "gpu", "stuck 19", "broken", "no answer in 0.3 s", "nvidia-smi", seconds=0.3
+    )
+    assert "KeyError" in named(found, "hub", "b").what
+    assert named(found, "hub", "well").ok
+
+
+# ---------------------------------------------------------------- python, GPU, vLLM
+
+
+def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path) -> None:
+    folder = tmp_path / "prefect-2.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: prefect\nVersion: 2.1\n")
+    env = environment()
+    path = os.pathsep.join([str(tmp_path), str(ROOT), env["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli.main", "doctor", "--only", "python", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**env, "PYTHONPATH": path},
+    )
+    assert done.returncode == 8
+    [found] = [f for f in json.loads(done.stdout)["findings"] if f["state"] == "broken"]
+    assert found["what"].startswith("prefect is 2.1, and refiner asks for prefect<3.9,>=3.8")
+    assert found["mend"] == f"{sys.executable} -m pip install 'prefect<3.9,>=3.8'"
+
+
+def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        "0, NVIDIA H200, 570.1, 143771, 0, 9.0, Enabled, 0, Default",
+        "1, NVIDIA H200, 570.1, 143771, 0, 9.0, Disabled, 7, Exclusive_Process",
+    ]
+    program(tmp_path, "nvidia-smi", "printf '%s\\n' " + " ".join(f"'{r}'" for r in rows))
+    first_on_path(monkeypatch, tmp_path)
+    monkeypatch.setattr("infra.doctor.gpu.installed", lambda _: "2.13.0+cpu")
+    found = examine(only=["gpu"])
+    assert named(found, "gpu", "GPUs").what == "2 x NVIDIA H200, 140 GiB each, driver 570.1"
+    said = {f.name: [g.what for g in found if g.name == f.name] for f in found}
+    assert "MIG is on" in said["GPU 0"][0]
+    assert said["GPU 1"] == [
+        "7 uncorrected memory errors since the driver began",
+        "compute mode Exclusive_Process",
+    ]
+    torch = named(found, "gpu", "torch")
+    assert (torch.state, torch.what) == ("warning", "torch 2.13.0+cpu is built without CUDA")
+    wanted = examine("tiny", ["grpo.resources.gpus=4"], offline=True, only=["gpu"])
+    assert named(wanted, "gpu", "GPUs").state == "broken"
+    assert named(wanted, "gpu", "torch").state == "broken"
+
+
+def test_a_driver_that_hangs_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, "nvidia-smi", "sleep 60")
+    first_on_path(monkeypatch, tmp_path)
+    monkeypatch.setattr("infra.doctor.gpu._SMI_S", 0.5)
+    found = named(examine("tiny", ["grpo.resources.gpus=1"], only=["gpu"]), "gpu", "driver")
+    assert found.state == "broken"
+    assert "`nvidia-smi` gave no answer" in found.what
+
+
+def test_the_environment_of_servers_is_asked_in_its_own_shell(tmp_path: Path) -> None:
+    python = f"grpo.rollout_server.python={sys.executable}"
+    lacking = named(examine("tiny", [VLLM, python], only=["vllm"]), "vllm", "grpo.rollout_server")
+    assert lacking.state == "broken"
+    assert "cannot use vllm: PackageNotFoundError" in lacking.what
+    assert lacking.mend == f"{sys.executable} -m pip install --upgrade vllm"
+    answer = json.dumps(
+        {"python": "3.12", "engine": "0.33", "torch": "2.13", "cuda": None, "gpus": 0}
+    )
+    other = program(tmp_path / "env", "python", f"test \"$MODULE\" = loaded && echo '{answer}'")
+    setting = [f"grpo.rollout_server.python={other}", VLLM]
+    bare = named(examine("tiny", setting, only=["vllm"]), "vllm", "grpo.rollout_server")
+    assert bare.state == "broken"
+    loaded = [*setting, "grpo.rollout_server.setup=['export MODULE=loaded']"]
+    ready = named(examine("tiny", loaded, only=["vllm"]), "vllm", "grpo.rollout_server")
+    assert (ready.state, ready.what) == (
+        "ok",
+        "vllm 0.33, torch 2.13, CUDA none, sees 0 GPUs",
+    )
+
+
+# ---------------------------------------------------------------- workspace
+
+
+def test_a_workspace_of_a_newer_refiner_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "workspace.json").write_text('{"format": 99}')
+    found = named(examine("tiny", [f"workspace={tmp_path}"], only=["workspace"]), "workspace",
+                  "folder")  # fmt: skip
+    assert found.state == "broken"
+    assert "format 99" in found.what
+
+
+def test_a_umask_that_shuts_out_the_group_is_noticed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    (tmp_path / "workspace.json").write_text('{"format": 1}')
+    before = os.umask(0o022)
+    try:
+        found = examine(None, [f"workspace={tmp_path}"], only=["workspace"])
+    finally:
+        os.umask(before)
+    assert named(found, "workspace", "group").mend == "umask 002"
+
+
+@pytest.mark.quota
+def test_room_is_that_of_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quota_folder(tmp_path / "q", 64) as disk:
+        cache = disk.folder / "huggingface"
+        cache.mkdir()
+        monkeypatch.setenv("HF_HOME", str(cache))
+        found = examine("tiny", [f"workspace={disk.folder / 'runs'}"], only=["workspace"])
+        room = named(found, "workspace", "room")
+        assert "btrfs qgroup" in room.what
+        assert room.mend == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
+        assert named(found, "workspace", "file system").ok
+        assert named(found, "workspace", "cache HF_HOME").state == "warning"
+        forecast = named(found, "workspace", "forecast")
+        assert forecast.state == "warning"
+        assert forecast.mend.endswith("--fit")
+        assert not (disk.folder / "runs").exists()
+
+
+@pytest.mark.quota
+def test_a_full_file_system_is_a_finding(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "full", mib=16) as folder:
+        fill(folder / "filler")
+        found = examine("tiny", [f"workspace={folder / 'runs'}"], only=["workspace"])
+    assert named(found, "workspace", "room").state == "broken"
+    assert any("ENOSPC" in f.what for f in found if f.state == "broken")
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+def test_a_scheduler_that_never_answers_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct"):
+        program(tmp_path / "bin", command, "sleep 60")
+    first_on_path(monkeypatch, tmp_path / "bin")
+    monkeypatch.setattr("infra.doctor.slurm_config.SLURM_S", 1.0)
+    began = time.monotonic()
+    found = examine("tiny", ["dispatch.executor=slurm"], only=["slurm"], limit_s=0.5)
+    assert time.monotonic() - began < 5
+    controller = named(found, "slurm", "controller")
+    assert (controller.state, controller.what) == ("broken", "no answer in 0.5 s")
+
+
+@pytest.mark.slurm
+def test_a_cluster_is_examined_and_a_node_reports(slurm: Cluster, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("cpu_stages: slurm\npartition: high\n")
+    asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
+    found = examine("tiny", asked, offline=True, only=["slurm"], job=True)
+    assert named(found, "slurm", "controller").what.startswith("cluster lab answers")
+    assert named(found, "slurm", "accounting").state == "missing"
+    [job] = [f for f in found if f.name.startswith("job of data")]
+    assert job.ok
+    assert "in partition high" in job.what
+    node = named(found, "node", "job")
+    assert node.ok
+    assert "imports refiner from a code snapshot" in node.what
+    assert named(found, "node", "workspace: file system").ok
+    assert not [f for f in found if f.state == "broken"]
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.slurm
+def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("cpu_stages: slurm\npartition: gpu\narray_size: 5000\n")
+    asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
+    found = examine("tiny", asked, offline=True, only=["slurm"])
+    assert named(found, "slurm", "profile").mend == "partition: main"
+    assert named(found, "slurm", "arrays").mend == "array_size: 1000"
+    profile.write_text("cpu_stages: slurm\n")
+    large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])
+    job = named(large, "slurm", "job of sft")
+    assert job.state == "broken"
+    assert job.mend.endswith("sft.resources.cpus=8")
+
+
+@pytest.mark.slurm
+def test_a_controller_that_is_stuck_is_said_to_be(slurm: Cluster, tmp_path: Path) -> None:
+    process = ProcessId.parse(slurm.processes["slurmctld"]).pid
+    os.kill(process, signal.SIGSTOP)
+    try:
+        asked = ["dispatch.executor=slurm", f"workspace={tmp_path}/runs"]
+        found = examine("tiny", asked, offline=True, only=["slurm"], limit_s=1)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert named(found, "slurm", "controller").state == "broken"
+    assert named(found, "slurm", "controller").what == "no answer in 1 s"
+
+
+# ---------------------------------------------------------------- Hub, W&B, judge, Prefect
+
+
+def hub_findings(monkeypatch: pytest.MonkeyPatch, hub: LoopbackHub, token: str) -> list[Finding]:
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", token)
+    asked = ["publish.target=hub", "publish.repo_id=me/model"]
+    found = examine("tiny", asked, only=["hub"])
+    assert token not in json.dumps([f.what + f.mend + f.why for f in found])
+    return found
+
+
+def test_a_token_is_asked_what_it_may_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LoopbackHub(tmp_path / "hub") as hub:
+        good = hub_findings(monkeypatch, hub, hub.token)
+        assert named(good, "hub", "token").what == "HF_TOKEN: me, write"
+        assert named(good, "hub", "publishing to me/model").ok
+        reads = hub_findings(monkeypatch, hub, READ_ONLY)
+        assert named(reads, "hub", "token").ok
+        refused = named(reads, "hub", "publishing to me/model")
+        assert (refused.state, refused.mend) == ("broken", "hf auth login")
+        gone = hub_findings(monkeypatch, hub, EXPIRED)
+        assert named(gone, "hub", "token").state == "broken"
+
+
+def test_switches_that_forbid_the_network_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    asked = ["publish.target=hub", "publish.repo_id=me/model"]
+    found = named(examine("tiny", asked, only=["hub"]), "hub", "offline switches")
+    assert (found.state, found.mend) == ("broken", "unset HF_HUB_OFFLINE")
+    assert named(examine(None, [], only=["hub"]), "hub", "offline switches").state == "warning"
+
+
+def test_a_hub_that_never_answers_holds_nobody_up(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", silent)
+    began = time.monotonic()
+    found = examine(only=["hub"], limit_s=1)
+    assert time.monotonic() - began < 6
+    assert named(found, "hub", "address").what == "no answer in 1 s"
+
+
+def test_a_key_of_wandb_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        asked = ["tracking.wandb=online"]
+        good = named(examine("tiny", asked, only=["wandb"]), "wandb", "key")
+        assert good.what == f"of me at {server.url}"
+        monkeypatch.setenv("WANDB_API_KEY", "1" * 40)
+        wrong = named(examine("tiny", asked, only=["wandb"]), "wandb", "key")
+        assert wrong.state == "broken"
+        assert "1111" not in wrong.what + wrong.mend
+    gone = named(examine("tiny", asked, only=["wandb"]), "wandb", "server")
+    assert gone.state == "broken"
+    assert gone.mend.endswith("tracking.wandb=offline")
+
+
+def test_a_judge_is_asked_a_real_question() -> None:
+    with JudgeServer(lambda body, _: verdict(body)) as server:
+        asked = ["judge.kind=openai", "judge.model=m", f"judge.base_url={server.base_url}"]
+        good = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
+        assert good.state == "ok", good
+        assert "answered in" in good.what
+    gone = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
+    assert gone.state == "broken"
+    assert gone.mend.startswith("refiner judge ask judge.base_url=http://127.0.0.1:")
+
+
+@pytest.mark.prefect
+def test_the_server_of_prefect_answers_and_asks_for_a_key(prefect: PrefectApi) -> None:
+    found = examine(only=["prefect"])
+    server = named(found, "prefect", "server")
+    assert server.ok
+    assert server.what.endswith(f"answers at {prefect.info.url}, and asks for a key")
+    assert prefect.info.auth not in json.dumps([f.what + f.mend for f in found])
+
+
+def test_a_prefect_server_of_ones_own_that_is_gone_is_only_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
+    found = named(examine("tiny", only=["prefect"]), "prefect", "server")
+    assert (found.state, found.mend) == ("warning", "unset PREFECT_API_URL")
+    assert "secret" not in found.what
