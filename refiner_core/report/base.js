@@ -26,6 +26,8 @@ function set(change, push) { Object.assign(state, change); write(push); showAll(
 function showAll() {
   for (const v of $$(".view")) v.classList.toggle("on", v.id === state.v);
   for (const a of $$("nav a")) a.dataset.view === state.v ? a.setAttribute("aria-current", "page") : a.removeAttribute("aria-current");
+  const list = $("nav ul"), now = $("nav a[aria-current]"), left = now.offsetLeft - list.offsetLeft;
+  if (left < list.scrollLeft || left + now.offsetWidth > list.scrollLeft + list.clientWidth) list.scrollLeft = left - 40;
   showScheme(); show();
 }
 function go(view, change = {}) { set({v: view, y: "0", ...change}, true); scrollTo(0, 0); }

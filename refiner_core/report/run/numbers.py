@@ -133,7 +133,8 @@ def change_decimals(change: ChangeRow) -> int:
 def change_strip(change: ChangeRow) -> Markup:
     """What changed, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
-
+    low, high, digits = change.low, change.high, change_decimals(change)
+    said = printing.with_interval(change.difference, low, high, digits, signed=True)
     label = f"{change.metric}, {change.after} minus {change.before}: {said}"
     shown = Strip(change.difference, low, high, (), verdict(change), label, zero=True)
     return strip(shown, scale) if scale is not None else Markup("")
