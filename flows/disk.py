@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.held import Hold
+from infra.disk.held import Hold, drop_idle
 from infra.disk.history import failures_of, suggest_save_freq, times_of
 from infra.disk.keeper import DiskKeeper
 from infra.disk.modelsize import ModelSize, model_size
@@ -192,6 +192,38 @@ def _idle_exports(stock: Stock) -> list[dict[str, Any]]:
         and facts.weights.gain > 0
         and not (facts.leased or facts.needed_by or may_go(facts))
     ]
+
+
+class Reclaimed(NamedTuple):
+    """What was reclaimed, or would be: holds on checkpoints that were let go, candidates, paths
+    that are gone with their size, and the room that there is now."""
+
+    holds: list[Hold]
+    stock: Stock
+    candidates: list[Candidate]
+    items: tuple[str, ...]
+    bytes: int
+    status: str
+
+
+def reclaim(
+    keeper: DiskKeeper, *, caches: bool = False, judgements: bool = False, dry_run: bool = False
+) -> Reclaimed:
+    """Delete all that the policy allows; of a dry run say only what that would be."""
+    stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
+    holds = [h for h in stock.holds if h.idle]
+    if not dry_run and holds:
+        holds = drop_idle(keeper.workspace, holds)
+        stock = keeper.stock(caches=caches)
+    candidates = plan_reclaim(stock, None, caches=caches, judgements=judgements)
+    items: tuple[str, ...] = ()
+    freed = 0
+    if not dry_run:
+        if candidates:
+            done = keeper.carry_out(candidates)
+            items, freed = tuple(done.items), done.bytes
+        keeper.ledger.sweep()
+    return Reclaimed(holds, stock, candidates, items, freed, keeper.status_line())
 
 
 def stage_to_pin(workspace: Workspace, name: str) -> str:

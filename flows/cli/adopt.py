@@ -45,12 +45,13 @@ def adopt_command(
     ready to be published and evaluated; nothing is copied unless asked for. Of refiner's own (a
     workspace, or a stage's folder), the stages go on where they were, by the same recipe.
     """
-    from flows.adopting import AdoptRequest, adopt
-    from refiner_core.contract.errors import ConfigurationError
+    from flows.api import adopt_run
 
-    request = AdoptRequest(
-        folder=folder,
-        overrides=overrides,
+    if copy and in_place:
+        raise click.UsageError("--copy and --in-place exclude each other.")
+    report = adopt_run(
+        folder,
+        overrides,
         step=step,
         recipe=recipe,
         companions=companions,
@@ -58,13 +59,6 @@ def adopt_command(
         how="copy" if copy else "in-place" if in_place else "link",
         dry_run=dry_run,
     )
-    if copy and in_place:
-        raise ConfigurationError(
-            "--copy and --in-place exclude each other.",
-            expected="one of them, or neither for hard links",
-            fix="leave one out",
-        )
-    report = adopt(request)
     if as_json:
         print_json(report)
     else:

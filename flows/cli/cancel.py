@@ -19,10 +19,9 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
     code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
     """
-    from flows.api import cancel_run
+    from flows.api import cancel_run, cancel_sweep
     from flows.running.cancelling import outcome_json, outcome_lines
     from flows.running.status import find_run
-    from flows.sweeping.cancelling import cancel_sweep
     from flows.sweeping.names import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
@@ -35,7 +34,7 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
         click.echo(message, err=True)
 
     if sweep is not None and len(rest) <= 1:
-        outcome = cancel_sweep(workspace, sweep, wait_s=wait_s, now=now, tell=tell)
+        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=tell)
     else:
         stages = set(newest.stages) if newest is not None else set()
         run = rest.pop(0) if rest and rest[0] not in stages else None

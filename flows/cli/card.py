@@ -42,9 +42,9 @@ def check_command(target: str, evidence: Path | None, as_json: bool) -> int:
     and every difference is told with the fact and the record behind it. Of a folder, the files are
     checked by their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
     """
-    from flows.cards.calls import check
+    from flows.api import check_card
 
-    checked = check(target, evidence)
+    checked = check_card(target, evidence)
     with until_nobody_reads():
         if as_json:
             print_json(_json(checked))
@@ -98,11 +98,10 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     `publish` or `card` stages, such as card-step50 (default: the last one). The same records give
     the same bytes: where it is not what was published, stderr says what has changed.
     """
-    from flows.cards.calls import show
-    from infra.store.workspace import Workspace
+    from flows.api import show_card
 
     where, rest = split_workspace(words)
-    shown = show(Workspace.read_only(where), rest)
+    shown = show_card(rest, where)
     with until_nobody_reads():
         if as_json:
             value = {"run": shown.run, "stage": shown.stage, "card": shown.card}
@@ -125,7 +124,7 @@ def template_command() -> None:
 
     A recipe takes another one by `publish.card_template=FILE`.
     """
-    from refiner_core.cards.template import shipped_template
+    from flows.api import card_template
 
     with until_nobody_reads():
-        click.echo(shipped_template(), nl=False)
+        click.echo(card_template(), nl=False)

@@ -26,10 +26,9 @@ def diff_command(
     The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
     not bitwise the same, or is not all there yet.
     """
-    from flows.diffing import diff_sides, find_side
+    from flows.api import diff_runs
     from flows.diffing.document import as_json as document
     from flows.diffing.text import difference_lines, next_commands
-    from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
     where, names = split_workspace(words)
@@ -39,9 +38,7 @@ def diff_command(
             expected="two runs, trials (SWEEP:ARM/seedN) or stages (RUN:STAGE)",
             fix="name two; `refiner status --all` lists runs",
         )
-    workspace = Workspace.read_only(where)
-    second = workspace if other is None else Workspace.read_only(other)
-    found = diff_sides(find_side(workspace, names[0]), find_side(second, names[1]))
+    found = diff_runs(names[0], names[1], where, other=other)
     code = 1 if exit_code and found.equal is not True else 0
     if as_json:
         print_json(document(found))

@@ -11,7 +11,6 @@ import click
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 
 if TYPE_CHECKING:
-    from infra.disk.keeper import DiskKeeper
     from infra.disk.usage import Kind, Row, Size
     from infra.store.workspace import Workspace
 
@@ -38,8 +37,6 @@ def disk_command(
     What is pinned, read by a running job, needed by an unfinished run, or not published and
     verified elsewhere, is never deleted. `refiner disk pin STAGE` keeps everything of a stage.
     """
-    from flows.disk import disk_config
-    from infra.disk.keeper import DiskKeeper
     from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
@@ -60,22 +57,18 @@ def disk_command(
             fix="add it",
         )
     if verbs:
-        _pin(workspace, verbs[0], verbs[1], as_json)
+        _pin(where, verbs[0], verbs[1], as_json)
         return
-    keeper = DiskKeeper(workspace, disk_config(workspace, overrides))
     if reclaim:
-        how = _How(caches, judgements, dry_run, as_json)
-        _reclaim(keeper, how, where)
+        _reclaim(where, overrides, _How(caches, judgements, dry_run, as_json))
     else:
-        _show(workspace, keeper, where, as_json)
+        _show(workspace, overrides, where, as_json)
 
 
-def _pin(workspace: Workspace, verb: str, name: str, as_json: bool) -> None:
-    from flows.disk import stage_to_pin
-    from infra.store.marks import pin, unpin
+def _pin(where: str, verb: str, name: str, as_json: bool) -> None:
+    from flows.api import pin_stage, unpin_stage
 
-    stage_id = stage_to_pin(workspace, name)
-    changed = (pin if verb == "pin" else unpin)(workspace.layout, stage_id)
+    stage_id, changed = (pin_stage if verb == "pin" else unpin_stage)(name, where)
     if as_json:
         print_json(
             {"version": 1, "stage_id": stage_id, "pinned": verb == "pin", "changed": changed}
@@ -100,27 +93,18 @@ class _How(NamedTuple):
         return ["--reclaim", *(name for name, given in more.items() if given)]
 
 
-def _reclaim(keeper: DiskKeeper, how: _How, where: str) -> None:
+def _reclaim(where: str, overrides: Sequence[str], how: _How) -> None:
+    from flows.api import reclaim_disk
     from flows.disk import candidate_json, hold_json
-    from infra.disk.held import drop_idle
     from infra.disk.keeper import gib
-    from infra.disk.reaper import plan_reclaim
 
     dry_run = how.dry_run
-    stock = keeper.stock(caches=how.caches, as_if_dropped=dry_run)
-    holds = [h for h in stock.holds if h.idle]
-    if not dry_run and holds:
-        holds = drop_idle(keeper.workspace, holds)
-        stock = keeper.stock(caches=how.caches)
-    candidates = plan_reclaim(stock, None, caches=how.caches, judgements=how.judgements)
+    done = reclaim_disk(
+        where, overrides, caches=how.caches, judgements=how.judgements, dry_run=dry_run
+    )
+    holds, stock, candidates = done.holds, done.stock, done.candidates
+    gone, freed = done.items, done.bytes
     total = sum(c.bytes for c in candidates)
-    gone: Sequence[str] = ()
-    freed = 0
-    if not dry_run and candidates:
-        done = keeper.carry_out(candidates)
-        gone, freed = done.items, done.bytes
-    if not dry_run:
-        keeper.ledger.sweep()
     if how.as_json:
         print_json(
             {
@@ -130,7 +114,7 @@ def _reclaim(keeper: DiskKeeper, how: _How, where: str) -> None:
                 "candidates": [candidate_json(c) for c in candidates],
                 "reclaimed_bytes": freed,
                 "reclaimed": list(gone),
-                "status": keeper.status_line(),
+                "status": done.status,
             }
         )
         return
@@ -151,14 +135,14 @@ def _reclaim(keeper: DiskKeeper, how: _How, where: str) -> None:
         return
     kept = len(candidates) - len(gone)
     left = f"; {kept} could not be deleted, see above" if kept else ""
-    click.echo(f"\n{gib(freed)} reclaimed{left}. {keeper.status_line()}.")
+    click.echo(f"\n{gib(freed)} reclaimed{left}. {done.status}.")
 
 
-def _show(workspace: Workspace, keeper: DiskKeeper, where: str, as_json: bool) -> None:
-    from flows.disk import disk_report
+def _show(workspace: Workspace, overrides: Sequence[str], where: str, as_json: bool) -> None:
+    from flows.api import disk_report
     from infra.disk.keeper import gib
 
-    report = disk_report(workspace, keeper)
+    report = disk_report(where, overrides)
     if as_json:
         print_json(report.json)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,18 +14,11 @@ from flows.cli.listing import show_listing
 from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
 
 if TYPE_CHECKING:
-    from refiner_core.contract.config import RecipeConfig
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
 
 #: Exit code of an environment that is wrong: bad data.
 _WRONG = 3
 _SHOWN = 20
-#: name -> what it is for.
-_KNOWN = {
-    "desk": "a service desk of our own: bookings, orders, devices; a scripted user; runs anywhere",
-    "tau2": "tau2-bench (airline, retail, telecom), where it is installed; its user is a model",
-    "FILE.py:NAME": "your own: what NAME(config, user) of that file makes",
-}
 _overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
@@ -50,12 +43,15 @@ def environments_command(context: click.Context, as_json: bool) -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the environments that a recipe may name in environment.name."""
+    from flows.api import list_environments
+
+    known = list_environments()
     with until_nobody_reads():
         if as_json:
-            print_json({"version": 1, "environments": _KNOWN})
+            print_json({"version": 1, "environments": dict(known)})
             return
         following = ("refiner environments show desk", "refiner plan tiny-tools")
-        show_listing(list(_KNOWN.items()), ("name", "for"), following)
+        show_listing(list(known.items()), ("name", "for"), following)
 
 
 @environments_command.command("show")
@@ -65,10 +61,9 @@ def list_command(as_json: bool) -> None:
 @_overrides
 def show_command(name: str, overrides: Sequence[str], with_tasks: bool, as_json: bool) -> None:
     """Show domains, policies, tools and tasks of an environment."""
-    config = _config(name, overrides)
-    environment = _opened(config)
-    splits = (config.environment.train_split, config.environment.test_split)
-    tasks = {split: environment.tasks(split) for split in splits}
+    from flows.api import show_environment
+
+    environment, tasks = show_environment(name, overrides)
     with until_nobody_reads():
         if as_json:
             print_json(_as_json(environment, tasks))
@@ -85,11 +80,9 @@ def show_command(name: str, overrides: Sequence[str], with_tasks: bool, as_json:
 @_overrides
 def check_command(name: str, overrides: Sequence[str], most: int | None, as_json: bool) -> int:
     """Check that an environment does what its protocol says, by trying its tasks."""
-    from refiner_core.environments.checking import check_environment
+    from flows.api import check_environment
 
-    config = _config(name, overrides)
-    splits = (config.environment.train_split, config.environment.test_split)
-    checked = check_environment(_opened(config), splits, most=most)
+    checked = check_environment(name, overrides, most=most)
     with until_nobody_reads():
         if as_json:
             findings = [finding._asdict() for finding in checked.findings]
@@ -117,29 +110,15 @@ def play_command(name: str, overrides: Sequence[str], task_id: str | None, seed:
 
     The exit code is 0 where the task was solved.
     """
-    config = _config(name, overrides)
-    environment = _opened(config)
-    task = _task(environment, config, task_id)
+    from flows.api import find_task, play_task, show_environment
+
+    environment, tasks = show_environment(name, overrides)
+    task = find_task(tasks, task_id)
     click.echo(f"{task.domain}/{task.id}: {task.summary}\n\n{environment.policy(task.domain)}\n")
     for tool in environment.tools(task.domain):
         click.echo(f"  {_signature(tool.name, tool.parameters)}  {tool.description}")
-    episode = environment.episode(task)
-    _say(episode.reset(seed))
-    done = False
-    while not done:
-        click.echo("> ", nl=False)
-        line = sys.stdin.readline()
-        if not line:
-            break
-        call = _call(line)
-        if call is None:
-            click.echo('one tool call, e.g. respond content="Hello." or {"name": …}', err=True)
-            continue
-        step = episode.step(call)
-        _say(step.messages)
-        done = step.done
-    outcome = episode.outcome()
-    episode.close()
+    played = play_task(name, _calls(), overrides, task=task.id, seed=seed, hear=_say)
+    outcome = played.outcome
     click.echo(f"\nreward {outcome.reward:g}" + (f", {outcome.failure}" if outcome.failure else ""))
     for check in outcome.checks:
         mark = "done" if check.passed else "missing"
@@ -149,45 +128,18 @@ def play_command(name: str, overrides: Sequence[str], task_id: str | None, seed:
     return 0 if outcome.success else 1
 
 
-def _config(name: str, overrides: Sequence[str]) -> RecipeConfig:
-    from pathlib import Path
-
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.errors import ConfigurationError
-    from refiner_core.contract.loading import replace_fields
-    from refiner_core.contract.overrides import read_overrides
-
-    file, colon, made = name.rpartition(":")
-    if (colon and not (file.endswith(".py") and made)) or name.endswith(".py"):
-        raise ConfigurationError(
-            f"{name!r} does not name an environment in a file.",
-            expected="FILE.py:NAME, where NAME is the class or function that makes it",
-            fix=f"write e.g. `refiner environments show {(file or name).rstrip(':')}:Environment`",
-        )
-    values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())
-    return replace_fields(RecipeConfig(), values)
-
-
-def _opened(config: RecipeConfig) -> Environment:
-    from refiner_core.environments.registry import open_environment
-
-    return open_environment(config, evaluation=False)
-
-
-def _task(environment: Environment, config: RecipeConfig, task_id: str | None) -> Task:
-    from refiner_core.contract.errors import ConfigurationError
-
-    splits = (config.environment.train_split, config.environment.test_split)
-    tasks = [task for split in splits for task in environment.tasks(split)]
-    wanted = (task_id or "").rpartition("/")[2]
-    for task in tasks:
-        if task_id is None or task.id == wanted:
-            return task
-    raise ConfigurationError(
-        f"There is no task {task_id!r}.",
-        expected=f"one of {len(tasks)}, such as {tasks[0].id}",
-        fix="see `refiner environments show NAME --tasks`",
-    )
+def _calls() -> Iterator[ToolCall]:
+    """What is typed, call by call, until there is no more."""
+    while True:
+        click.echo("> ", nl=False)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        call = _call(line)
+        if call is None:
+            click.echo('one tool call, e.g. respond content="Hello." or {"name": …}', err=True)
+        else:
+            yield call
 
 
 def _call(line: str) -> ToolCall | None:

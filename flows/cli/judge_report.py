@@ -19,7 +19,7 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from flows.judge_report import Asked, Made, Wanted
+    from flows.judge_report import Asked, Made
     from refiner_core.judge_report.text import Section
 
 _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
@@ -54,12 +54,16 @@ def report_command(
     resistance to hostile answers, seconds and tokens a judgement: each number with its n and its
     interval. The judge is RUN's own (lexical without a run), changed by KEY=VALUE.
     """
-    from flows.judge_report import make_report, write_report
+    from flows.api import measure_judge
+    from flows.judge_report import write_report
 
-    wanted = _wanted(words, against, sample, repeats)
+    where, run, overrides = _asked_for(words)
     given = output_folder(out) if out else None
-    made = make_report(wanted, _told)
-    folder = given or _default_folder(wanted, made)
+    made = measure_judge(
+        run, where, overrides=overrides, against=against, sample=sample, repeats=repeats,
+        tell=_told,
+    )  # fmt: skip
+    folder = given or _default_folder(where, made)
     if folder is not None:
         write_report(made, folder)
     if as_json:
@@ -99,12 +103,12 @@ def ask_command(
     Without --question, --answer and --criterion it is asked an example. Exit code: 0 when there is
     a score, 1 when the judge gave none.
     """
-    from flows.judge_report import ask_once
-    from infra.store.workspace import Workspace
+    from flows.api import ask_judge
 
     where, overrides = split_workspace(words)
-    given = (question, answer, criterion)
-    asked = ask_once(Workspace.read_only(where), overrides, kind, given)
+    asked = ask_judge(
+        overrides, where, kind=kind, question=question, answer=answer, criterion=criterion
+    )
     if as_json:
         print_json(asked.to_json())
     else:
@@ -115,16 +119,11 @@ def ask_command(
 # ---------------------------------------------------------------- what was asked for
 
 
-def _wanted(
-    words: Sequence[str], against: Sequence[str], sample: int | None, repeats: int
-) -> Wanted:
-    from flows.judge_report import Wanted
-    from flows.running.status import find_run
-    from infra.store.workspace import Workspace
+def _asked_for(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
+    """The workspace, the run if one is named, and the overrides."""
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
-    workspace = Workspace.read_only(where)
     names = [word for word in rest if "=" not in word]
     if len(names) > 1:
         raise ConfigurationError(
@@ -132,18 +131,13 @@ def _wanted(
             expected="the id of a run, or none for the set that comes with refiner",
             fix="name one of " + ", ".join(names),
         )
-    return Wanted(
-        workspace=workspace,
-        run=find_run(workspace, names[0]) if names else None,
-        overrides=tuple(word for word in rest if "=" in word),
-        against=tuple(against),
-        sample=sample,
-        repeats=repeats,
-    )
+    return where, names[0] if names else None, [word for word in rest if "=" in word]
 
 
-def _default_folder(wanted: Wanted, made: Made) -> Path | None:
-    layout = wanted.workspace.layout
+def _default_folder(where: str, made: Made) -> Path | None:
+    from infra.store.workspace import Workspace
+
+    layout = Workspace.read_only(where).layout
     return layout.judge_reports / made.name if layout.format_file.exists() else None
 
 

@@ -10,6 +10,7 @@ import click
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 
 if TYPE_CHECKING:
+    from flows.api.judges import Stopped
     from infra.services.registry import ServiceStatus
 
 _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word")
@@ -24,12 +25,11 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     A server is started by a run that needs it, shared by all runs of the workspace that would start
     the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
     """
-    from infra.services.registry import services_of
-    from infra.store.workspace import Workspace
+    from flows.api import list_judge_servers
     from refiner_core.contract.records import to_json
 
     where, rest = split_workspace(words)
-    found = services_of(Workspace.read_only(where), rest[0] if rest else None)
+    found = list_judge_servers(rest[0] if rest else None, where)
     if as_json:
         print_json({"version": 1, "servers": [to_json(service) for service in found]})
     elif not found:
@@ -65,50 +65,25 @@ def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     SERVICE is an id that `refiner judge servers` shows, or its beginning. A run that still needs a
     server starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
-    from infra.services.registry import RUNNING, end_service, services_of
-    from infra.store.workspace import Workspace
+    from flows.api import stop_judge_servers
 
     where, rest = split_workspace(words)
-    workspace = Workspace.read_only(where)
-    found = services_of(workspace, rest[0] if rest else None)
-    if rest and not found:
-        raise _no_such(rest[0], services_of(workspace), where)
-    wanted = [s for s in found if s.state in (*RUNNING, "killed")]
-    if not rest:
-        wanted = [s for s in wanted if not s.leases]
-    ended: list[str] = []
-    left: list[str] = []
-    for service in wanted:
-        for holder in service.leases:
-            click.echo(f"{service.id} is needed by {holder}, which starts another one", err=True)
-        reason = "`refiner judge stop`"
-        over = end_service(workspace, service.id, reason, tell=lambda m: click.echo(m, err=True))
-        (ended if over else left).append(service.id)
-    if as_json:
-        print_json({"version": 1, "ended": ended, "left": left})
-    else:
-        _say(ended, left, found)
-    return 1 if left else 0
-
-
-def _say(ended: list[str], left: list[str], found: Sequence[ServiceStatus]) -> None:
-    for service_id in ended:
-        click.echo(f"Ended: {service_id}.")
-    for service_id in left:
-        click.echo(f"Not ended yet: {service_id}.")
-    if not ended and not left:
-        busy = [s.id for s in found if s.leases]
-        text = "No server runs that nobody needs."
-        click.echo(f"{text} In use: {', '.join(busy)}." if busy else "No server runs.")
-
-
-def _no_such(wanted: str, known: Sequence[ServiceStatus], where: str) -> Exception:
-    from refiner_core.contract.errors import ConfigurationError
-    from refiner_core.contract.loading import suggest
-
-    names = [service.id for service in known]
-    return ConfigurationError(
-        f"{where} has no server {wanted!r}.{suggest(wanted, names)}",
-        expected=f"one of: {', '.join(names) or '(none was ever started)'}",
-        fix="see `refiner judge servers`",
+    stopped = stop_judge_servers(
+        rest[0] if rest else None, where, tell=lambda m: click.echo(m, err=True)
     )
+    if as_json:
+        print_json({"version": 1, "ended": stopped.ended, "left": stopped.left})
+    else:
+        _say(stopped)
+    return 1 if stopped.left else 0
+
+
+def _say(stopped: Stopped) -> None:
+    for service_id in stopped.ended:
+        click.echo(f"Ended: {service_id}.")
+    for service_id in stopped.left:
+        click.echo(f"Not ended yet: {service_id}.")
+    if not stopped.ended and not stopped.left:
+        text = "No server runs that nobody needs."
+        busy = stopped.busy
+        click.echo(f"{text} In use: {', '.join(busy)}." if busy else "No server runs.")

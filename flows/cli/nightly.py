@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
 from flows.cli.options import json_option, overrides_argument, print_json, print_table
-
-if TYPE_CHECKING:
-    from flows.nightly.reading import Reading
-    from infra.store.nightly_records import NightlyRecords
-    from infra.store.workspace import Workspace
-    from refiner_core.nightly.values import Nightly
 
 file_argument = click.argument("file", metavar="FILE")
 known_argument = click.argument("file", metavar="FILE|NAME")
@@ -35,15 +28,9 @@ def nightly_command() -> None:
 @json_option
 def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Say whether FILE can be carried out; changes nothing."""
-    from datetime import UTC, datetime
+    from flows.api import check_nightly
 
-    from flows.nightly.files import load_nightly
-    from flows.nightly.night import check_nightly
-    from refiner_core.nightly.schedule import Schedule
-
-    nightly = load_nightly(file, overrides)
-    warnings = check_nightly(nightly)
-    following = Schedule(nightly.schedule, nightly.timezone).next_after(datetime.now(UTC))
+    nightly, following, warnings = check_nightly(file, overrides)
     if as_json:
         names = [c.name for c in nightly.everybody]
         value = {"version": 1, "nightly": nightly.name, "checkpoints": names}
@@ -72,14 +59,12 @@ def run_command(
 
     Nights before that nobody has worked on are looked after, as far as `catch_up` reaches.
     """
+    from flows.api import run_nightly
     from flows.cli.run import stop_on_signals
-    from flows.nightly.files import load_nightly
-    from flows.nightly.night import run_night
     from flows.nightly.showing import outcome_json, outcome_lines
 
     stop_on_signals()
-    nightly = load_nightly(file, overrides)
-    outcome = run_night(nightly, night, take_over=take_over, tell=_say)
+    outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_say)
     if as_json:
         print_json(outcome_json(outcome))
     else:
@@ -96,12 +81,10 @@ def run_command(
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Show how it stands: tonight, last numbers, alerts that have not recovered."""
-    from datetime import UTC, datetime
+    from flows.api import nightly_status
+    from flows.nightly.showing import status_rows
 
-    from flows.nightly.showing import status_json, status_rows
-
-    _, records, reading = _read(file, overrides)
-    status = status_json(reading, records, datetime.now(UTC))
+    status = nightly_status(file, overrides)
     if as_json:
         print_json(status)
         return 0
@@ -125,9 +108,10 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line a number")
 def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv: bool) -> int:
     """Print the table of all nights."""
+    from flows.api import nightly_history
     from flows.nightly.reading import CSV_COLUMNS, history_json, history_lines
 
-    _, _, reading = _read(file, overrides)
+    reading = nightly_history(file, overrides).reading
     if as_json:
         print_json(history_json(reading))
     elif as_csv:
@@ -151,18 +135,9 @@ def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv
 @click.option("--out", metavar="FILE", help="write it there; default: into the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     """Write the trend page: one HTML file that needs nothing but a browser."""
-    from pathlib import Path
+    from flows.api import nightly_page
 
-    from flows.nightly.page import page_text, write_page
-    from infra.store import atomic
-
-    _, records, reading = _read(file, overrides)
-    if out is None:
-        click.echo(str(write_page(reading, records)))
-        return 0
-    path = Path(out).expanduser().absolute()
-    atomic.write_text(path, page_text(reading))
-    click.echo(str(path))
+    click.echo(str(nightly_page(file, overrides, out=out)))
     return 0
 
 
@@ -175,9 +150,9 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
     Uses the server that PREFECT_API_URL names, else the local one, which it starts. Ctrl-C ends it;
     nights that come meanwhile are looked after when it is started again.
     """
-    from flows.nightly.serving import serve
+    from flows.api import serve_nightly
 
-    return serve(_nightlies(files, workspace), tell=_say)
+    return serve_nightly(files, _in(workspace), tell=_say)
 
 
 @nightly_command.command("deploy")
@@ -194,9 +169,9 @@ def deploy_command(
     as_json: bool,
 ) -> int:
     """Put deployments with their schedules on a Prefect server, for workers of a pool."""
-    from flows.nightly.serving import deploy
+    from flows.api import deploy_nightly
 
-    made = deploy(_nightlies(files, workspace), pool=pool, automation=automation)
+    made = deploy_nightly(files, _in(workspace), pool=pool, automation=automation, tell=_say)
     if as_json:
         print_json({"version": 1, "deployments": made})
         return 0
@@ -207,27 +182,8 @@ def deploy_command(
     return 0
 
 
-def _nightlies(files: tuple[str, ...], workspace: str | None) -> list[Nightly]:
-    from flows.nightly.files import load_nightly
-    from flows.nightly.night import check_nightly
-
-    overrides = [f"workspace={workspace}"] if workspace else []
-    found = [load_nightly(file, overrides) for file in files]
-    for nightly in found:
-        for warning in check_nightly(nightly):
-            _say(f"{nightly.name}: {warning}")
-    return found
-
-
-def _read(file: str, overrides: tuple[str, ...]) -> tuple[Workspace, NightlyRecords, Reading]:
-    from flows.nightly.files import find_nightly, workspace_of
-    from flows.nightly.reading import read_history
-    from infra.store.nightly_records import NightlyRecords
-    from infra.store.workspace import Workspace
-
-    nightly = find_nightly(file, overrides)
-    workspace = Workspace.read_only(workspace_of(nightly))
-    return workspace, NightlyRecords(workspace, nightly.name), read_history(nightly, workspace)
+def _in(workspace: str | None) -> list[str]:
+    return [f"workspace={workspace}"] if workspace else []
 
 
 def _cell(value: object) -> str:

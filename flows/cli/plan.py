@@ -54,17 +54,11 @@ class DiskWords(NamedTuple):
 
 def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
-    from flows.api import forecast, plan_json
+    from flows.api import disk_of_plan, forecast, plan_json
     from flows.checking.memory import memory_json, planning_notes
-    from flows.disk import Interval, planned_room, propose_fit, suggested_intervals
     from infra.disk.keeper import gib
-    from infra.store.workspace import Workspace
 
-    room = planned_room([plan])
-    change, intervals = None, list[Interval]()
-    if words.fit:
-        change = None if room.fits else propose_fit([plan], room)
-        intervals = suggested_intervals(plan, Workspace.read_only(plan.config.workspace))
+    room, change, intervals = disk_of_plan(plan, fit=words.fit)
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": disk_json(room)}
         value |= {"memory": memory_json(plan), "notes": planning_notes(plan)}
@@ -200,18 +194,10 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
 
     Names every field in which it differs from the most similar stage that the workspace has.
     """
-    from flows.api import forecast, make_recipe_plan
-    from infra.campaign.explain import explain_difference
-    from infra.store.workspace import Workspace
+    from flows.api import explain_stage
 
-    plan = make_recipe_plan(recipe, overrides)
-    wanted = {s.name for s in plan.find(stage)}
-    workspace = Workspace.read_only(plan.config.workspace)
-    found = []
-    for entry in forecast(plan):
-        if entry.stage.name in wanted:
-            differences = explain_difference(entry.stage, workspace)
-            found.append((entry, differences))
+    plan, explained = explain_stage(stage, recipe, overrides)
+    found = [(one.forecast, list(one.differences)) for one in explained]
     if as_json:
         print_json(
             {

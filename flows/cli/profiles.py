@@ -15,9 +15,9 @@ def profiles_command(as_json: bool) -> None:
 
     A profile of your own is a YAML file: dispatch.executor=slurm dispatch.profile=FILE.
     """
-    from infra.slurm.profiles import list_profiles
+    from flows.api import list_slurm_profiles
 
-    found = list_profiles()
+    found = list_slurm_profiles()
     with until_nobody_reads():
         if as_json:
             print_json({"version": 1, "profiles": found})

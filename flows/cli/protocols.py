@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,9 +13,7 @@ from flows.cli.listing import show_listing
 from flows.cli.options import json_option, print_json, print_table, until_nobody_reads
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from refiner_core.contract.protocols import ProtocolFile
+    pass
 
 _WIDTH = 98
 
@@ -41,9 +39,9 @@ def protocols_command(context: click.Context, as_json: bool) -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the protocols that come with refiner."""
-    from refiner_core.contract.protocol_files import shipped_protocols
+    from flows.api import list_protocols
 
-    found = [_Known(name) for name in shipped_protocols()]
+    found = list_protocols()
     with until_nobody_reads():
         if as_json:
             print_json({"version": 1, "protocols": [known.as_json() for known in found]})
@@ -70,7 +68,9 @@ def show_command(name: str, as_json: bool) -> None:
     that measure alike have one, whatever they are called. Sections that are named are fixed whole;
     all else follows the recipe, and each number's own protocol says what that was.
     """
-    known = _Known(name)
+    from flows.api import show_protocol
+
+    known = show_protocol(name)
     with until_nobody_reads():
         if as_json:
             print_json({"version": 1, **known.as_json()})
@@ -96,15 +96,9 @@ def show_command(name: str, as_json: bool) -> None:
 @json_option
 def check_command(file: str, recipe: str, as_json: bool) -> None:
     """Check a protocol FILE: its fields and values, and that what it names can be read."""
-    from dataclasses import replace
+    from flows.api import check_protocol
 
-    from refiner_core.contract.checks.recipe import check_config
-    from refiner_core.contract.loading import load_recipe
-
-    known = _Known(file)
-    config = load_recipe(recipe)
-    evaluate = replace(config.evaluate, protocols=(known.protocol.text,))
-    check_config(replace(config, evaluate=evaluate))
+    known = check_protocol(file, recipe)
     with until_nobody_reads():
         if as_json:
             print_json({"version": 1, "ok": True, **known.as_json()})
@@ -118,12 +112,10 @@ def check_command(file: str, recipe: str, as_json: bool) -> None:
 @json_option
 def fields_command(as_json: bool) -> None:
     """List the fields that a protocol may fix, with their defaults."""
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.marks import walk
-    from refiner_core.contract.protocols import FIELDS
+    from flows.api import protocol_fields
     from refiner_core.contract.records import to_json
 
-    known = dict(walk(RecipeConfig))
+    known = protocol_fields()
     with until_nobody_reads():
         if as_json:
             fields = [
@@ -133,45 +125,12 @@ def fields_command(as_json: bool) -> None:
                     "identity": known[path].mark == "identity",
                     "doc": known[path].doc,
                 }
-                for path in FIELDS
+                for path in known
             ]
             print_json({"version": 1, "fields": fields})
             return
         rows = [
             (path, json.dumps(to_json(known[path].default)), textwrap.shorten(known[path].doc, 56))
-            for path in FIELDS
+            for path in known
         ]
         print_table(rows, ("field", "default", "what it is"))
-
-
-class _Known:
-    """A protocol with all that is said of it."""
-
-    def __init__(self, name: str) -> None:
-        from flows.checking.sources import protocol_sources
-        from refiner_core.contract.config import RecipeConfig
-        from refiner_core.contract.protocol_files import (
-            description_of,
-            find_protocol,
-            load_protocol,
-        )
-        from refiner_core.contract.protocols import protocol_fingerprint, refused_under
-
-        self.path: Path = find_protocol(name)
-        self.protocol: ProtocolFile = load_protocol(name)
-        self.description = description_of(self.path)
-        with refused_under(self.protocol.name):
-            sources = protocol_sources(self.protocol.over(RecipeConfig()))
-        self.fingerprint = protocol_fingerprint(self.protocol, sources)
-
-    def as_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return {
-            "name": self.protocol.name,
-            "file": str(self.path),
-            "fingerprint": self.fingerprint,
-            "description": self.description,
-            "sections": list(self.protocol.sections),
-            "fixed": self.protocol.values(),
-            "text": self.protocol.text,
-        }

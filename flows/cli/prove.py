@@ -77,15 +77,15 @@ def prove_resume_command(
 
     Exit code 0: bitwise or within tolerance; 1: diverged, or a stage failed; 6: stopped.
     """
+    from flows.api import plan_resume_proofs, prove_resume
     from flows.cli.run import stop_on_signals
-    from flows.proving import Asked, plan_proofs, prove
     from flows.proving.text import exit_code, next_lines, plan_lines, proof_lines, proofs_json
 
-    plans = plan_proofs(Asked(recipe, overrides, **options))
+    plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):
         click.echo(line, err=True)
     stop_on_signals()
-    proofs = prove(plans, lambda line: click.echo(line, err=True), keep=keep)
+    proofs = prove_resume(plans, lambda line: click.echo(line, err=True), keep=keep)
     with until_nobody_reads():
         if as_json:
             print_json(proofs_json(proofs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from flows.cli.options import json_option, split_workspace
@@ -34,10 +36,8 @@ def publish_command(
     as overrides of `publish` say, e.g. publish.target=hub publish.repo_id=me/my-model. What is
     published already is not sent again.
     """
-    from flows.api import publish_run
+    from flows.api import begin_publication, plan_publication, publish_run
     from flows.cli.plan import show_made_plan
-    from flows.publishing.by_hand import begin_publication, plan_publication
-    from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
     runs = [w for w in rest if "=" not in w]
@@ -51,14 +51,13 @@ def publish_command(
             fix="publish them one by one",
         )
     run = runs[0] if runs else None
-    workspace = Workspace.read_only(where)
+    asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
-        plan = plan_publication(workspace, run, steps, overrides, evaluate=not no_evaluate).plan
+        plan = plan_publication(run, where, **asked)
         show_made_plan(plan, as_json)
         return 0
-    begun = begin_publication(workspace, run, steps, overrides, evaluate=not no_evaluate)
+    begun = begin_publication(run, where, **asked)
     if detach is not None:
-        options = ["--no-server"] if no_server else []
-        return leave_to(detach, begun[1], begun[2], options, as_json)
+        return leave_to(detach, begun[1], begun[2], as_json, use_server=not no_server)
     stop_on_signals()
     return finish(publish_run(*begun, use_server=not no_server, quiet=quiet), as_json)

@@ -21,9 +21,9 @@ def recipes_command(as_json: bool) -> None:
     A recipe of your own is a YAML file: `include: NAME`, and the fields that differ
     (`refiner init` writes one).
     """
-    from refiner_core.contract.loading import load_recipe, shipped_recipes
+    from flows.api import list_recipes
 
-    found = {name: load_recipe(name) for name in shipped_recipes()}
+    found = list_recipes()
     with until_nobody_reads():
         if as_json:
             described = {name: config.description for name, config in found.items()}

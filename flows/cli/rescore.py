@@ -17,7 +17,7 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from flows.rescoring.planning import Planned, Wanted
+    from flows.rescoring.planning import Planned
 
 #: More new calls than this are made only by who has been asked.
 ASK_ABOVE = 5000
@@ -72,12 +72,10 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     run has stored are used again where the judge is the same, so that another weight, gate or
     aggregation asks nobody. Several RUNs make a judge x policy matrix.
     """
-    from flows.rescoring import carry_out, plan_rescore
+    from flows.api import rescore
     from flows.rescoring.text import document_lines, next_lines, plan_lines
-    from flows.rescoring.writing import document_of, write
 
-    wanted = _wanted(words, options)
-    planned = plan_rescore(wanted)
+    planned = _planned(words, options)
     as_json = bool(options["as_json"])
     if options["dry_run"]:
         _show_plan(planned, as_json)
@@ -85,16 +83,13 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     for line in plan_lines(planned):
         click.echo(line, err=True)
     _ask_leave(planned, yes=bool(options["yes"]))
-    default = wanted.workspace.layout.rescores / planned.short_id
-    folder = output_folder(options["out"]) if options["out"] else default
+    out = output_folder(options["out"]) if options["out"] else None
     try:
         with _Bar() as bar:
-            done = carry_out(planned, bar)
+            document, folder = rescore(planned, out, bar)
     except KeyboardInterrupt:
         click.echo("What was judged is kept: the same command goes on from there.", err=True)
         raise
-    document = document_of(done)
-    write(done, document, folder)
     if as_json:
         print_json({**document, "folder": str(folder)})
         return
@@ -106,27 +101,15 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         click.echo(line, err=True)
 
 
-def _wanted(words: Sequence[str], options: dict[str, Any]) -> Wanted:
+def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
+    from flows.api import plan_rescoring
     from flows.rescoring.asking import Prices
-    from flows.rescoring.planning import Wanted
     from flows.rescoring.reading import Part
     from flows.rescoring.settings import Options
-    from flows.running.status import find_run
-    from infra.store.workspace import Workspace
-    from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
-    workspace = Workspace.read_only(where)
     overrides = tuple(word for word in rest if "=" in word)
     names = [word for word in rest if "=" not in word]
-    runs = [find_run(workspace, name) for name in names] or [find_run(workspace)]
-    found = tuple({run.run: run for run in runs if run is not None}.values())
-    if not found:
-        raise ConfigurationError(
-            f"{workspace.root} has no runs.",
-            expected="a workspace in which something was trained",
-            fix="name another one with workspace=DIR",
-        )
     part = Part(
         source=options["source"],
         sample=options["sample"],
@@ -136,16 +119,16 @@ def _wanted(words: Sequence[str], options: dict[str, Any]) -> Wanted:
     chosen = Options(
         options["judges"], options["rubrics"], options["weights"], overrides, options["cross"]
     )
-    return Wanted(
-        workspace,
-        found,
-        chosen,
-        part,
+    return plan_rescoring(
+        names,
+        where,
+        options=chosen,
+        part=part,
         steps=options["steps"],
+        prices=Prices(options["price_in"], options["price_out"]),
         baseline=options["baseline"],
         metric=options["metric"],
         common=options["common"],
-        prices=Prices(options["price_in"], options["price_out"]),
     )
 
 

@@ -44,7 +44,6 @@ def resume_command(
     """
     from flows.api import resume_run
     from flows.running.calls import run_to_resume
-    from infra.store.orchestrators import busy_error, orchestrator_of
     from infra.store.workspace import Workspace
     from refiner_core.contract.errors import ConfigurationError
 
@@ -71,12 +70,9 @@ def resume_command(
     for line in _what_differs(run):
         click.echo(f"note: {line}", err=True)
     if detach is not None:
-        workspace = Workspace.open(where)
-        who = orchestrator_of(workspace, run.run)
-        if who.works and not take_over:
-            raise busy_error(run.run, who)
-        options = [*(["--no-server"] if no_server else []), *(["--take-over"] if take_over else [])]
-        return leave_to(detach, workspace, run, options, as_json)
+        room = Workspace.read_only(where)
+        how = {"use_server": not no_server, "take_over": take_over}
+        return leave_to(detach, room, run, as_json, **how)
     stop_on_signals()
     if as_job:
         signal.signal(signal.SIGTERM, _leave_the_node)

@@ -42,9 +42,9 @@ def rubrics_command(context: click.Context, as_json: bool) -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the rubric sets that come with refiner."""
-    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
+    from flows.api import list_rubric_sets
 
-    sets = [load_rubric_set(name) for name in shipped_rubric_sets()]
+    sets = list_rubric_sets()
     with until_nobody_reads():
         if as_json:
             print_json({"version": 1, "sets": [_set_json(s) for s in sets]})
@@ -63,18 +63,15 @@ def list_command(as_json: bool) -> None:
 @json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show the rubrics of a set: NAME is a shipped one (`refiner rubrics list`) or a YAML file."""
-    from refiner_core.rubrics import load_rubric_set
-    from refiner_core.rubrics.sets import rubric_set_path
+    from flows.api import show_rubric_set
 
-    rubrics = load_rubric_set(name)
+    rubrics, path = show_rubric_set(name)
     with until_nobody_reads():
         if as_json:
-            print_json(
-                {"version": 1, "file": str(rubric_set_path(name)), "set": _set_json(rubrics)}
-            )
+            print_json({"version": 1, "file": str(path), "set": _set_json(rubrics)})
             return
         click.echo(f"{rubrics.name}, version {rubrics.version}, digest {rubrics.digest()[:12]}")
-        click.echo(f"file: {rubric_set_path(name)}")
+        click.echo(f"file: {path}")
         for label, text in (("source", rubrics.source), ("licence", rubrics.license)):
             if text:
                 click.echo(f"{label}: {text}")
@@ -101,9 +98,9 @@ def check_command(file: str, as_json: bool, strict: bool, show_all: bool) -> int
     that are not the judge's. A set's author may accept a warning: `accept: {RULE: reason}` beside
     the rubric. The exit code is 3 where something is wrong.
     """
-    from refiner_core.rubrics.lint import check_file
+    from flows.api import check_rubrics
 
-    checked = check_file(file)
+    checked = check_rubrics(file)
     wrong = bool(checked.errors or (strict and checked.warnings))
     with until_nobody_reads():
         if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -62,8 +62,7 @@ def run_command(
         return 0
     if detach is not None:
         _, workspace, run = begin_run(recipe, overrides)
-        options = ["--no-server"] if no_server else []
-        return leave_to(detach, workspace, run, options, as_json)
+        return leave_to(detach, workspace, run, as_json, use_server=not no_server)
     stop_on_signals()
     return finish(run_recipe(recipe, overrides, use_server=not no_server, quiet=quiet), as_json)
 
@@ -83,7 +82,7 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
         if as_json:
             print_json(run_json(outcome))
         else:
-            from flows.running.summary import summary_lines
+            from flows.api.summary import summary_lines
 
             for line in summary_lines(outcome):
                 click.echo(line)
@@ -92,16 +91,19 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
 
 
 def leave_to(
-    where: str, workspace: Workspace, run: RunRecord, options: list[str], as_json: bool
+    where: Any,
+    workspace: Workspace,
+    run: RunRecord,
+    as_json: bool,
+    *,
+    use_server: bool,
+    take_over: bool = False,
 ) -> int:
     """Leave a recorded run to the background, and say how to look at it and end it."""
-    from flows.running.detach import detach, detach_as_job
+    from flows.api import detach_run
     from flows.running.status import stage_names
 
-    if where == "job":
-        left = detach_as_job(workspace, run, dict(run.config.get("dispatch") or {}), *options)
-    else:
-        left = detach(workspace, run, *options)
+    left = detach_run(run, workspace.root, where=where, use_server=use_server, take_over=take_over)
     if left.exit_code is not None and left.message:
         click.echo(left.message, err=True)
     place = f"workspace={workspace.root}"

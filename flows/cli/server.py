@@ -17,16 +17,16 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
     `refiner run` starts it when there is none, and leaves it running for the next run.
     """
-    from infra.prefect_server.server import server_status, stop_server
+    from flows.api import prefect_server_status, stop_prefect_server
 
     if what == "stop":
-        stopped = stop_server()
+        stopped = stop_prefect_server()
         if as_json:
             print_json({"version": 1, "stopped": stopped})
         else:
             click.echo("stopped" if stopped else "there is no server of ours to stop")
         return
-    status = server_status()
+    status = prefect_server_status()
     url = status.info.url if status.info else None
     if as_json:
         print_json(

@@ -43,8 +43,9 @@ def status_command(
     a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
     scheduler that does not answer at once is left out, and the last line says so.
     """
+    from flows.api import watch_run
     from flows.cli.sweep_status import show_sweep
-    from flows.running.status import Watcher, find_run
+    from flows.running.status import SCHEDULER_WAIT_S, find_run
     from flows.sweeping.names import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
@@ -68,10 +69,13 @@ def status_command(
             click.echo(f"No run is recorded in {workspace.root}.")
             click.echo("Next:\n  refiner run tiny", err=True)
         return
-    if watch and not as_json:
-        _watch(Watcher(workspace, run, _WATCH_WAIT_S), workspace)
+    watching = watch and not as_json
+    wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
+    watcher = watch_run(run.run, workspace.root, wait_s=wait_s)
+    if watching:
+        _watch(watcher, workspace)
         return
-    status = Watcher(workspace, run).look()
+    status = watcher.look()
     if as_json:
         print_json(status_json(status, workspace))
     elif incidents:
@@ -186,19 +190,10 @@ def _count(status: RunStatus) -> str:
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.running.status import is_finished
-    from infra.store.orchestrators import orchestrator_of
-    from refiner_core.contract.services import is_service
+    from flows.api import list_runs
 
-    rows = []
-    for run_id in workspace.run_ids():
-        run = workspace.read_run(run_id)
-        who = orchestrator_of(workspace, run_id)
-        stages = [i for i in run.stages.values() if not is_service(i)]
-        done = sum(workspace.layout.stage(i).result.exists() for i in stages)
-        state = "finished" if is_finished(workspace, run) else "not finished"
-        state = {"running": "running", "elsewhere": "running elsewhere"}.get(who.standing, state)
-        rows.append((run_id, run.recipe, state, f"{done}/{len(stages)}"))
+    known = list_runs(workspace.root)
+    rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]
     if as_json:
         keys = ("run", "recipe", "state", "stages_done")
         print_json({"version": 1, "runs": [dict(zip(keys, row, strict=True)) for row in rows]})

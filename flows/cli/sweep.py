@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 from flows.cli.run import detach_option, stop_on_signals
-from infra.store.layout import sweep_call
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
@@ -62,8 +61,8 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
+    from flows.api import make_sweep_plan
     from flows.sweeping.launching import Launch
-    from flows.sweeping.planning import make_sweep_plan
 
     names = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
@@ -118,44 +117,30 @@ class _Asked:
         """What the arms would change about the run of ``--rescore``; None without it."""
         if self.rescore is None:
             return None
-        from flows.sweeping.rescoring import share_of_run
+        from flows.api import rescore_share
 
-        return share_of_run(plan, self.rescore)
+        return rescore_share(plan, self.rescore)
 
 
 def _launch(plan: SweepPlan, overrides: list[str], launch: Launch, asked: _Asked) -> int:
-    from flows.sweeping.before import detectable_json
-    from flows.sweeping.forecasting import forecast_json, used_before
-    from flows.sweeping.launching import (
-        check_launch,
-        is_finished,
-        work_on_sweep,
-        workspace_of,
-    )
-    from flows.sweeping.showing import look_at_sweep, show_sweep_plan
-    from flows.sweeping.versions import record_version
+    from flows.api import begin_sweep, forecast_sweep
+    from flows.sweeping.launching import check_launch, is_finished, work_on_sweep, workspace_of
+    from flows.sweeping.showing import show_sweep_plan
     from sweeps.fitting import refuse_what_cannot_fit
 
-    finished = is_finished(plan, workspace_of(plan))
-    forecast = {}
+    finished, look = is_finished(plan, workspace_of(plan)), None
     if not finished:
         check_launch(plan)
-        look = look_at_sweep(plan)
-        before = look.before
-        forecast = {
-            **forecast_json(before.forecast, before.passed, trials=False),
-            "used": used_before(plan, workspace_of(plan)),
-            "detectable": detectable_json(before.detectable),
-        }
+        look = forecast_sweep(plan)
         if not launch.quiet or not asked.yes:
             share = asked.rescored(plan)
             lines = [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]
             for line in lines:
                 click.echo(line, err=True)  # stdout is for the result
-        refuse_what_cannot_fit(before.passed)
+        refuse_what_cannot_fit(look.before.passed)  # before anybody is asked
         _ask(asked)
+    record = begin_sweep(plan, overrides, look=look, take_over=launch.take_over)
     workspace = workspace_of(plan, to_write=True)
-    record = record_version(plan, workspace, overrides, forecast, take_over=launch.take_over)
     if asked.detach is not None and not finished:
         return leave_sweep_to(asked.detach, workspace, record, launch, asked.as_json)
     stop_on_signals()
@@ -209,34 +194,22 @@ def go_on_with_sweep(
     where: str, name: str, launch: Launch, detach: str | None, as_json: bool
 ) -> int:
     """`refiner resume SWEEP`: go on with the newest version, as it was recorded."""
-    from flows.sweeping.launching import resume_sweep
-    from infra.store.orchestrators import require_idle
+    from flows.api import resume_sweep
     from infra.store.workspace import Workspace
 
-    workspace = Workspace.open(where)
     if detach is None:
-        return finish_sweep(resume_sweep(workspace, name, launch), as_json)
-    require_idle(workspace, sweep_call(name), regardless=launch.take_over)
+        return finish_sweep(resume_sweep(name, where, launch=launch), as_json)
+    workspace = Workspace.read_only(where)
     return leave_sweep_to(detach, workspace, workspace.read_sweep(name), launch, as_json)
 
 
 def leave_sweep_to(
-    where: str, workspace: Workspace, record: SweepRecord, launch: Launch, as_json: bool
+    where: Any, workspace: Workspace, record: SweepRecord, launch: Launch, as_json: bool
 ) -> int:
     """Leave a recorded sweep to the background, and say how to look at it and end it."""
-    from flows.running.detach import Call, detach, detach_as_job
-    from flows.sweeping.versions import dispatch_of, pin_for
+    from flows.api import detach_sweep
 
-    options = [
-        *(["--no-server"] if not launch.use_server else []),
-        *(["--take-over"] if launch.take_over else []),
-        *(["--past-canary"] if launch.past_canary else []),
-    ]
-    call = Call(sweep_call(record.name), pin_for(workspace, record.name).code)
-    if where == "job":
-        left = detach_as_job(workspace, call, dispatch_of(workspace, record), *options)
-    else:
-        left = detach(workspace, call, *options)
+    left = detach_sweep(record.name, workspace.root, where=where, launch=launch)
     place = f"workspace={workspace.root}"
     if as_json:
         value = {"version": 1, "sweep": record.name, "pid": left.pid, "job": left.job}
@@ -289,19 +262,16 @@ def _refuse_more_than_one(names: list[str]) -> None:
 
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
-    from flows.sweeping.showing import shipped_rows
-    from flows.sweeping.status import SweepWatcher
-    from infra.store.workspace import Workspace
+    from flows.api import list_sweeps
 
-    workspace = Workspace.read_only(where)
-    shipped = shipped_rows()
-    found = {name: SweepWatcher(workspace, name).look() for name in workspace.sweep_names()}
+    known = list_sweeps(where)
+    shipped, found = known.shipped, known.recorded
     if as_json:
         recorded = [
             {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
             for name, s in found.items()
         ]
-        names = [name for name, _, _ in shipped]
+        names = [one.name for one in shipped]
         print_json({"version": 1, "shipped": names, "recorded": recorded})
         return
     print_table(shipped, ("shipped sweep", "recipe", "question"))
@@ -311,7 +281,7 @@ def _list(where: str, as_json: bool) -> None:
             (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
             for name, s in found.items()
         ]
-        print_table(rows, (f"sweeps of {workspace.root}", "version", "trials"))
+        print_table(rows, (f"sweeps of {where}", "version", "trials"))
     else:
-        click.echo(f"No sweep is recorded in {workspace.root}.")
+        click.echo(f"No sweep is recorded in {where}.")
     click.echo("Next:\n  refiner sweep SWEEP --dry-run", err=True)

@@ -23,9 +23,10 @@ _ROWS = 40
 
 def show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
     """Print how a sweep stands; with ``watch`` until nobody works on it any more."""
-    from flows.sweeping.status import SweepWatcher, status_json
+    from flows.api import watch_sweep
+    from flows.sweeping.status import status_json
 
-    watcher = SweepWatcher(workspace, name)
+    watcher = watch_sweep(name, workspace.root)
     if as_json:
         print_json(status_json(watcher.look()))
         return

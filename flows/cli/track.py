@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +11,6 @@ import click
 from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
 
 if TYPE_CHECKING:
-    from infra.store.workspace import Workspace
     from infra.tracking.sync import OfflineRun
 
 
@@ -31,50 +30,11 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     set or after `wandb login`. It may be run again at any time, also while training goes on: only
     what is new is sent. All attempts at a stage are one W&B run, under the stage's id.
     """
-    from infra.store.workspace import Workspace
-    from infra.tracking.sync import send
+    from flows.api import sync_tracking
 
     where, names = split_workspace(words)
-    workspace = Workspace.read_only(where)
-    runs = _runs(workspace, names)
-    new = [run for run in runs if run.is_new]
-    if dry_run:
-        _show(runs, new, as_json, sent=0)
-        return
-    sent = send(runs, _tell)
-    _show(runs, new, as_json, sent=sent)
-
-
-def _runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
-    """Offline runs of everything that is named, each once."""
-    from flows.running.status import find_run
-    from infra.tracking.sync import offline_runs, offline_runs_in
-    from refiner_core.contract.errors import ConfigurationError
-
-    stages: list[str] = []
-    reports: list[OfflineRun] = []
-    wanted: Sequence[str | None] = names or (None,)
-    for name in wanted:
-        if name is not None and workspace.sweep_versions(name):
-            stages += _stages_of_sweep(workspace, name)
-            reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)
-            continue
-        run = find_run(workspace, name)
-        if run is None:
-            raise ConfigurationError(
-                f"{workspace.root} has no runs.",
-                expected="a workspace in which something was trained",
-                fix="name another one with workspace=DIR",
-            )
-        stages += run.stages.values()
-    return [*offline_runs(workspace, stages), *reports]
-
-
-def _stages_of_sweep(workspace: Workspace, name: str) -> Iterable[str]:
-    """Of all versions: what an earlier one has trained belongs to it, too."""
-    for number in workspace.sweep_versions(name):
-        for trial in workspace.read_sweep(name, number).trials:
-            yield from trial.stages.values()
+    done = sync_tracking(names, where, dry_run=dry_run, tell=_tell)
+    _show(done.runs, done.new, as_json, sent=done.sent)
 
 
 def _tell(done: int, total: int) -> None:

@@ -84,6 +84,19 @@ class Watcher(Protocol):
         ...
 
 
+class Silent:
+    """A watcher that shows nothing."""
+
+    def judged(self, judge: str, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def scored(self, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def paused(self, why: str) -> None:
+        """Nothing is shown; the log says it."""
+
+
 def carry_out(planned: Planned, watcher: Watcher) -> Done:
     """Ask what is to be asked, and score everything.
 

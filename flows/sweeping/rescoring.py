@@ -146,6 +146,7 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
     from flows.rescoring.planning import Wanted
     from flows.rescoring.reading import Part
     from flows.rescoring.settings import Options
+    from flows.rescoring.work import Silent
 
     part = Part(source="rollouts", sample=GROUPS)
     wanted = Wanted(workspace, (run,), Options(overrides=changes), part, steps=STEPS)
@@ -160,7 +161,7 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
             arm, changes, None, None, groups, rollouts, planned.new_calls, command, note
         )
     try:
-        done = carry_out(planned, _Silent())
+        done = carry_out(planned, Silent())
     except RefinerError as error:
         return ArmShare(arm, changes, None, None, groups, rollouts, note=error.what)
     comparison = next((c.comparison for c in done.compared if c.setting == _name(planned)), None)
@@ -178,19 +179,6 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
 
 def _name(planned: Any) -> str:
     return str(planned.settings[-1].name)
-
-
-class _Silent:
-    """Nobody watches: it takes seconds."""
-
-    def judged(self, judge: str, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def scored(self, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def paused(self, why: str) -> None:
-        """No server is asked."""
 
 
 def _json(found: Estimate | None) -> dict[str, Any] | None:

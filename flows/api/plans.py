@@ -1,0 +1,189 @@
+"""Plans: what a recipe would do, why, and what it takes. All of it changes nothing.
+
+In: a recipe and overrides, as for ``refiner plan``. Out: plans and what is said of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flows.disk import Interval, PlannedRoom, planned_room, propose_fit, suggested_intervals
+from flows.running.calls import make_recipe_plan
+from infra.campaign.explain import StageForecast, explain_difference, observe_actions
+from infra.disk.forecast import Change
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.loading import load_recipe, shipped_recipes
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import to_json
+
+#: Version of the JSON that `plan --json` and `run --json` print.
+OUTPUT_VERSION = 1
+
+
+class Explained(NamedTuple):
+    """A stage, what a run would do about it, and in what it differs from the nearest record."""
+
+    forecast: StageForecast
+    differences: Sequence[str]
+
+
+class DiskPlan(NamedTuple):
+    """What a plan takes on the disk.
+
+    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
+    ``intervals`` are checkpoint intervals that would lose the least time.
+    """
+
+    room: PlannedRoom
+    change: Change | None
+    intervals: Sequence[Interval]
+
+
+def forecast(plan: Plan) -> list[StageForecast]:
+    """What a run would do now, stage by stage.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_recipe_plan` has made.
+
+    Returns
+    -------
+    list of StageForecast
+        Each with ``stage``, ``action`` (run, skip, reattach) and ``reason``.
+
+    Raises
+    ------
+    WorkspaceError
+        A record is damaged; says which, and what to do.
+    """
+    return observe_actions(plan, Workspace.read_only(plan.config.workspace))
+
+
+def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
+    """A plan for scripts.
+
+    Parameters
+    ----------
+    plan, forecasts
+        The plan, and what :func:`flows.api.forecast` says of it.
+
+    Returns
+    -------
+    dict
+        What ``refiner run --dry-run --json`` prints; `plan --json` adds disk and memory.
+    """
+    return {
+        "version": OUTPUT_VERSION,
+        "recipe": plan.recipe,
+        "workspace": plan.config.workspace,
+        "stages": [
+            {
+                "stage": f.stage.kind,
+                "name": f.stage.name,
+                "id": f.stage.id,
+                "fingerprint": f.stage.fingerprint,
+                "action": f.action,
+                "reason": f.reason,
+                "inputs": dict(f.stage.inputs),
+                "needs_network": f.stage.needs_network,
+                "resources": to_json(f.stage.resources),
+                "config": dict(f.stage.identity),
+            }
+            for f in forecasts
+        ],
+        "config": to_json(plan.config),
+    }
+
+
+def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
+    """What a plan takes on the disk, and whether there is room for it.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_recipe_plan` has made.
+    fit
+        Also look for the cheapest change that fits, and for better checkpoint intervals.
+
+    Returns
+    -------
+    DiskPlan
+        ``room.fits`` says whether it fits.
+
+    Raises
+    ------
+    WorkspaceError
+        The workspace is not a folder, or a record in it is damaged.
+    """
+    room = planned_room([plan])
+    if not fit:
+        return DiskPlan(room, None, ())
+    change = None if room.fits else propose_fit([plan], room)
+    workspace = Workspace.read_only(plan.config.workspace)
+    return DiskPlan(room, change, suggested_intervals(plan, workspace))
+
+
+def explain_stage(
+    stage: str, recipe: str, overrides: Sequence[str] = ()
+) -> tuple[Plan, list[Explained]]:
+    """Why a stage would run or be skipped, field by field.
+
+    Parameters
+    ----------
+    stage
+        A name such as ``evaluate-sft``, or a kind, which may mean several.
+    recipe, overrides
+        As for :func:`flows.api.make_recipe_plan`.
+
+    Returns
+    -------
+    Plan, list of Explained
+        The plan, and the stages that are meant.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such stage, or the recipe cannot be carried out as it stands.
+    """
+    plan = make_recipe_plan(recipe, overrides)
+    wanted = {s.name for s in plan.find(stage)}
+    workspace = Workspace.read_only(plan.config.workspace)
+    found = [f for f in forecast(plan) if f.stage.name in wanted]
+    return plan, [Explained(f, explain_difference(f.stage, workspace)) for f in found]
+
+
+def list_recipes() -> dict[str, RecipeConfig]:
+    """The recipes that come with refiner.
+
+    Returns
+    -------
+    dict
+        Name to configuration; ``description`` says what it is for.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is damaged: the installation is.
+    """
+    return {name: load_recipe(name) for name in shipped_recipes()}
+
+
+def list_slurm_profiles() -> Mapping[str, str]:
+    """The Slurm profiles that come with refiner.
+
+    Returns
+    -------
+    dict
+        Name to what it is for.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is damaged: the installation is.
+    """
+    from infra.slurm.profiles import list_profiles
+
+    return list_profiles()

@@ -1,0 +1,380 @@
+"""What recipes name: rubric sets, protocols, environments. Listed, shown, checked, played.
+
+In: shipped names or files. Out: values, and findings of checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+
+if TYPE_CHECKING:
+    from flows.protocol_facts import ProtocolFacts
+    from refiner_core.contract.marks import FieldInfo
+    from refiner_core.environments.checking import Checked as CheckedEnvironment
+    from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
+    from refiner_core.rubrics import RubricSet
+    from refiner_core.rubrics.lint import Checked as CheckedRubrics
+
+#: Environments that a recipe may name -> what each is for.
+ENVIRONMENTS: Mapping[str, str] = {
+    "desk": "a service desk of our own: bookings, orders, devices; a scripted user; runs anywhere",
+    "tau2": "tau2-bench (airline, retail, telecom), where it is installed; its user is a model",
+    "FILE.py:NAME": "your own: what NAME(config, user) of that file makes",
+}
+
+
+# ---------------------------------------------------------------- rubrics and protocols
+
+
+def list_rubric_sets() -> list[RubricSet]:
+    """The rubric sets that come with refiner.
+
+    Returns
+    -------
+    list of RubricSet
+        By name.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is damaged: the installation is.
+    """
+    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
+
+    return [load_rubric_set(name) for name in shipped_rubric_sets()]
+
+
+def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
+    """A rubric set and the file that it stands in.
+
+    Parameters
+    ----------
+    name
+        A shipped name or a YAML file.
+
+    Returns
+    -------
+    RubricSet, Path
+        The set, and where it lies.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name, or it is no rubric set.
+    """
+    from refiner_core.rubrics import load_rubric_set
+    from refiner_core.rubrics.sets import rubric_set_path
+
+    return load_rubric_set(name), rubric_set_path(name)
+
+
+def check_rubrics(file: str) -> CheckedRubrics:
+    """Check a rubric set, or the rubrics that rows bring with them.
+
+    Parameters
+    ----------
+    file
+        A set (a shipped name or a YAML file), or rows (``.jsonl``, ``.parquet``).
+
+    Returns
+    -------
+    Checked
+        Findings by rule; ``errors`` are what the reward would refuse or count wrongly.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file, or it is of no known form.
+    DataError
+        A Parquet file is incomplete.
+    """
+    from refiner_core.rubrics.lint import check_file
+
+    return check_file(file)
+
+
+def list_protocols() -> list[ProtocolFacts]:
+    """The protocols that come with refiner.
+
+    Returns
+    -------
+    list of ProtocolFacts
+        By name.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is damaged: the installation is.
+    """
+    from flows.protocol_facts import facts_of_protocol
+    from refiner_core.contract.protocol_files import shipped_protocols
+
+    return [facts_of_protocol(name) for name in shipped_protocols()]
+
+
+def show_protocol(name: str) -> ProtocolFacts:
+    """What a protocol fixes, and its fingerprint.
+
+    Parameters
+    ----------
+    name
+        A shipped name or a YAML file.
+
+    Returns
+    -------
+    ProtocolFacts
+        All that ``refiner protocols show`` says.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name, or it is no protocol.
+    """
+    from flows.protocol_facts import facts_of_protocol
+
+    return facts_of_protocol(name)
+
+
+def check_protocol(file: str, recipe: str = "tiny") -> ProtocolFacts:
+    """Check a protocol's fields and values, with a recipe's other fields.
+
+    Parameters
+    ----------
+    file
+        A shipped name or a YAML file.
+    recipe
+        Whose other fields are used.
+
+    Returns
+    -------
+    ProtocolFacts
+        Of the protocol, which is one.
+
+    Raises
+    ------
+    ConfigurationError
+        It is not; names the field.
+    """
+    from dataclasses import replace
+
+    from refiner_core.contract.checks.recipe import check_config
+    from refiner_core.contract.loading import load_recipe
+
+    known = show_protocol(file)
+    config = load_recipe(recipe)
+    evaluate = replace(config.evaluate, protocols=(known.protocol.text,))
+    check_config(replace(config, evaluate=evaluate))
+    return known
+
+
+def protocol_fields() -> dict[str, FieldInfo]:
+    """The fields that a protocol may fix.
+
+    Returns
+    -------
+    dict
+        Path to field: its default, its mark and what it is.
+
+    It raises nothing.
+    """
+    from refiner_core.contract.marks import walk
+    from refiner_core.contract.protocols import FIELDS
+
+    known = dict(walk(RecipeConfig))
+    return {path: known[path] for path in FIELDS}
+
+
+# ---------------------------------------------------------------- environments
+
+
+class Played(NamedTuple):
+    """A task that was played, and how it has ended."""
+
+    task: Task
+    outcome: Outcome
+
+
+def list_environments() -> Mapping[str, str]:
+    """The environments that a recipe may name in ``environment.name``.
+
+    Returns
+    -------
+    dict
+        Name to what it is for.
+
+    It raises nothing.
+    """
+    return ENVIRONMENTS
+
+
+def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig:
+    """A configuration with that environment, and the defaults of all else.
+
+    Parameters
+    ----------
+    name
+        As in ``environment.name``.
+    overrides
+        ``key=value``, such as ``environment.domains=[orders]``.
+
+    Returns
+    -------
+    RecipeConfig
+        For :func:`flows.api.show_environment` and the others.
+
+    Raises
+    ------
+    ConfigurationError
+        An override cannot be meant.
+    """
+    from refiner_core.contract.loading import replace_fields
+    from refiner_core.contract.overrides import read_overrides
+
+    values = read_overrides([f"environment.name={name}", *overrides], Path.cwd())
+    return replace_fields(RecipeConfig(), values)
+
+
+def show_environment(
+    name: str, overrides: Sequence[str] = ()
+) -> tuple[Environment, dict[str, tuple[Task, ...]]]:
+    """An environment, and its tasks by split.
+
+    Parameters
+    ----------
+    name, overrides
+        As of :func:`flows.api.environment_config`.
+
+    Returns
+    -------
+    Environment, dict
+        The environment, and split to tasks.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name, or it cannot be what is asked.
+    UnsupportedError
+        What it needs is not installed.
+    """
+    from refiner_core.environments.registry import open_environment
+
+    config = environment_config(name, overrides)
+    environment = open_environment(config, evaluation=False)
+    splits = (config.environment.train_split, config.environment.test_split)
+    return environment, {split: environment.tasks(split) for split in splits}
+
+
+def check_environment(
+    name: str, overrides: Sequence[str] = (), *, most: int | None = None
+) -> CheckedEnvironment:
+    """Check that an environment does what its protocol says, by trying its tasks.
+
+    Parameters
+    ----------
+    name, overrides
+        As of :func:`flows.api.environment_config`.
+    most
+        Try at most so many tasks of each split.
+
+    Returns
+    -------
+    Checked
+        Findings; how many tasks were tried, and how many its expert solves.
+
+    Raises
+    ------
+    ConfigurationError, UnsupportedError
+        As of :func:`flows.api.show_environment`.
+    """
+    from refiner_core.environments import checking
+
+    environment, tasks = show_environment(name, overrides)
+    return checking.check_environment(environment, tuple(tasks), most=most)
+
+
+def find_task(tasks: Mapping[str, Sequence[Task]], task: str | None = None) -> Task:
+    """A task by its id.
+
+    Parameters
+    ----------
+    tasks
+        Of :func:`flows.api.show_environment`.
+    task
+        Its id, with its domain in front or without (default: the first).
+
+    Returns
+    -------
+    Task
+        The one that is meant.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; names the nearest.
+    """
+    known = [one for of_split in tasks.values() for one in of_split]
+    wanted = (task or "").rpartition("/")[2]
+    for one in known:
+        if task is None or one.id == wanted:
+            return one
+    ids = [one.id for one in known]
+    raise ConfigurationError(
+        f"There is no task {task!r}.{suggest(wanted, ids)}",
+        expected=f"one of {len(known)}, such as {ids[0]}" if ids else "an environment with tasks",
+        fix="see `refiner environments show NAME --tasks`",
+    )
+
+
+def play_task(
+    name: str,
+    calls: Iterable[ToolCall],
+    overrides: Sequence[str] = (),
+    *,
+    task: str | None = None,
+    seed: int = 0,
+    hear: Callable[[Sequence[Message]], None] = lambda messages: None,
+) -> Played:
+    """Do a task by given calls of tools, until it is over or there are no more.
+
+    Parameters
+    ----------
+    name, overrides
+        As of :func:`flows.api.environment_config`.
+    calls
+        In order.
+    task
+        Its id (default: the first).
+    seed
+        Of the episode.
+    hear
+        Hears what is said, at the beginning and after each call.
+
+    Returns
+    -------
+    Played
+        The task, and its outcome with reward and checks.
+
+    Raises
+    ------
+    ConfigurationError, UnsupportedError
+        As of :func:`flows.api.show_environment`; or there is no such task.
+    """
+    environment, tasks = show_environment(name, overrides)
+    chosen = find_task(tasks, task)
+    episode = environment.episode(chosen)
+    try:
+        hear(episode.reset(seed))
+        for call in calls:
+            step = episode.step(call)
+            hear(step.messages)
+            if step.done:
+                break
+        return Played(chosen, episode.outcome())
+    finally:
+        episode.close()

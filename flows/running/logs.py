@@ -1,0 +1,159 @@
+"""Logs of stages: which file, and what comes into it, from attempt to attempt.
+
+In: a workspace and the names of a stage and a run. Out: text, at once or as it comes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from flows.running.status import find_run
+from infra.store.orchestrators import orchestrator_of
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import suggest
+
+_FOLLOW_S = 0.5
+
+
+class AttemptLog(NamedTuple):
+    """One attempt's log; the file need not be there yet."""
+
+    attempt: int
+    path: Path
+
+
+class StageLogs(NamedTuple):
+    """The logs of a stage: one for each attempt."""
+
+    stage: str
+    stage_id: str
+    run_id: str
+    attempts: list[int]
+
+    def number(self, attempt: int | None) -> int | None:
+        """The attempt that is meant; None where none was made.
+
+        Raises
+        ------
+        ConfigurationError
+            There is no such attempt.
+        """
+        if attempt is not None and attempt not in self.attempts:
+            known = ", ".join(map(str, self.attempts))
+            raise ConfigurationError(
+                f"{self.stage} has no attempt {attempt}.",
+                expected=f"one of: {known or '(it has not been started yet)'}",
+                fix="name one of these with --attempt",
+            )
+        return attempt or (self.attempts[-1] if self.attempts else None)
+
+
+def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageLogs:
+    """The stage of that name in a run (default: the newest), or of that id.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; names the nearest.
+    """
+    run = find_run(workspace, wanted)
+    names = {} if run is None else dict(run.stages)
+    stage_id = names.get(stage) or (stage if stage in workspace.stage_ids() else None)
+    if stage_id is None:
+        raise ConfigurationError(
+            f"There is no stage {stage!r} in {'any run' if run is None else f'run {run.run}'} of "
+            f"{workspace.root}.{suggest(stage, names)}",
+            expected=f"one of: {', '.join(names) or '(no run is recorded)'}",
+            fix="name one of these, another run, or another workspace=DIR",
+        )
+    numbers = workspace.layout.stage(stage_id).attempt_numbers()
+    return StageLogs(stage, stage_id, "" if run is None else run.run, numbers)
+
+
+def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
+    """The worker's log; where it never began, what submitit or the launcher said of it."""
+    paths = workspace.layout.attempt(stage_id, number)
+    if not paths.log.exists():
+        for pattern in ("*_log.err", "*.err", "launcher.log"):
+            found = [p for p in sorted(paths.submitit.glob(pattern)) if p.stat().st_size]
+            if found:
+                return found[-1]
+    return paths.log
+
+
+def read_log_file(path: Path) -> str:
+    """What is in a log; empty where it was never made."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+class Follower:
+    """Follows a stage's log from attempt to attempt until the stage ends. ``tell`` hears of which
+    log something comes."""
+
+    def __init__(
+        self, workspace: Workspace, stage_id: str, run_id: str, tell: Callable[[str], None]
+    ) -> None:
+        self._workspace, self._stage_id, self._run_id = workspace, stage_id, run_id
+        self._tell = tell
+
+    def follow(self, number: int) -> Iterator[str]:
+        """What is in the log of attempt ``number`` and what comes, then those of the later ones."""
+        said = ""
+        while True:
+            if self._exists(number):
+                yield from self._follow_one(number)
+                number += 1
+                said = ""
+            if self._is_over(number):
+                return
+            if not self._exists(number) and not said:
+                said = f"waiting for attempt {number} of {self._stage_id}"
+                self._tell(said)
+            time.sleep(_FOLLOW_S)
+
+    def _follow_one(self, number: int) -> Iterator[str]:
+        path, position, decoder = None, 0, _decoder()
+        while True:
+            attempt = self._workspace.read_attempt(self._stage_id, number)
+            over = attempt is None or attempt.outcome is not None or self._exists(number + 1)
+            found = log_file(self._workspace, self._stage_id, number)
+            if found != path and found.exists():
+                path, position, decoder = found, 0, _decoder()
+                self._tell(f"==> {path} (attempt {number})")
+            if path is not None:
+                with path.open("rb") as file:
+                    file.seek(position)
+                    data = file.read()
+                position += len(data)
+                yield decoder.decode(data)
+            if over:
+                if attempt is not None and attempt.outcome is not None:
+                    how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()
+                    self._tell(f"==> attempt {number} ended: {how}")
+                return
+            time.sleep(_FOLLOW_S)
+
+    def _exists(self, number: int) -> bool:
+        return self._workspace.layout.attempt(self._stage_id, number).intent.exists()
+
+    def _is_over(self, number: int) -> bool:
+        """Whether nothing will come after attempt ``number - 1``, as far as one can tell."""
+        if self._workspace.layout.stage(self._stage_id).result.exists():
+            return True
+        if self._exists(number):
+            return False
+        last = self._workspace.read_attempt(self._stage_id, number - 1) if number > 1 else None
+        stopped = last is not None and last.outcome is not None and last.outcome.decision == "stop"
+        if stopped:
+            return True
+        return not (self._run_id and orchestrator_of(self._workspace, self._run_id).works)
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    """A letter may come in two parts."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
