@@ -270,7 +270,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
             note = " It reads as a value of another type; text that looks like one is quoted."
             fix = f"quote it, for YAML and for the shell: {path}='\"{value}\"'"
             raise _wrong(path, value, _NAMES[kind], note, fix)
-        empty = f"drop it, or write {path}='\"\"' for empty text" if kind is str else ""
+        may_be_empty = kind is str and getattr(_fields().get(path), "default", 0) == ""
+        empty = f"drop it, or write {path}='\"\"' for empty text" if may_be_empty else ""
         raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix=empty if value is None else "")
     return value
 
