@@ -21,6 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flows.api.beginning import Begun, ExplainedFields, explain_fields, init_folder
     from flows.api.cards import (
         adopt_run,
         begin_publication,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         plan_rescoring,
         plan_resume_proofs,
         prove_resume,
+        report_run,
         report_sweep,
         rescore,
     )
@@ -147,6 +149,7 @@ if TYPE_CHECKING:
         make_recipe_plan,
         work_on,
     )
+    from flows.starting.completing import Candidate, candidates
     from flows.sweeping.launching import Launch, SweepOutcome, work_on_sweep
     from flows.sweeping.planning import make_sweep_plan
 
@@ -178,6 +181,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "evaluations_of",
         "run_json",
     ),
+    "flows.api.beginning": ("Begun", "ExplainedFields", "explain_fields", "init_folder"),
     "flows.api.logs": ("find_log", "follow_log", "read_log"),
     "flows.api.sweeps": (
         "KnownSweeps",
@@ -202,6 +206,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "plan_rescoring",
         "plan_resume_proofs",
         "prove_resume",
+        "report_run",
         "report_sweep",
         "rescore",
     ),
@@ -273,6 +278,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
     "flows.sweeping.planning": ("make_sweep_plan",),
     "flows.doctor": ("examine",),
+    "flows.starting.completing": ("Candidate", "candidates"),
     "flows.notifying.trying": (
         "notify_settings",
         "try_channels",

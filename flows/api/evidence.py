@@ -18,6 +18,8 @@ from refiner_core.contract.proofs import ResumeProof
 if TYPE_CHECKING:
     from flows.diffing import Difference
     from flows.proving import Plans
+    from flows.reporting.run.writing import WrittenRun
+    from flows.reporting.run import WrittenRun
     from flows.reporting.writing import Written
     from flows.rescoring import Planned
     from flows.rescoring.asking import Prices
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from flows.rescoring.settings import Options
     from flows.rescoring.work import Watcher
     from flows.why import Explanation, Figure
+    from refiner_core.report.run.document import RunReport
     from refiner_core.report.sweep.document import SweepReport
 
 _HERE = RecipeConfig.workspace
@@ -199,6 +202,131 @@ def report_sweep(
             fix="name another one with workspace=DIR",
         )
     return write_report(room, name, None if folder is None else Path(folder), reload_s=reload_s)
+
+
+def report_run(
+    run: str | None = None,
+    workspace: str | Path = _HERE,
+    *,
+    folder: str | Path | None = None,
+    reload_s: int = 15,
+) -> WrittenRun:
+    """The report of a run as page, Markdown and JSON: what it did, what it has learned.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    folder
+        Where the files go (default: ``reports/RUN`` in the workspace).
+    reload_s
+        How often the page of a running run loads itself again, seconds.
+
+    Returns
+    -------
+    WrittenRun
+        The report, and where its ``page`` lies.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run; names the nearest.
+    NoSpaceError
+        There is no room for the files; those that were there before still are.
+    """
+    from flows.reporting.run.writing import write_run_report
+    from flows.running.status import find_run
+
+    room = Workspace.read_only(workspace)
+    found = find_run(room, run)
+    if found is None:
+        raise ConfigurationError(
+            f"No run is recorded in {room.root}.",
+            expected="a run to report on",
+            fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
+        )
+    where = None if folder is None else Path(folder)
+    return write_run_report(room, found.run, where, reload_s=reload_s)
+
+
+def report_of_run(run: str | None = None, workspace: str | Path = _HERE) -> RunReport:
+    """Everything about a run as it is now: stages, curves, numbers, examples, cost. Writes nothing.
+
+    Parameters
+    ----------
+    run
+        Its id, or enough of it (default: the newest of the workspace).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    RunReport
+        What cannot be read is among its ``warnings``.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run; names the nearest.
+    """
+    from flows.reporting.run import report_of_run as make
+
+    room = Workspace.read_only(workspace)
+    return make(_run_id(room, run), room)
+
+
+def report_run(
+    run: str | None = None,
+    workspace: str | Path = _HERE,
+    *,
+    folder: str | Path | None = None,
+    reload_s: int = 15,
+) -> WrittenRun:
+    """The report of a run as page, Markdown and JSON.
+
+    Parameters
+    ----------
+    run
+        Its id, or enough of it (default: the newest of the workspace).
+    workspace
+        The folder that it is recorded in.
+    folder
+        Where the files go (default: ``reports/RUN`` in the workspace).
+    reload_s
+        How often the page of a running run loads itself again, seconds.
+
+    Returns
+    -------
+    WrittenRun
+        The report, and where its ``page`` lies.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run; names the nearest.
+    NoSpaceError
+        There is no room for the files; those that were there before still are.
+    """
+    from flows.reporting.run import write_run_report
+
+    room = Workspace.read_only(workspace)
+    where = None if folder is None else Path(folder)
+    return write_run_report(room, _run_id(room, run), where, reload_s=reload_s)
+
+
+def _run_id(workspace: Workspace, run: str | None) -> str:
+    from flows.running.status import find_run
+
+    found = find_run(workspace, run)
+    if found is None:
+        raise ConfigurationError(
+            f"{workspace.root} has no runs.",
+            expected="a workspace in which `refiner run RECIPE` has been called",
+            fix="name another one with workspace=DIR",
+        )
+    return found.run
 
 
 def plan_rescoring(

@@ -23,11 +23,13 @@ _MOST_TABLES = 2
 
 def report_run(workspace: Workspace, run: str, asked: Asked) -> None:
     """Write the report of a run, and print what it says."""
-    from flows.reporting.run.writing import values, write_run_report
+    from flows import api
+    from flows.reporting.run.writing import values
 
-    written = write_run_report(workspace, run, asked.folder, reload_s=asked.every_s)
+    where, every_s = workspace.root, asked.every_s
+    written = api.report_run(run, where, folder=asked.folder, reload_s=every_s)
     if asked.watch:
-        written = _watched(workspace, written, asked.every_s)
+        written = _watched(workspace, written, every_s)
     if asked.as_json:
         print_json({**values(written.report), "folder": str(written.folder)})
         return
@@ -43,7 +45,7 @@ def report_run(workspace: Workspace, run: str, asked: Asked) -> None:
 def _watched(workspace: Workspace, written: WrittenRun, every_s: int) -> WrittenRun:
     """The last of the reports that are made until nobody works on the run. Ctrl-C ends the
     watching, not the run."""
-    from flows.reporting.run.writing import write_run_report
+    from flows import api
 
     click.echo(f"Page: {written.page}", err=True)
     told = ""
@@ -53,8 +55,8 @@ def _watched(workspace: Workspace, written: WrittenRun, every_s: int) -> Written
                 told = written.report.state_text
                 click.echo(told, err=True)
             time.sleep(every_s)
-            run = written.report.run
-            written = write_run_report(workspace, run, written.folder, reload_s=every_s)
+            run, folder = written.report.run, written.folder
+            written = api.report_run(run, workspace.root, folder=folder, reload_s=every_s)
     except KeyboardInterrupt:
         click.echo("Watching has ended; the run has not.", err=True)
     return written
