@@ -20,6 +20,7 @@ from typing import Any
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, doubtful, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
+from infra.tracking.sync import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.loading import apply_overrides, load_recipe, suggest
@@ -77,9 +78,9 @@ def examine(
             )
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
-    words = shlex.join([recipe, *overrides]) if recipe else ""
+    words = shlex.join([recipe, *map(shown_address, overrides)]) if recipe else ""
     look = Look(config, words, tuple(plan.stages) if plan else (), offline)
-    checks = [*_recipe_checks(plan, refusal, look), *all_checks()]
+    checks = [*all_checks(), *_recipe_checks(plan, refusal, look)]
     if job:
         checks.append(_job_check(look, wait_s))
     areas = {*only, *(("node",) if job else ())}
@@ -187,6 +188,8 @@ def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:
     what = (
         f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free{unknown}"
     )
+    if not room.forecast.stages:
+        what = f"nothing is left to write; {gib(free)} are free"
     if room.fits:
         yield Finding("workspace", "forecast", "ok", what)
         return
@@ -235,7 +238,8 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
     from flows.judge_report import ask_judge
     from infra.store.workspace import Workspace
 
-    mend = shlex.join(["refiner", "judge", "ask", *_as_overrides(judge)])
+    words = map(shown_address, _as_overrides(judge))
+    mend = shlex.join(["refiner", "judge", "ask", *words])
     try:
         asked = ask_judge(Workspace.read_only(look.workspace), judge)
     except RefinerError as error:

@@ -107,6 +107,8 @@ def _show(findings: Sequence[Finding]) -> None:
 def _say_next(recipe: str | None, words: Sequence[str], findings: Sequence[Finding]) -> None:
     import shlex
 
+    from infra.tracking.sync import shown_address
+
     count = {state: sum(f.state == state for f in findings) for state in _MARKS}
     click.echo(
         f"\n{count['ok']} ok, {count['warning']} to know of, {count['missing']} not there, "
@@ -120,4 +122,4 @@ def _say_next(recipe: str | None, words: Sequence[str], findings: Sequence[Findi
     elif recipe is None:
         click.echo("Next: with a recipe in mind:\n  refiner doctor tiny")
     else:
-        click.echo(f"Next:\n  {shlex.join(['refiner', 'run', *words])}")
+        click.echo(f"Next:\n  {shown_address(shlex.join(['refiner', 'run', *words]))}")

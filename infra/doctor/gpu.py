@@ -8,6 +8,7 @@ should be: importing it takes seconds.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, ask, doubtful
-from infra.doctor.packages import install, installed
+from infra.doctor.packages import asked_for, install, installed
 
 _AREA = "gpu"
 _SMI_S, _TORCH_S = 15.0, 100.0
@@ -153,7 +154,7 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     if "+cpu" in version:
         yield Finding(
             *(_AREA, "torch", doubtful(needed), f"torch {version} is built without CUDA"),
-            mend=install("--force-reinstall", "torch>=2.13,<2.15"),
+            mend=_reinstall(),
             why="training on these GPUs",
         )
         return
@@ -162,7 +163,7 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
     if value is None:
         yield Finding(
             *(_AREA, "torch", doubtful(needed), f"torch cannot be imported: {answer.last_line}"),
-            mend=install("--force-reinstall", "torch>=2.13,<2.15"),
+            mend=_reinstall(),
         )
         return
     yield _usable(look, value)
@@ -173,7 +174,7 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
             yield Finding(
                 *(_AREA, f"GPU {row['index']}", doubtful(needed)),
                 f"{row['name']} is {arch}, and this torch is built for {built}",
-                mend=install("--force-reinstall", "torch>=2.13,<2.15"),
+                mend=_reinstall(),
             )
     yield from _kernels(look, value)
 
@@ -185,14 +186,22 @@ def _usable(look: Look, value: Mapping[str, Any]) -> Finding:
     if not value["why"]:
         free = ", ".join(f"{size / 2**30:.0f}" for size in value["free"])
         return Finding(_AREA, "torch", "ok", f"{what}; computes on them ({free} GiB free)")
-    older = driver and value["cuda"] and int(driver[1]) < int(value["cuda"].split(".")[0])
-    hidden = "CUDA_VISIBLE_DEVICES hides them" if "No CUDA GPUs" in value["why"] else ""
-    mend = "sudo apt-get install --upgrade nvidia-driver" if older else "unset CUDA_VISIBLE_DEVICES"
-    return Finding(
-        *(_AREA, "torch", doubtful(look.gpus), f"{what}: {hidden or value['why']}"),
-        mend=mend,
-        why="torch's CUDA must not be of a later major version than the driver's",
-    )
+    mend, why = _reinstall(), "training on these GPUs"
+    if driver and value["cuda"] and int(driver[1]) < int(value["cuda"].partition(".")[0]):
+        wheels = f"WHEELS_OF_TORCH/cu{driver[1]}{driver[2]}"
+        mend = install("--force-reinstall", asked_for("torch"), "--index-url", wheels)
+        why = "torch's CUDA must not be of a later major version than the driver's"
+    elif "CUDA_VISIBLE_DEVICES" in os.environ and "No CUDA GPUs" in value["why"]:
+        what += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides them"
+        mend = "unset CUDA_VISIBLE_DEVICES"
+    elif "unknown error" in value["why"]:
+        mend = "sudo modprobe nvidia_uvm"
+    what = f"{what}: {value['why']}"
+    return Finding(_AREA, "torch", doubtful(look.gpus), what, mend=mend, why=why)
+
+
+def _reinstall() -> str:
+    return install("--force-reinstall", asked_for("torch"))
 
 
 def _runs(arch: str, built: Sequence[str]) -> bool:
@@ -217,7 +226,7 @@ def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
         there = "cannot be imported: " + why_not if installed("flash-attn") else "is not installed"
         yield Finding(
             *(_AREA, "FlashAttention", absent(wanted), f"flash-attn {there}"),
-            mend=install("--no-build-isolation", "flash-attn>=2.8"),
+            mend=install("--no-build-isolation", asked_for("flash-attn")),
             why="model.attn_implementation=flash_attention_2",
         )
     if value["nccl"]:
@@ -225,7 +234,7 @@ def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
     elif look.gpus > 1:
         yield Finding(
             *(_AREA, "NCCL", "broken", "this torch has no NCCL"),
-            mend=install("--force-reinstall", "torch>=2.13,<2.15"),
+            mend=_reinstall(),
             why="training on several GPUs",
         )
 

@@ -98,9 +98,10 @@ def _token(look: Look) -> Iterator[Finding]:
             who = hub.whoami()
     except HubOutage:
         yield Finding(
-            *(_AREA, "token", doubtful(look.publishes)),
+            *(_AREA, "token", absent(look.publishes)),
             f"there is one ({where}); the Hub gives no answer about it",
             mend="hf auth whoami",
+            why="publishing to the Hub, and private or gated models",
         )
         return
     except HubRefused as error:

@@ -60,6 +60,12 @@ def _applies(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
+def asked_for(name: str) -> str:
+    """A requirement of refiner's own, as pip takes it: ``torch>=2.13,<2.15``."""
+    wanted = map(Requirement, metadata.requires("refiner") or ())
+    return next((f"{r.name}{r.specifier}" for r in wanted if r.name == name), name)
+
+
 def installed(name: str) -> str | None:
     """The version of an installed distribution; None where there is none."""
     try:

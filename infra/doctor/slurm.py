@@ -146,7 +146,7 @@ def _settings(look: Look) -> Iterator[Finding]:
             f"MaxArraySize={most}, and profile {look.profile.name!r} has array_size "
             f"{look.profile.array_size}",
             mend=f"array_size: {int(most) - 1}",
-            why=f"a line of profile {look.profile.name!r}, or of a copy of it",
+            why=_line_of(look),
         )
 
 
@@ -180,7 +180,7 @@ def _named(look: Look, place: Place, needed: bool) -> Iterator[Finding]:
                 f"profile {name!r} names partition {wanted!r}; there are "
                 f"{', '.join(sorted(there))}",
                 mend=f"partition: {_default(words or []) or 'NAME'}",
-                why="a line of the profile",
+                why=_line_of(look),
             )
     if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
         return
@@ -194,8 +194,12 @@ def _named(look: Look, place: Place, needed: bool) -> Iterator[Finding]:
                 *(_AREA, "profile", doubtful(needed)),
                 f"profile {name!r} names {field} {value!r}; you have {', '.join(sorted(mine))}",
                 mend=f"{field}: {sorted(mine)[0]}",
-                why="a line of the profile",
+                why=_line_of(look),
             )
+
+
+def _line_of(look: Look) -> str:
+    return f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
 
 
 def _words(*command: str) -> list[str] | None:

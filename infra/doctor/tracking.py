@@ -64,8 +64,8 @@ def _key(look: Look) -> Iterator[Finding]:
         name = _viewer(address, key)
     except RefinerError as error:
         yield Finding(
-            *(_AREA, "server", doubtful(_online(look)), error.what),
-            mend=f"{look.command('run')} tracking.wandb=offline",
+            *(_AREA, "server", absent(_online(look)), error.what),
+            mend=f"{look.command('run')} tracking.wandb=offline" if _online(look) else "",
             why="tracking.wandb=online, and `refiner track sync`",
         )
         return

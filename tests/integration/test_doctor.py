@@ -400,6 +400,8 @@ def test_a_judge_is_asked_a_real_question() -> None:
     gone = named(examine("tiny", asked, only=["judge"]), "judge", "judge")
     assert gone.state == "broken"
     assert gone.mend.startswith("refiner judge ask judge.base_url=http://127.0.0.1:")
+    secret = [*asked[:2], "judge.base_url=http://me:secret@127.0.0.1:9/v1"]
+    assert "secret" not in repr(examine("tiny", secret, only=["judge"]))
 
 
 @pytest.mark.prefect
