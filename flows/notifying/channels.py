@@ -27,6 +27,7 @@ from refiner_core.contract.alarms import Alarm
 from refiner_core.contract.errors import RefinerError
 
 _COMMAND_S, _POST_S, _EVENT_S = 120.0, 20.0, 120.0
+_TRY = "try it with `refiner notify test RECIPE`"
 _TRIES, _PAUSE_S = 3, 1.0
 _LONGEST = 400
 
@@ -94,9 +95,15 @@ def _command(command: str, parcel: Parcel, show: bool) -> None:
             check=False,
         )
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise ChannelFailed(f"The command did not end: {type(error).__name__}") from error
+        raise ChannelFailed(
+            f"The command did not end: {type(error).__name__}",
+            expected=f"its end within {_COMMAND_S:g} s",
+            fix=_TRY,
+        ) from error
     if done.returncode:
-        raise ChannelFailed(f"The command ended with code {done.returncode}")
+        raise ChannelFailed(
+            f"The command ended with code {done.returncode}", expected="code 0", fix=_TRY
+        )
 
 
 class _NoOtherAddress(urllib.request.HTTPRedirectHandler):
@@ -134,7 +141,11 @@ def _webhook(variable: str, parcel: Parcel) -> None:
         except (OSError, ValueError) as error:  # its words may hold the address
             reason = type(error).__name__
     # Without its cause: that may hold the address, too.
-    raise ChannelFailed(f"The webhook in {variable} did not take the message ({reason})")
+    raise ChannelFailed(
+        f"The webhook in {variable} did not take the message ({reason})",
+        expected="an address that answers a POST of JSON with 2xx",
+        fix=f"correct the address in {variable}; {_TRY}",
+    )
 
 
 def _event(parcel: Parcel) -> None:
@@ -163,7 +174,15 @@ def _event(parcel: Parcel) -> None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ChannelFailed(f"Prefect was not told: {type(error).__name__}") from error
+        raise ChannelFailed(
+            f"Prefect was not told: {type(error).__name__}",
+            expected="its server to take events",
+            fix="see `refiner server status`; the run is not held up by it",
+        ) from error
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [""])[-1][:_LONGEST]
-        raise ChannelFailed(f"Prefect did not take the event: {words}")
+        raise ChannelFailed(
+            f"Prefect did not take the event: {words}",
+            expected="its server to take events",
+            fix="see `refiner server status`; the run is not held up by it",
+        )

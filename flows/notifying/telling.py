@@ -92,7 +92,7 @@ class Teller:
             self._keys.append(message.key)
             self._write(message_line(message))
 
-    def close(self, wait_s: float = CATCH_UP_S) -> None:
+    def close(self) -> None:
         """No more comes. Wait a while until all has gone out, then leave it to the courier."""
         process = self._process
         if process is None:
@@ -101,7 +101,7 @@ class Teller:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + CATCH_UP_S
         while process.poll() is None and time.monotonic() < deadline and self._on_their_way():
             time.sleep(_POLL_S)
         if failed := self._failures():

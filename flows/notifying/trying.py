@@ -36,6 +36,11 @@ class Tried:
 def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
     """A recipe of which at least the `notify` section can be carried out.
 
+    Parameters
+    ----------
+    recipe, overrides
+        As for ``refiner run``.
+
     Raises
     ------
     ConfigurationError
@@ -54,7 +59,8 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
 
 
 def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[Tried]:
-    """Send a test message by every channel, one after the other; ``started`` hears of each."""
+    """Send a test message by every channel of ``config``, one after the other; ``started`` hears of
+    each. It raises nothing: a channel that fails says why."""
     topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
     told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
     text = f"This is a test. What is told of runs of {config.recipe}: {told}."

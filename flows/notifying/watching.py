@@ -212,7 +212,7 @@ def told_pauses(notices: Notices) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def watch_run(
+def hears_of_run(
     plan: Plan,
     workspace: Workspace,
     run: RunRecord,

@@ -147,7 +147,7 @@ def _digest(trials: Mapping[str, Standing]) -> str:
     return hashlib.sha256(repr(made).encode()).hexdigest()[:12]
 
 
-def watch_sweep(
+def hears_of_sweep(
     supervisor: Supervised,
     record: SweepRecord,
     notify: NotifyConfig,

@@ -68,6 +68,18 @@ class RunOutcome:
 def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
     """The plan of a recipe. Reads files, writes nothing, needs no network.
 
+    Parameters
+    ----------
+    recipe
+        A shipped name or the path of a YAML file.
+    overrides
+        ``key=value``, such as ``"grpo.beta=0.01"``.
+
+    Returns
+    -------
+    Plan
+        Its stages in order, with fingerprints.
+
     Raises
     ------
     ConfigurationError, DataError, UnsupportedError
@@ -81,6 +93,16 @@ def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
 
 def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspace, RunRecord]:
     """Check a recipe and record a call of it, for somebody to work on.
+
+    Parameters
+    ----------
+    recipe, overrides
+        As of :func:`make_recipe_plan`.
+
+    Returns
+    -------
+    Plan, Workspace, RunRecord
+        For :func:`work_on`, or to be left to the background.
 
     Raises
     ------
@@ -315,8 +337,26 @@ class Showing:
 
 
 def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
-    """Take a recorded call up and work on it to its end."""
-    from flows.notifying.watching import watch_run
+    """Take a recorded call up and work on it to its end.
+
+    Parameters
+    ----------
+    plan, workspace, run
+        As :func:`begin_run` gives them.
+    showing
+        How it is shown.
+
+    Returns
+    -------
+    RunOutcome
+        How each stage stands. Failed stages raise nothing.
+
+    Raises
+    ------
+    ConfigurationError
+        Another process works on it.
+    """
+    from flows.notifying.watching import hears_of_run
     from flows.picture.feed import Story
     from flows.running.console import Console
     from flows.running.pipeline import run_pictured
@@ -340,7 +380,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     def tell(event: DiskEvent) -> None:
         campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
-    hears = watch_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
+    hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
     with DiskWatch(keeper, campaign.next_save_bytes, tell):
         views = run_pictured(
             campaign,
@@ -384,6 +424,11 @@ def check_hub_access(config: RecipeConfig) -> None:
 
 def check_supported(config: RecipeConfig) -> None:
     """Refuse before anything starts what this version or machine cannot carry out.
+
+    Parameters
+    ----------
+    config
+        Of a recipe.
 
     Raises
     ------

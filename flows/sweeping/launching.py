@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from flows.checking.server_programs import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.hears import Hears
-from flows.notifying.watching_sweeps import watch_sweep
+from flows.notifying.watching_sweeps import hears_of_sweep
 from flows.picture.feed import Story
 from flows.running.calls import check_hub_access, check_supported, say, warn_of_silence, with_room
 from flows.running.pipeline import run_drawn
@@ -133,6 +133,18 @@ def work_on_sweep(
 ) -> SweepOutcome:
     """Take a sweep up, and work on it until every trial has ended or may not begin.
 
+    Parameters
+    ----------
+    plan, workspace, record
+        The sweep, and its newest version as it is recorded.
+    launch
+        How.
+
+    Returns
+    -------
+    SweepOutcome
+        How each trial stands. Failed trials raise nothing.
+
     Raises
     ------
     ConfigurationError
@@ -145,7 +157,7 @@ def work_on_sweep(
     keeper = DiskKeeper(workspace, config_of(plan).disk)
     supervisor = supervisor_of(plan, record, keeper, launch)
     notify, resumed = config_of(plan).notify, launch.resumed
-    hears = watch_sweep(supervisor, record, notify, workspace, before, resumed=resumed, say=say)
+    hears = hears_of_sweep(supervisor, record, notify, workspace, before, resumed=resumed, say=say)
     if is_finished(plan, workspace):
         supervisor.begin()
         supervisor.step()

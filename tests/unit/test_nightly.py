@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +16,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.nightly.values import Checkpoint, Source
 from tests.support.git_hub import LoopbackHub
+from tests.support.hook import Hook
 from tests.support.nightly import NightLab
 from tests.support.recorded_run import RecordedRun
 
@@ -181,34 +179,6 @@ def test_another_protocol_begins_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
-class Hook(HTTPServer):
-    """Takes alerts, or answers with ``status``."""
-
-    status = 500
-
-    def __enter__(self) -> Hook:
-        self.bodies: list[dict[str, Any]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class _Answer(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        server = self.server
-        assert isinstance(server, Hook)
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.bodies.append(body)
-        self.send_response(server.status)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +186,8 @@ def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
     command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
     alarms = f"channels: [{{command: '{command}'}}, {{webhook: LAB_HOOK}}]"
     lab = NightLab(tmp_path / "lab", alerts=alarms)
-    with Hook(("127.0.0.1", 0), _Answer) as hook:
-        secret = f"http://127.0.0.1:{hook.server_port}/secret-path"
-        monkeypatch.setenv("LAB_HOOK", secret)
+    with Hook(status=500) as hook:
+        monkeypatch.setenv("LAB_HOOK", hook.address)
         for number, day in enumerate(DAYS[:6]):
             lab.train(f"weights {number}")
             outcome = lab.both(day, model=0.5 if number < 3 else 0.3)
