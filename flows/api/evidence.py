@@ -18,7 +18,6 @@ from refiner_core.contract.proofs import ResumeProof
 if TYPE_CHECKING:
     from flows.diffing import Difference
     from flows.proving import Plans
-    from flows.reporting.run.writing import WrittenRun
     from flows.reporting.run import WrittenRun
     from flows.reporting.writing import Written
     from flows.rescoring import Planned
@@ -236,19 +235,11 @@ def report_run(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    from flows.reporting.run.writing import write_run_report
-    from flows.running.status import find_run
+    from flows.reporting.run import write_run_report
 
     room = Workspace.read_only(workspace)
-    found = find_run(room, run)
-    if found is None:
-        raise ConfigurationError(
-            f"No run is recorded in {room.root}.",
-            expected="a run to report on",
-            fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
-        )
     where = None if folder is None else Path(folder)
-    return write_run_report(room, found.run, where, reload_s=reload_s)
+    return write_run_report(room, _run_id(room, run), where, reload_s=reload_s)
 
 
 def report_of_run(run: str | None = None, workspace: str | Path = _HERE) -> RunReport:
@@ -277,54 +268,15 @@ def report_of_run(run: str | None = None, workspace: str | Path = _HERE) -> RunR
     return make(_run_id(room, run), room)
 
 
-def report_run(
-    run: str | None = None,
-    workspace: str | Path = _HERE,
-    *,
-    folder: str | Path | None = None,
-    reload_s: int = 15,
-) -> WrittenRun:
-    """The report of a run as page, Markdown and JSON.
-
-    Parameters
-    ----------
-    run
-        Its id, or enough of it (default: the newest of the workspace).
-    workspace
-        The folder that it is recorded in.
-    folder
-        Where the files go (default: ``reports/RUN`` in the workspace).
-    reload_s
-        How often the page of a running run loads itself again, seconds.
-
-    Returns
-    -------
-    WrittenRun
-        The report, and where its ``page`` lies.
-
-    Raises
-    ------
-    ConfigurationError
-        There is no such run; names the nearest.
-    NoSpaceError
-        There is no room for the files; those that were there before still are.
-    """
-    from flows.reporting.run import write_run_report
-
-    room = Workspace.read_only(workspace)
-    where = None if folder is None else Path(folder)
-    return write_run_report(room, _run_id(room, run), where, reload_s=reload_s)
-
-
 def _run_id(workspace: Workspace, run: str | None) -> str:
     from flows.running.status import find_run
 
     found = find_run(workspace, run)
     if found is None:
         raise ConfigurationError(
-            f"{workspace.root} has no runs.",
-            expected="a workspace in which `refiner run RECIPE` has been called",
-            fix="name another one with workspace=DIR",
+            f"No run is recorded in {workspace.root}.",
+            expected="a run to report on",
+            fix="name another workspace=DIR, or begin one with `refiner run RECIPE`",
         )
     return found.run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,17 +73,20 @@ def report_command(
     folder = output_folder(out or workspace.layout.reports / subject.name)
     asked = Asked(folder, watch, every_s, as_json)
     if subject.kind == "run":
-        from flows.cli.run_report import report_run
+        from flows.api import report_run
+        from flows.cli.run_report import show_run_report
 
-        report_run(workspace, subject.name, asked)
+        where, name = workspace.root, subject.name
+        show_run_report(partial(report_run, name, where, folder=folder, reload_s=every_s), asked)
     else:
         _report_sweep(workspace, subject.name, asked, to_wandb)
 
 
 def _report_sweep(workspace: Workspace, sweep: str, asked: Asked, to_wandb: bool) -> None:
-    from flows.reporting.writing import write_report
+    from flows.api import report_sweep
 
-    written = write_report(workspace, sweep, asked.folder, reload_s=asked.every_s)
+    root = workspace.root
+    written = report_sweep(sweep, root, folder=asked.folder, reload_s=asked.every_s)
     if asked.watch:
         written = _watched(workspace, written, asked.every_s)
     logged = _to_wandb(workspace, written) if to_wandb else ""
@@ -143,10 +147,9 @@ def _run_named(workspace: Workspace, word: str) -> str:
     ConfigurationError
         There is none; names what is near, sweeps among it.
     """
-    from refiner_core.contract.recipe_files import suggest
-
     from flows.running.status import find_run
     from refiner_core.contract.errors import ConfigurationError
+    from refiner_core.contract.recipe_files import suggest
 
     sweeps = workspace.sweep_names()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +13,6 @@ from flows.cli.options import print_json, print_table, until_nobody_reads
 if TYPE_CHECKING:
     from flows.cli.report import Asked
     from flows.reporting.run.writing import WrittenRun
-    from infra.store.workspace import Workspace
     from refiner_core.report.run.document import RunReport
 
 _MOST_INCIDENTS = 5
@@ -21,15 +20,13 @@ _MOST_INCIDENTS = 5
 _MOST_TABLES = 2
 
 
-def report_run(workspace: Workspace, run: str, asked: Asked) -> None:
-    """Write the report of a run, and print what it says."""
-    from flows import api
+def show_run_report(make: Callable[[], WrittenRun], asked: Asked) -> None:
+    """Print what the report of a run says; ``make`` writes it as it is now."""
     from flows.reporting.run.writing import values
 
-    where, every_s = workspace.root, asked.every_s
-    written = api.report_run(run, where, folder=asked.folder, reload_s=every_s)
+    written = make()
     if asked.watch:
-        written = _watched(workspace, written, every_s)
+        written = _watched(make, written, asked.every_s)
     if asked.as_json:
         print_json({**values(written.report), "folder": str(written.folder)})
         return
@@ -42,11 +39,9 @@ def report_run(workspace: Workspace, run: str, asked: Asked) -> None:
         click.echo(f"  {command}", err=True)
 
 
-def _watched(workspace: Workspace, written: WrittenRun, every_s: int) -> WrittenRun:
+def _watched(make: Callable[[], WrittenRun], written: WrittenRun, every_s: int) -> WrittenRun:
     """The last of the reports that are made until nobody works on the run. Ctrl-C ends the
     watching, not the run."""
-    from flows import api
-
     click.echo(f"Page: {written.page}", err=True)
     told = ""
     try:
@@ -55,8 +50,7 @@ def _watched(workspace: Workspace, written: WrittenRun, every_s: int) -> Written
                 told = written.report.state_text
                 click.echo(told, err=True)
             time.sleep(every_s)
-            run, folder = written.report.run, written.folder
-            written = api.report_run(run, workspace.root, folder=folder, reload_s=every_s)
+            written = make()
     except KeyboardInterrupt:
         click.echo("Watching has ended; the run has not.", err=True)
     return written
