@@ -76,8 +76,8 @@ def report_command(
         from flows.api import report_run
         from flows.cli.run_report import show_run_report
 
-        where, name = workspace.root, subject.name
-        show_run_report(partial(report_run, name, where, folder=folder, reload_s=every_s), asked)
+        make = partial(report_run, subject.name, where, folder=folder, reload_s=every_s)
+        show_run_report(make, asked)
     else:
         _report_sweep(workspace, subject.name, asked, to_wandb)
 
