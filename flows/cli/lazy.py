@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 #: Command -> (module below flows.cli, one line of help).
 Commands = Mapping[str, tuple[str, str]]
@@ -60,6 +61,15 @@ class LazyGroup(click.Group):
                 fix=f"see `{ctx.command_path} --help`",
             )
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands and options that begin so, without importing anything."""
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in self._table.items()
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table, without importing anything."""

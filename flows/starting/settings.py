@@ -47,7 +47,7 @@ def drafted(asked: Asked) -> Draft:
     """The recipe that the answers ask for."""
     draft = Draft(_included(asked))
     draft.fields["recipe"] = (_named(asked.folder.name), "its name in tables, runs and cards")
-    draft.fields["description"] = (f"A {asked['task']} recipe, from {draft.include}.", "for people")
+    draft.fields["description"] = (f"Made from {draft.include}.", "one paragraph for people")
     draft.set("workspace", asked["workspace"], "where runs lie; on a cluster all nodes see it")
     _model(draft, asked)
     _stages(draft, asked)

@@ -161,6 +161,12 @@ def _readme_text(draft: Draft, asked: Asked, files: Mapping[str, str]) -> str:
         lines += [f"`{CLUSTER}` says how the cluster wants to be asked; jobs go there.", ""]
     if SWEEP in files:
         lines += [f"`{SWEEP}` is an ablation: `refiner sweep {SWEEP} --dry-run`.", ""]
+    if asked["judge"] == "vllm" or (int(asked["gpus"] or 0) > 1 and asked["sft"]):
+        lines += [
+            "vLLM lives in an environment of its own: say which in `grpo.rollout_server.python` or",
+            "`.setup`, of a judge in `judge.serve.python` or `.setup`; `refiner doctor` looks.",
+            "",
+        ]
     if asked["task"] == "command":
         lines += ["Your script trains; see `refiner show command`.", ""]
     return "\n".join(lines)

@@ -1,0 +1,298 @@
+"""What may stand where a command line ends: commands, options, recipes, fields, runs, files.
+
+In: a command line up to the cursor. Out: whole words that it may go on with, each with a few words
+about it. What an argument may be is read from what its help calls it (RECIPE, RUN, KEY=VALUE …),
+so that a command that is written later is completed, too. Imports nothing heavy, and never fails:
+whatever cannot be found out is not offered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from click.shell_completion import split_arg_string
+
+from flows.starting.filling import field_keys, field_values, files, yaml_files
+from refiner_core.contract.errors import RefinerError
+
+
+class Candidate(NamedTuple):
+    """A word that may stand there."""
+
+    value: str
+    about: str = ""
+
+
+@dataclass
+class _Typed:
+    """The words before the one that is completed.
+
+    Attributes
+    ----------
+    path
+        Names of the command and its subcommands.
+    places
+        Words that are neither options, nor their values, nor ``key=value``.
+    option
+        The option whose value is completed.
+    """
+
+    command: click.Command
+    context: click.Context
+    path: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    workspace: str = ""
+    option: click.Option | None = None
+
+
+def candidates(cli: click.Command, line: str) -> list[Candidate]:
+    """The words that the last word of ``line`` may become, for the command ``cli``. It raises
+    nothing."""
+    words = split_arg_string(line)
+    incomplete = words.pop() if words and not line[-1:].isspace() else ""
+    try:
+        typed = _walk(cli, words[1:])
+        found = list(_found(typed, incomplete))
+    except (RefinerError, OSError):
+        return []
+    return [one for one in dict.fromkeys(found) if one.value.startswith(incomplete)]
+
+
+def _walk(cli: click.Command, words: Sequence[str]) -> _Typed:
+    typed = _Typed(cli, click.Context(cli, info_name="refiner", resilient_parsing=True))
+    for word in words:
+        if typed.option is not None:
+            typed.option = None
+        elif word.startswith("-"):
+            typed.option = _with_value(typed.command, word)
+        elif isinstance(typed.command, click.Group):
+            _enter(typed, word)
+        elif "=" in word:
+            if word.startswith("workspace="):
+                typed.workspace = word.removeprefix("workspace=")
+        else:
+            typed.places.append(word)
+    return typed
+
+
+def _enter(typed: _Typed, word: str) -> None:
+    group = typed.command
+    assert isinstance(group, click.Group)
+    command = group.get_command(typed.context, word)
+    if command is None:
+        raise _Unknown(f"There is no command {word}.")
+    typed.command = command
+    typed.context = click.Context(
+        command, parent=typed.context, info_name=word, resilient_parsing=True
+    )
+    typed.path.append(word)
+
+
+class _Unknown(RefinerError):
+    """The words before are no command: nothing is offered."""
+
+
+def _with_value(command: click.Command, word: str) -> click.Option | None:
+    """The option of that name, where its value is the next word."""
+    for option in command.params:
+        if isinstance(option, click.Option) and word in option.opts and not option.is_flag:
+            return option
+    return None
+
+
+def _found(typed: _Typed, incomplete: str) -> Iterator[Candidate]:
+    if typed.option is not None:
+        yield from _of_option(typed, typed.option, incomplete)
+        return
+    if isinstance(typed.command, click.Group) or incomplete.startswith("-"):
+        for item in typed.command.shell_complete(typed.context, incomplete):
+            yield Candidate(item.value, item.help or "")
+        return
+    slots = _slots(typed.command)
+    keys = [slot for slot in slots if "=" in slot]
+    plain = [slot for slot in slots if "=" not in slot]
+    number = len(typed.places)
+    last = plain[-1] if plain and plain[-1].endswith("...") else ""
+    slot = plain[number] if number < len(plain) else last
+    if "=" not in incomplete:
+        yield from _of_slot(typed, slot, incomplete)
+    if slot not in _FIRST:
+        for key in keys:
+            yield from _of_key(key, incomplete)
+
+
+def _slots(command: click.Command) -> list[str]:
+    """What the command's help calls its arguments: ``RECIPE``, ``KEY=VALUE...``."""
+    texts = [p.metavar or p.name or "" for p in command.params if isinstance(p, click.Argument)]
+    return [word.replace("[", "").replace("]", "") for text in texts for word in text.split()]
+
+
+def _of_key(slot: str, incomplete: str) -> Iterator[Candidate]:
+    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section."""
+    key, sep, value = incomplete.partition("=")
+    if sep:
+        yield from (Candidate(f"{key}={one}") for one in field_values(key, value))
+        return
+    name = slot.partition("=")[0]
+    prefix = name.removesuffix("KEY")
+    if name == "workspace":
+        yield Candidate("workspace=", "folder that holds records, outputs, checkpoints, logs")
+    elif name.endswith("KEY"):
+        yield from (Candidate(*one) for one in field_keys(incomplete) if one[0].startswith(prefix))
+
+
+def _of_slot(typed: _Typed, slot: str, incomplete: str) -> Iterator[Candidate]:
+    for name in re.findall(r"[A-Z]+|[a-z]+", slot):
+        if name.islower():
+            yield Candidate(name)
+        elif name == "NAME" and typed.path:
+            yield from (Candidate(one) for one in _names_of(typed.path[0]))
+        elif name in _SOURCES:
+            yield from (Candidate(one) for one in _SOURCES[name](typed, incomplete))
+
+
+def _of_option(typed: _Typed, option: click.Option, incomplete: str) -> Iterator[Candidate]:
+    if isinstance(option.type, click.Choice | click.Path):
+        for item in option.type.shell_complete(typed.context, option, incomplete):
+            if item.type == "plain":
+                yield Candidate(item.value)
+    if option.metavar == "ANSWER":
+        yield from (Candidate(one) for one in _answers(option, incomplete))
+    elif option.metavar == "KEY=VALUE":
+        yield from _of_key("KEY=VALUE", incomplete)
+    else:
+        wanted = "DIR" if option.name == "workspace" else option.metavar or ""
+        yield from _of_slot(typed, wanted, incomplete)
+
+
+def _answers(option: click.Option, incomplete: str) -> Iterator[str]:
+    """Of a question of `refiner init`."""
+    from flows.starting.questions import QUESTIONS, Asked
+    from flows.starting.surroundings import Surroundings
+
+    nothing = Asked({}, Surroundings(), Path.cwd())
+    for question in QUESTIONS:
+        if question.flag in option.opts:
+            offered = question.choices(nothing)
+            yield from (one for one in offered if one.islower() and ":/" not in one)
+            if not offered or any("FILE" in one or "FOLDER" in one for one in offered):
+                yield from files(incomplete)
+
+
+# ---------------------------------------------------------------- what there is
+
+
+def _names_of(group: str) -> Iterator[str]:
+    if group == "rubrics":
+        from refiner_core.rubrics.sets import shipped_rubric_sets
+
+        yield from shipped_rubric_sets()
+    elif group == "protocols":
+        from refiner_core.contract.protocol_files import shipped_protocols
+
+        yield from shipped_protocols()
+    elif group == "environments":
+        yield from ("desk", "tau2")
+
+
+def _recipes(typed: _Typed, incomplete: str) -> Iterator[str]:
+    from refiner_core.contract.loading import shipped_recipes
+
+    yield from shipped_recipes()
+    yield from yaml_files(incomplete)
+
+
+def _sweeps(typed: _Typed, incomplete: str) -> Iterator[str]:
+    from infra.store.workspace import Workspace
+    from sweeps.definition import shipped_sweeps
+
+    root = _workspace(typed)
+    if root is not None:
+        yield from Workspace.read_only(root).sweep_names()
+    if typed.path == ["sweep"]:
+        yield from shipped_sweeps()
+        yield from yaml_files(incomplete)
+
+
+def _runs(typed: _Typed, incomplete: str) -> Iterator[str]:
+    from infra.store.workspace import Workspace
+
+    root = _workspace(typed)
+    if root is not None:
+        yield from reversed(Workspace.read_only(root).run_ids())
+
+
+def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
+    """Those of the newest run; `explain` is about any recipe."""
+    from infra.store.workspace import Workspace
+    from refiner_core.contract.planned import STAGE_FIELDS
+
+    if typed.path == ["explain"]:
+        yield from STAGE_FIELDS
+    root = _workspace(typed)
+    if root is None:
+        return
+    workspace = Workspace.read_only(root)
+    runs = workspace.run_ids()
+    if runs:
+        named = [run for run in runs if run in typed.places]
+        yield from workspace.read_run(named[0] if named else runs[-1]).stages
+    if typed.path == ["disk"]:
+        yield from workspace.stage_ids()
+
+
+def _services(typed: _Typed, incomplete: str) -> Iterator[str]:
+    root = _workspace(typed)
+    if root is not None and (root / "services").is_dir():
+        yield from sorted(p.name for p in (root / "services").iterdir())
+
+
+def _workspace(typed: _Typed) -> Path | None:
+    from refiner_core.contract.config import RecipeConfig
+
+    root = Path(typed.workspace or RecipeConfig.workspace).expanduser()
+    return root if root.is_dir() else None
+
+
+def _fields(typed: _Typed, incomplete: str) -> Iterator[str]:
+    from refiner_core.contract.field_facts import TOP, field_paths, sections
+
+    yield from (name for name in sections() if name != TOP)
+    yield from field_paths()
+
+
+def _rubric_sets(typed: _Typed, incomplete: str) -> Iterator[str]:
+    yield from _names_of("rubrics")
+    yield from yaml_files(incomplete)
+
+
+def _files(typed: _Typed, incomplete: str) -> Iterator[str]:
+    yield from files(incomplete)
+
+
+def _shells(typed: _Typed, incomplete: str) -> Iterator[str]:
+    yield from ("bash", "zsh", "fish")
+
+
+#: Before these are named, `key=value` means nothing.
+_FIRST = ("FIELD", "RECIPE")
+_SOURCES: dict[str, Callable[[_Typed, str], Iterator[str]]] = {
+    "RECIPE": _recipes,
+    "SWEEP": _sweeps,
+    "RUN": _runs,
+    "A": _runs,
+    "B": _runs,
+    "STAGE": _stages,
+    "SERVICE": _services,
+    "FIELD": _fields,
+    "SET": _rubric_sets,
+    "SHELL": _shells,
+    "FILE": _files,
+    "PATH": _files,
+    "DIR": _files,
+}
