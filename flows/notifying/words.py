@@ -12,10 +12,10 @@ from typing import Any
 
 from flows.notifying.message import Kind, Message
 from flows.notifying.pauses import Change
-from infra.campaign.timeline import WHAT, first_line, rough
+from infra.campaign.timeline import WHAT, rough
 from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.views import StageView
-from refiner_core.evaluation.metrics import main_metrics
+from refiner_core.evaluation.metrics import main_metrics, of_tasks
 
 #: Why nothing goes on, where it is no failure class.
 GONE, HELD, ASKED = "orchestrator_gone", "held", "asked"
@@ -96,6 +96,12 @@ def finished(
     return topic.message(key, "finished", "has finished", "\n".join(lines), topic.command("report"))
 
 
+def _line(text: str, limit: int) -> str:
+    """The text in one line; unlike a table's word, with what mends it."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -111,7 +117,8 @@ def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
     here = [n for n in sampled if all(n[k] == first[k] for k in ("under", "decoding"))]
     models = list(dict.fromkeys(str(n["stage"]) for n in here))
     found = {(str(n["stage"]), str(n["metric"])): n for n in here}
-    under = f"protocol {first['under']}" if first["under"] else "held-out prompts"
+    of = "tasks" if any(of_tasks(str(n["metric"])) for n in here) else "prompts"
+    under = f"protocol {first['under']}" if first["under"] else f"held-out {of}"
     lines: list[str] = []
     for metric in main_metrics(str(n["metric"]) for n in here):
         after = found.get((models[-1], metric))
@@ -138,7 +145,7 @@ def failed(
     ended.sort(key=lambda v: (v.state != "failed", v.message.startswith("needs ")))
     lines = []
     for view in ended[:_LINES]:
-        lines.append(f"{view.name}: {_what(causes[view.name])}: {first_line(view.message, 500)}")
+        lines.append(f"{view.name}: {_what(causes[view.name])}: {_line(view.message, 500)}")
         if view.log:
             lines.append(f"  log: {view.log}")
     first = ended[0]
@@ -172,7 +179,7 @@ def broke(topic: Topic, key: str, error: BaseException) -> Message:
     """The orchestrator itself has ended with an error."""
     said = str(error).strip() or type(error).__name__
     text = (
-        f"{type(error).__name__}: {first_line(said, 800)}\n"
+        f"{type(error).__name__}: {_line(said, 800)}\n"
         "Jobs that it had submitted may go on; what is saved is kept."
     )
     return topic.message(
@@ -214,7 +221,7 @@ def changed(topic: Topic, key: str, change: Change) -> Message:
     stages, what = ", ".join(change.stages[:_LINES]), _what(change.cause)
     stages += f" and {len(change.stages) - _LINES} more" if len(change.stages) > _LINES else ""
     if change.kind == "paused":
-        text = f"{stages}: {first_line(change.reason, 500)}\n{_NEEDS.get(change.cause, '')}".strip()
+        text = f"{stages}: {_line(change.reason, 500)}\n{_NEEDS.get(change.cause, '')}".strip()
         words = ("disk",) if change.cause == "disk_full" and not is_sweep(topic.call) else ()
         next_ = (
             shlex.join(["refiner", *words, f"workspace={topic.workspace}"])
@@ -241,7 +248,7 @@ def went_on(topic: Topic, key: str, before: str) -> Message:
 
 def trial_failed(topic: Topic, key: str, trial: str, reason: str, counts: str) -> Message:
     """The first trial of this call that has failed; the others go on."""
-    text = f"{trial}: {first_line(reason, 600)}\nThe other trials go on: {counts}."
+    text = f"{trial}: {_line(reason, 600)}\nThe other trials go on: {counts}."
     return topic.message(
         key, "failed", f"goes on, but {trial} has failed", text, topic.command("status"),
         stage=trial, cause=TRIAL,
@@ -250,19 +257,19 @@ def trial_failed(topic: Topic, key: str, trial: str, reason: str, counts: str) -
 
 def held(topic: Topic, key: str, why: str) -> Message:
     """Nothing more is begun."""
-    text = f"Nothing more is begun: {first_line(why, 800)}\nWhat runs goes on to its end."
+    text = f"Nothing more is begun: {_line(why, 800)}\nWhat runs goes on to its end."
     return topic.message(key, "paused", "is held", text, topic.command("status"), cause=HELD)
 
 
 def sweep_ended(topic: Topic, key: str, wrong: Mapping[str, str], counts: str) -> Message:
     """No trial is at work any more; ``wrong`` maps trials that have failed to why."""
     lines = [f"{counts}."]
-    lines += [f"{trial}: {first_line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]
+    lines += [f"{trial}: {_line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]
     if len(wrong) > _LINES:
         lines.append(f"and {len(wrong) - _LINES} more")
     if wrong:
         return topic.message(
-            key, "failed", f"has ended, {len(wrong)} of its trials have failed", "\n".join(lines),
+            key, "failed", f"has ended without {_counted(len(wrong), 'trial')}", "\n".join(lines),
             topic.command("status"), stage=", ".join(wrong), cause=TRIAL,
         )  # fmt: skip
     return topic.message(key, "finished", "has finished", "\n".join(lines), topic.command("report"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from refiner_core.contract.alarms import VARIABLE
@@ -38,7 +37,7 @@ def check_notify(config: RecipeConfig) -> None:
         )
     for name in ("after_min", "pause_min"):
         value = getattr(notify, name)
-        if not (math.isfinite(value) and value >= 0):
+        if value < 0:
             raise ConfigurationError(
                 f"`notify.{name}` is {value}.",
                 expected="minutes, zero or more",
