@@ -40,20 +40,12 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
     includes a shipped one and holds what differs, a profile of your cluster goes along where jobs
     go to Slurm. Nothing is overwritten, and nothing is made unless the recipe can be planned.
     """
-    from flows.starting.asking import all_answers
-    from flows.starting.folder import make_folder, refuse_what_is_there
-    from flows.starting.settings import drafted
-    from flows.starting.surroundings import look_around
-    from flows.starting.texts import file_texts
+    from flows.api import init_folder
 
-    place = Path(folder).expanduser().absolute().resolve()
-    refuse_what_is_there(place)
     given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
     on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     ask = _ask if on_terminal and not yes else None
-    asked = all_answers(given, look_around(), place, ask, take_defaults=yes)
-    files = file_texts(drafted(asked), asked)
-    plan = make_folder(place, files)
+    place, plan, files = init_folder(folder, given, ask=ask, take_defaults=yes)
     _show(plan, place, files, as_json)
 
 

@@ -13,6 +13,7 @@ from flows.cli.options import json_option, print_json, until_nobody_reads
 
 if TYPE_CHECKING:
     from flows.starting.fields import InRecipe
+    from refiner_core.contract.field_facts import FieldFacts
 
 
 class _Asked(NamedTuple):
@@ -38,14 +39,14 @@ def show_command(words: tuple[str, ...], every: bool, search: str, as_json: bool
     file and line, or the override, that has set it. Without FIELD, list the sections.
     """
     asked = _sorted_out(words, every, search)
-    from flows.starting.fields import InRecipe
+    from flows.api import explain_fields
 
-    found = InRecipe.read(asked.recipe, asked.overrides) if asked.recipe else None
+    facts, found = explain_fields(asked.field, asked.recipe, asked.overrides, search=asked.search)
     with until_nobody_reads():
         if not (asked.field or every or search):
             _show_sections(found, as_json)
         else:
-            _show_fields(asked, found, as_json)
+            _show_fields(asked, facts, found, as_json)
 
 
 def _sorted_out(words: Sequence[str], every: bool, search: str) -> _Asked:
@@ -65,28 +66,21 @@ def _sorted_out(words: Sequence[str], every: bool, search: str) -> _Asked:
     return _Asked(field, recipe, overrides, every, search)
 
 
-def _show_fields(asked: _Asked, found: InRecipe | None, as_json: bool) -> None:
+def _show_fields(
+    asked: _Asked, facts: Sequence[FieldFacts], found: InRecipe | None, as_json: bool
+) -> None:
     from flows.starting.fields import field_json, field_lines, field_rows
-    from refiner_core.contract.field_facts import (
-        facts_of,
-        field_paths,
-        fields_about,
-        fields_called,
-    )
 
-    if asked.search:
-        paths = fields_about(asked.search)
-    else:
-        paths = list(field_paths()) if asked.every else fields_called(asked.field)
+    paths = [one.path for one in facts]
     if as_json:
-        print_json({"version": 1, "fields": [field_json(facts_of(p), found) for p in paths]})
+        print_json({"version": 1, "fields": [field_json(one, found) for one in facts]})
         return
     if len(paths) > 1:
         with_value = ("value", "source") if found else ("default",)
         header = ("field", "mark", *with_value, "what it is")
         show_listing(field_rows(paths, found), header, [_again(asked, paths[0])])
         return
-    click.echo("\n".join(field_lines(facts_of(paths[0]), found)))
+    click.echo("\n".join(field_lines(facts[0], found)))
     section = paths[0].rpartition(".")[0]
     following = [_again(asked, section)] if section else ["refiner show"]
     if not asked.recipe:

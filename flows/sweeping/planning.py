@@ -33,8 +33,15 @@ def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPl
 
     Parameters
     ----------
+    name_or_path
+        As above.
     overrides
         ``key=value`` for every trial, after those of the file: ``workspace=…``, ``dispatch.…``.
+
+    Returns
+    -------
+    SweepPlan
+        Arms and trials, each with its plan.
 
     Raises
     ------
