@@ -134,13 +134,11 @@ def moment(at: str) -> str:
 def plain(text: str) -> str:
     """Text that every file can hold and no terminal obeys: control characters and halves of
     characters are shown by a sign of their own."""
-    if text.isprintable():  # nearly all are
-        return text
-    return "".join(_sign(c) for c in text)
+    return text.translate(_SIGNS)
 
 
-def _sign(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t" or (code >= 0x20 and not 0x7F <= code < 0xA0):
-        return "\ufffd" if 0xD800 <= code < 0xE000 else character
-    return chr(0x2400 + code) if code < 0x20 else "\ufffd"
+_SIGNS = (
+    {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+    | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+    | dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
+)

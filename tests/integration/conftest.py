@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.prefect_server.server import ensure_server
+from tests.support.browser import Page, chromium
 from tests.support.command import SMALL, Stage, refiner
 from tests.support.prefect_server import PrefectApi, private_server
 from tests.support.require import require
@@ -33,6 +34,16 @@ def slurm() -> Iterator[Cluster]:
     require("slurm", not missing(), f"no Slurm of our own: {missing()}")
     with running_cluster() as cluster, cluster.joined():
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """One tab of a headless Chromium that all tests of pages share, told of all that goes wrong."""
+    with chromium(tmp_path_factory.mktemp("profile")) as tab:
+        for domain in ("Runtime", "Network", "Log", "Security"):
+            tab.call(f"{domain}.enable")
+        tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
+        yield tab
 
 
 @pytest.fixture(scope="session")

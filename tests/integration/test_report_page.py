@@ -13,21 +13,12 @@ import pytest
 
 from refiner_core.report.sweep.html import VIEWS, page
 from tests.support import sweep_reports
-from tests.support.browser import Page, chromium
+from tests.support.browser import Page
+from tests.support.looking import POOR_CONTRAST, assert_harmless, go, seen
 
 pytestmark = pytest.mark.browser
 
-SEEN = "e => e.getClientRects().length > 0"
 Show = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("profile")) as tab:
-        for domain in ("Runtime", "Network", "Log", "Security"):
-            tab.call(f"{domain}.enable")
-        tab.call("Emulation.setFocusEmulationEnabled", enabled=True)
-        yield tab
 
 
 @pytest.fixture
@@ -44,29 +35,7 @@ def show(browser: Page, tmp_path: Path) -> Iterator[Show]:
 
     browser.events.clear()
     yield opened
-    browser.run("0")
-    for event in browser.events:
-        name, details = event["method"], event["params"]
-        assert name != "Runtime.exceptionThrown", details
-        assert name != "Runtime.consoleAPICalled", details
-        assert name != "Log.entryAdded", details["entry"]
-        if name == "Network.requestWillBeSent":
-            url = details["request"]["url"]
-            assert url.startswith(("file://", "about:")), f"the page has asked for {url}"
-
-
-def seen(browser: Page, selector: str) -> list[str]:
-    """The text of elements that somebody can see, in their order."""
-    found: list[str] = browser.run(
-        f"[...document.querySelectorAll({json.dumps(selector)})].filter({SEEN})"
-        ".map(e => e.textContent.trim())"
-    )
-    return found
-
-
-def go(browser: Page, view: str) -> None:
-    """Choose a view."""
-    browser.run(f"document.querySelector('nav a[data-view={view}]').click()")
+    assert_harmless(browser)
 
 
 def choose(browser: Page, name: str, value: str) -> None:
@@ -309,7 +278,7 @@ def test_what_agents_and_tools_say_is_shown_and_does_nothing(browser: Page, show
             show("agents_report", choice)
             assert browser.run("document.title") == "Rejection sampling before GRPO"
             assert browser.run("document.querySelectorAll('main img, main script').length") == 0
-            assert browser.run(_POOR_CONTRAST) == []
+            assert browser.run(POOR_CONTRAST) == []
             assert browser.run(wide) <= 0
     browser.call("Emulation.setEmulatedMedia", features=[])
 
@@ -337,7 +306,7 @@ def test_text_can_be_read_on_its_ground_in_light_and_dark(browser: Page, show: S
         show("full_report")
         for view, _ in VIEWS:
             go(browser, view)
-            poor = browser.run(_POOR_CONTRAST)
+            poor = browser.run(POOR_CONTRAST)
             assert poor == [], f"{scheme}, {view}"
     browser.call("Emulation.setEmulatedMedia", features=[])
 
@@ -381,30 +350,3 @@ def test_a_thousand_trials_can_be_looked_at(browser: Page, show: Show) -> None:
         "q.dispatchEvent(new Event('input', {bubbles: true})) })()"
     )
     assert len(seen(browser, ".cmp tbody tr")) == 11, "ten arms and the baseline"
-
-
-#: Texts that are seen with a contrast below 4.5 (3 where they are large) against their ground.
-_POOR_CONTRAST = """
-(() => {
-  const rgb = s => (s.match(/[\\d.]+/g) || []).map(Number);
-  const part = v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-  const light = c => .2126 * part(c[0]) + .7152 * part(c[1]) + .0722 * part(c[2]);
-  const over = (top, under) => [0, 1, 2].map(
-    i => top[i] * (top[3] ?? 1) + under[i] * (1 - (top[3] ?? 1)));
-  const up = e => e ? [e, ...up(e.parentElement)] : [];
-  const ground = e => up(e).map(n => rgb(getComputedStyle(n).backgroundColor))
-    .reduceRight((under, c) => c.length ? over(c, under) : under, [255, 255, 255]);
-  const poor = new Set();
-  for (const e of document.querySelectorAll('body *')) {
-    const says = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-    if (!says || !e.getClientRects().length || e.closest('svg, select, .vh')) continue;
-    const style = getComputedStyle(e), under = ground(e), ink = rgb(style.color);
-    const alpha = up(e).reduce((a, n) => a * Number(getComputedStyle(n).opacity), ink[3] ?? 1);
-    const [a, b] = [light(over([...ink.slice(0, 3), alpha], under)), light(under)];
-    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5))
-      poor.add(`${e.className || e.tagName}: ${e.textContent.trim()} ${ratio.toFixed(2)}`);
-  }
-  return [...poor];
-})()
-"""

@@ -16,6 +16,9 @@ from typing import Any
 
 from tests.support.require import require
 
+_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39,
+         "ArrowDown": 40, "j": 74, "k": 75}  # fmt: skip
+
 
 class Page:
     """One tab."""
@@ -65,8 +68,9 @@ class Page:
     def press(self, key: str) -> None:
         """One key, as from a keyboard."""
         for kind in ("rawKeyDown", "keyUp"):
-            code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Escape": 27}[key]
-            text = {"text": "\r"} if key == "Enter" and kind == "rawKeyDown" else {}
+            code = _KEYS[key]
+            typed = "\r" if key == "Enter" else key if len(key) == 1 else ""
+            text = {"text": typed} if typed and kind == "rawKeyDown" else {}
             kind = "keyDown" if text else kind
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text

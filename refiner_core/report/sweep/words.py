@@ -28,7 +28,6 @@ from refiner_core.report.printing import (
 from refiner_core.report.sweep.document import (
     ArmNumber,
     Comparison,
-    IncidentRow,
     Key,
     SweepReport,
     TrialRow,
@@ -229,11 +228,6 @@ def cost_text(report: SweepReport) -> str:
     if whole.lost_steps:
         parts.append(f"{counted(whole.lost_steps, 'step')} done again")
     return ", ".join(parts) or "nothing is known of what it has cost"
-
-
-def open_incidents(incidents: Sequence[IncidentRow]) -> int:
-    """How many are not resolved."""
-    return sum(not i.resolved for i in incidents)
 
 
 # ---------------------------------------------------------------- digits

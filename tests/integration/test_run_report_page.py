@@ -1,0 +1,332 @@
+"""The page of a run in a real browser, as somebody uses it: from a file, without a network, by
+keyboard alone, in the light and in the dark, on a wide screen and on a narrow one."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.report.run.html import VIEWS, page
+from tests.support import run_reports
+from tests.support.browser import Page
+from tests.support.looking import POOR_CONTRAST, assert_harmless, go, seen
+
+pytestmark = pytest.mark.browser
+
+Show = Callable[..., None]
+WIDTH = "document.documentElement.scrollWidth"
+FOCUSED = "document.activeElement"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Pages of made-up reports; each is made once."""
+    folder, pages = tmp_path_factory.mktemp("pages"), dict[tuple[str, int], Path]()
+
+    def write(name: str, reload_s: int) -> Path:
+        if (name, reload_s) not in pages:
+            path = pages[name, reload_s] = folder / f"{name}-{reload_s}.html"
+            text = page(getattr(run_reports, name)(), reload_s=reload_s)
+            path.write_text(text, encoding="utf-8")
+        return pages[name, reload_s]
+
+    return write
+
+
+@pytest.fixture
+def show(browser: Page, made: Callable[[str, int], Path]) -> Iterator[Show]:
+    """Opens the page of a report; afterwards nothing must have gone wrong or gone out."""
+
+    def opened(name: str, choice: str = "", *, reload_s: int = 0) -> None:
+        browser.show(f"{made(name, reload_s).as_uri()}#{choice}")
+
+    browser.events.clear()
+    yield opened
+    assert_harmless(browser)
+
+
+def focus(browser: Page, selector: str) -> None:
+    """Put the keyboard on the first element that fits and is seen."""
+    browser.run(
+        f"[...document.querySelectorAll('{selector}')].find(e => e.getClientRects().length).focus()"
+    )
+
+
+def test_the_views_of_a_run_are_walked_by_arrow_keys(browser: Page, show: Show) -> None:
+    show("full_report")
+    browser.press("Tab")
+    assert browser.run(f"{FOCUSED}.textContent") == "Skip to the content"
+    browser.press("Enter")
+    assert browser.run(f"{FOCUSED}.id") == "main"
+    focus(browser, "nav a")
+    for _, title in VIEWS:
+        assert seen(browser, ".view > h2") == [title]
+        assert browser.run(f"{FOCUSED}.textContent").startswith(title)
+        outline = browser.run(f"getComputedStyle({FOCUSED}).outlineStyle")
+        assert outline == "solid", "nobody sees where the keyboard is"
+        browser.press("ArrowDown")
+    browser.press("ArrowUp")
+    assert seen(browser, ".view > h2") == [VIEWS[-2][1]]
+
+
+def test_examples_are_walked_by_keys_and_chosen_by_kind_and_reason(
+    browser: Page, show: Show
+) -> None:
+    show("full_report", "examples")
+    assert seen(browser, "#where") == ["1 of 6"]
+    browser.press("j")
+    browser.press("ArrowRight")
+    assert seen(browser, "#where") == ["3 of 6"]
+    browser.press("k")
+    assert seen(browser, "#where") == ["2 of 6"]
+    assert seen(browser, ".example .pill")[:2] == ["best", "rollout"]
+    for name, value in (("kind", "before and after"), ("why", "got worse most")):
+        browser.run(
+            f"(() => {{ const e = document.querySelector('select[name={name}]');"
+            f"e.value = '{value}';"
+            "e.dispatchEvent(new Event('change', {bubbles: true})) })()"
+        )
+    assert seen(browser, "#where") == ["1 of 1"]
+    assert seen(browser, ".example h3") == ["What is the observatory of Tel Ammar?"]
+    models = [" ".join(h.split()[:1]) for h in seen(browser, ".answer-card h4")]
+    assert models == ["sft", "grpo", "base"], "before and after stand side by side"
+    browser.show(browser.run("location.href"))
+    assert seen(browser, "#where") == ["1 of 1"], "what was chosen survives a reload"
+
+
+def test_a_claim_leads_to_the_snippet_that_it_cites_and_back(browser: Page, show: Show) -> None:
+    show("full_report", "examples")
+    focus(browser, 'a.claim[data-n="4"]')
+    browser.press("Enter")
+    here = seen(browser, ".source.here")
+    assert [text.split(">")[0] for text in here] == ["<snippet id=S_e8Q9", "<snippet id=S_w1"]
+    assert browser.run(f"{FOCUSED}.matches('.source.here')")
+    inside = browser.run(
+        "(() => { const e = document.querySelector('.source.here').getBoundingClientRect(),"
+        "p = document.activeElement.closest('pre').getBoundingClientRect();"
+        "return e.top >= Math.max(0, p.top) && e.bottom <= Math.min(innerHeight, p.bottom) })()"
+    )
+    assert inside, "the snippet is not in sight"
+    browser.press("Escape")
+    assert browser.run(f"{FOCUSED}.dataset.n") == "4"
+
+
+def test_claims_without_evidence_look_different_and_say_why(browser: Page, show: Show) -> None:
+    show("full_report", "examples")
+    titles = browser.run(
+        "[...document.querySelectorAll('.example.on .claim')].map(e => [e.className, e.title])"
+    )
+    assert ["claim unknown", "claim 2: cites S_x0; not in the prompt: S_x0"] in titles
+    assert ["claim uncited", "claim 3: cites nothing"] in titles
+    assert ["claim cites", "claim 4: cites S_e8Q9, S_w1"] in titles
+    looks = browser.run(
+        "['cites', 'uncited', 'unknown'].map(k => { const s = getComputedStyle("
+        "document.querySelector('.example.on .claim.' + k));"
+        "return [s.backgroundColor, s.borderBottomStyle, s.textDecorationLine].join() })"
+    )
+    assert len(set(looks)) == 3
+
+
+def test_a_reward_is_taken_apart(browser: Page, show: Show) -> None:
+    show("full_report", "examples")
+    cells = [" ".join(c.split()) for c in seen(browser, ".answer-card:nth-child(2) .parts td")]
+    assert cells[:2] == ["1.00 × 8.00", "8.00"]
+    assert "−0.50" in cells
+    left = "document.querySelectorAll('.example.on .answer-card:nth-child(2) .fall rect')"
+    first, second = browser.run(
+        f"[...{left}].slice(0, 2).map(e => [e.getBoundingClientRect().left,"
+        " e.getBoundingClientRect().right])"
+    )
+    assert second[0] == pytest.approx(first[1], abs=1), "the second part begins where one ends"
+    browser.run("document.querySelector('.example.on details:last-child > summary').click()")
+    assert "a fault: lower is better" in browser.text()
+    assert "recall 0.36" in browser.text()
+
+
+def test_the_timeline_says_what_every_attempt_came_to(browser: Page, show: Show) -> None:
+    show("full_report", "stages")
+    browser.hover(".lane-row:nth-child(4) svg.lane")
+    said = seen(browser, "#tip")[0]
+    assert "attempt 1 from 2026-11-20 09:42 UTC: disk_full after 54 min, to step 23" in said
+    assert "21 min of work were lost" in said
+    kinds = browser.run(
+        "[...document.querySelectorAll('.lane-row:nth-child(4) rect')].map(e => e.classList[1]"
+        " || e.classList[0])"
+    )
+    assert kinds == ["wait", "bad", "wait", "stop", "wait", "done"]
+    assert "was there already, made by 20261118-080000-aa01" in seen(browser, ".lane-said")[0]
+
+
+def test_curves_tell_their_values_show_gaps_and_who_took_over(browser: Page, show: Show) -> None:
+    show("full_report", "curves")
+    scores = "[...document.querySelectorAll('svg.curves')][1]"
+    assert browser.run(f"{scores}.querySelectorAll('.took').length") == 2
+    path = browser.run(f"{scores}.querySelector('.l').getAttribute('d')")
+    assert path.count("M") == 2, "where nothing was logged the line is broken"
+    browser.run(f"{scores}.focus()")
+    assert re.match(r"step 70\nscores: \d", seen(browser, "#tip")[0])
+    browser.press("ArrowLeft")
+    assert seen(browser, "#tip")[0].startswith("step 69\n")
+    browser.press("Escape")
+    assert seen(browser, "#tip") == []
+
+
+def test_a_change_is_called_better_only_where_its_interval_keeps_clear_of_0(
+    browser: Page, show: Show
+) -> None:
+    show("full_report")
+    says = [" ".join(s.split()) for s in seen(browser, ".before-after tr td:nth-of-type(3)")]
+    assert says[0] == "▲ +0.157 [0.117, 0.197] better"
+    assert says[-1] == "◆ +0.302 [0.262, 0.342] changed", "more claims are not better or worse"
+    go(browser, "numbers")
+    browser.run("document.querySelectorAll('#numbers details')[1].open = true")
+    assert "■ +0.17 [−0.23, 0.57] not clear" in " ".join(browser.text().split())
+
+
+def test_light_or_dark_is_chosen_and_remembered_in_the_address(browser: Page, show: Show) -> None:
+    show("full_report", "stages")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = browser.run(ground)
+    focus(browser, "#scheme")
+    browser.press("Enter")
+    assert browser.run(ground) != light
+    assert "d=dark" in browser.run("location.hash")
+    browser.show(browser.run("location.href"))
+    assert browser.run(ground) != light
+    browser.press("Tab")
+    focus(browser, "#scheme")
+    browser.press("Enter")
+    assert browser.run(ground) == light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_runs_texts_can_be_read_on_their_ground(browser: Page, show: Show, scheme: str) -> None:
+    for name, views in (("full_report", VIEWS), ("agents_run_report", (("examples", ""),))):
+        show(name, f"d={scheme}")
+        for view, _ in views:
+            go(browser, view)
+            browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
+            assert browser.run(POOR_CONTRAST) == [], f"{scheme}, {name}, {view}"
+    show("full_report", f"v=examples&d={scheme}")
+    focus(browser, 'a.claim[data-n="4"]')
+    browser.press("Enter")
+    assert browser.run(POOR_CONTRAST) == [], "a snippet that was followed"
+
+
+def test_a_runs_page_fits_a_narrow_screen_and_a_wide_one(browser: Page, show: Show) -> None:
+    try:
+        for width in (400, 1600):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.call("Emulation.setDeviceMetricsOverride", **size)
+            for name in ("full_report", "hostile_report", "agents_run_report"):
+                show(name)
+                for view, _ in VIEWS:
+                    go(browser, view)
+                    assert browser.run(WIDTH) <= width, f"{name}, {view} at {width}"
+                    chosen = browser.run(
+                        "document.querySelector('nav a[aria-current]').getBoundingClientRect().left"
+                    )
+                    assert 0 <= chosen < width, "the chosen view is out of sight"
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_hostile_text_in_a_run_is_shown_and_does_nothing(browser: Page, show: Show) -> None:
+    show("hostile_report")
+    for view, title in VIEWS:
+        go(browser, view)
+        assert browser.run("document.title").startswith("Recipe </script>")
+        assert browser.run("getComputedStyle(document.body).display") == "block"
+        assert seen(browser, ".view > h2") == [title]
+    assert browser.run("document.querySelectorAll('img, main script, main style').length") == 0
+    on = "[...document.querySelectorAll('*')].filter(e => [...e.attributes].some("
+    assert browser.run(f"{on}a => a.name.startsWith('on'))).length") == 0
+    go(browser, "examples")
+    assert "characters more are in report.json" in browser.text()
+    assert not re.search(r"\bnan\b|\binf\b", browser.text().lower())
+
+
+def test_the_page_of_a_long_run_is_bounded_and_opens(browser: Page, show: Show, made: Any) -> None:
+    assert made("huge_report", 0).stat().st_size < 6_000_000
+    show("huge_report", "curves")
+    assert len(seen(browser, "figure")) == 30
+    assert "Of many points the extremes are drawn." in browser.text()
+    for view, left in (
+        ("stages", "The first 1900 attempts are in report.json"),
+        ("incidents", "3600 more are in report.json"),
+        ("settings", "2500 more are in report.json"),
+        ("examples", "60 more examples are in report.json"),
+    ):
+        go(browser, view)
+        assert left in browser.text(), view
+
+
+def test_an_agents_attempts_are_conversations(browser: Page, show: Show) -> None:
+    show("agents_run_report", "examples")
+    outcomes = [o.split(":")[0] for o in seen(browser, ".outcome")]
+    assert outcomes[0] == "✓ passed"
+    assert outcomes[1].startswith("✕ failed rule_broken")
+    words = browser.text()
+    for said in ("which order is it?", 'get_order(order="S_0", fields=["state", "lamp"])'):
+        assert said in words
+    assert "held-out tasks" in " ".join(browser.run("document.body.textContent").split())
+
+
+def test_a_running_runs_page_loads_itself_again_and_stays_where_it_was(
+    browser: Page, show: Show
+) -> None:
+    show("running_report", "v=examples&e=2&d=dark", reload_s=1)
+    before = len(browser.events)
+    browser.run("window.first = true; scrollTo(0, 120)")
+    browser.wait_for("Page.loadEventFired", before)
+    assert browser.run("window.first") is None
+    assert seen(browser, "#where") == ["3 of 6"]
+    assert browser.run("scrollY") == 120
+    assert browser.run("document.documentElement.dataset.scheme") == "dark"
+    browser.run("document.querySelector('#pause').click()")
+    assert seen(browser, "#pause") == ["Go on"]
+
+
+def test_the_page_of_a_run_that_is_over_or_empty_stays(browser: Page, show: Show) -> None:
+    show("full_report", reload_s=1)
+    assert browser.run("document.body.dataset.reload") is None
+    show("empty_report")
+    for view, title in VIEWS:
+        go(browser, view)
+        assert seen(browser, ".view > h2") == [title]
+        assert not re.search(r"\b(NaN|nan|None|undefined)\b", browser.text())
+
+
+def test_a_command_is_copied_as_it_stands(browser: Page, show: Show) -> None:
+    show("full_report", "settings")
+    browser.run("navigator.clipboard.writeText = async text => { window.copied = text }")
+    focus(browser, "#settings .copy")
+    browser.press("Enter")
+    command = "refiner run refiner.yaml seed=1 grpo.beta=0.01 'dispatch.profile=my cluster.yaml'"
+    assert browser.run("window.copied") == command
+    assert browser.run(f"{FOCUSED}.textContent") == "Copied"
+
+
+def test_a_runs_page_is_printed_whole_and_read_without_scripts(browser: Page, show: Show) -> None:
+    show("full_report")
+    printed = base64.b64decode(browser.call("Page.printToPDF", printBackground=True)["data"])
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) >= len(VIEWS)
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert seen(browser, ".view > h2") == [title for _, title in VIEWS]
+    assert len(seen(browser, ".example h3")) == 6
+    assert seen(browser, "nav, form, .copy, #scheme") == []
+    browser.call("Emulation.setEmulatedMedia", media="")
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        show("full_report")
+        words = browser.text()
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    for _, title in VIEWS:
+        assert title in words
+    assert "Copy" not in words
