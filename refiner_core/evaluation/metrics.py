@@ -94,6 +94,9 @@ def main_metrics(metrics: Iterable[str]) -> list[str]:
     ks = [int(m[5:]) for m in found if re.fullmatch(r"pass@\d+", m)]
     if not ks:
         return [m for m in _MAIN if m in found]
+    if max(ks) == 1:  # of one attempt, pass@1 is all of them
+        once = ("pass@1_first", "pass@k", "pass^k")
+        return [m for m in _MAIN_OF_TASKS if m in found and m not in once]
     most = str(max(ks))
     named = (m.replace("k", most) if m in ("pass@k", "pass^k") else m for m in _MAIN_OF_TASKS)
     return [m for m in dict.fromkeys(named) if m in found]
