@@ -88,9 +88,15 @@ def _none(look: Look, what: str) -> Finding:
         *(_AREA, "GPUs", absent(look.gpus), f"{what}{hint}{torch}"),
         mend=f"{look.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
         if look.gpus and not look.on_node
-        else "",
+        else _on_node(look),
         why=f"a stage asks for {look.gpus} GPUs here" if look.gpus else "large models",
     )
+
+
+def _on_node(look: Look) -> str:
+    """What a person would try next on a compute node without its GPU."""
+    option = "--gres=gpu:1" if look.profile.gpu_option == "gres" else "--gpus-per-node=1"
+    return f"srun {option} nvidia-smi --list-gpus" if look.gpus else ""
 
 
 def _row(line: str) -> dict[str, str]:

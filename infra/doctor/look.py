@@ -6,6 +6,7 @@ In: a recipe's configuration and planned stages, or the defaults where no recipe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -215,13 +216,30 @@ def ask(
         )
     except OSError as error:
         return Answer(None, err=str(error))
+    _asked.add(process)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
         return Answer(-1, err=f"no answer in {timeout_s:.0f} s")
+    finally:
+        _asked.discard(process)
     return Answer(process.returncode, out, err)
+
+
+#: Programs that have not answered yet: a check that was given up leaves them, a doctor does not.
+_asked: set[subprocess.Popen[str]] = set()
+
+
+@atexit.register
+def _end_asked() -> None:
+    for process in list(_asked):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def gib(size: float) -> str:

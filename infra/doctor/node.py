@@ -11,8 +11,10 @@ below the workspace is removed at the end, and a job that has not started by the
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -56,15 +58,21 @@ def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
         atomic.write_json(folder / _LOOK, {"config": to_json(look.config), "recipe": look.recipe})
         gpus = min(1, max((s.resources.gpus for s in look.stages), default=0))
         began, name = time.time(), f"refiner-doctor-{folder.name[-8:]}"
+
+        def leave_nothing() -> None:
+            ask(["scancel", "--quiet", f"--name={name}"], SLURM_S)
+            shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(leave_nothing)  # for Ctrl-C, which threads do not hear of
         try:
             job = _submit(look, folder, name, gpus)
+            found = _wait(folder, job, began + wait_s)
         except RefinerError as error:
             yield Finding(_AREA, "job", "broken", error.what, mend="sinfo --long", why=_WHY)
             return
-        try:
-            found = _wait(folder, job, began + wait_s)
         finally:
-            ask(["scancel", "--quiet", job], SLURM_S)
+            atexit.unregister(leave_nothing)
+            leave_nothing()
         if isinstance(found, Finding):
             yield found
         else:
