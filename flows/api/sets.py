@@ -5,6 +5,7 @@ In: shipped names or files. Out: values, and findings of checks.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -231,12 +232,14 @@ def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig
     Raises
     ------
     ConfigurationError
-        An override cannot be meant.
+        The name or an override cannot be meant.
     """
+    from refiner_core.contract.checks.environment import check_name
     from refiner_core.contract.loading import replace_fields
     from refiner_core.contract.overrides import read_overrides
 
-    values = read_overrides([f"environment.name={name}", *overrides], Path.cwd())
+    check_name(name)
+    values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())
     return replace_fields(RecipeConfig(), values)
 
 

@@ -46,9 +46,14 @@ def adopt_command(
     workspace, or a stage's folder), the stages go on where they were, by the same recipe.
     """
     from flows.api import adopt_run
+    from refiner_core.contract.errors import ConfigurationError
 
     if copy and in_place:
-        raise click.UsageError("--copy and --in-place exclude each other.")
+        raise ConfigurationError(
+            "--copy and --in-place exclude each other.",
+            expected="one of them, or neither for hard links",
+            fix="leave one out",
+        )
     report = adopt_run(
         folder,
         overrides,

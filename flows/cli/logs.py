@@ -20,10 +20,15 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
     """
     from flows.api import find_log, follow_log
     from flows.running.logs import read_log_file
+    from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
     if not rest:
-        raise click.UsageError("Missing argument 'STAGE'.")
+        raise ConfigurationError(
+            "`refiner logs` was given no stage.",
+            expected="STAGE, such as grpo, and perhaps RUN and workspace=DIR",
+            fix="name one; `refiner status` shows the stages of the newest run",
+        )
     stage, *runs = rest
     run = runs[0] if runs else None
     if follow:

@@ -32,6 +32,7 @@ INCOMPLETE = {
     ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
     ("refiner_core/rubrics/lint/files.py", "the row"): "a line in the table of `rubrics check`",
     ("refiner_core/rubrics/lint/files.py", "`ground_truth`"): "as above",
+    ("flows/starting/completing.py", "There is no command"): "a shell is offered no words then",
 }
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
 INNER = {
@@ -48,6 +49,8 @@ INNER = {
     "Rejected": "infra.hub.target, which sends again",
     "ToolFailed": "infra.disk.probe, which falls back to another way",
     "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
+    "NotImplementedError": "an abstract method, which no object has",
+    "Unknown": "flows.starting.completing, which offers a shell no words then",
     "Unreadable": "refiner_core.judges.parsing, which asks the judge again",
     "Unusable": "refiner_core.generation.vllm.call",
 }
@@ -55,7 +58,9 @@ INNER = {
 PLAIN = {
     "flows/cli/run.py": "Ctrl-C again, which flows.cli.main knows",
     "flows/picture/feed.py": "the drawing alone ends; the run goes on",
-    "infra/attempt/stage_io.py": "steps of our own loops; rows of a stage that no table takes",
+    "flows/api/__init__.py": "a name of a module that is not there, as Python says it",
+    "infra/attempt/stage_io.py": "steps of our own loops",
+    "infra/store/traces.py": "caught where it is raised: the rows are written as text",
     "infra/disk/history.py": "times of our own measuring",
     "infra/disk/parsers.py": "caught in infra.disk.probe and told in its words",
     "infra/disk/reaper.py": "caught where it is raised",

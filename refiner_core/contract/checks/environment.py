@@ -14,9 +14,12 @@ from refiner_core.contract.config import RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
+from refiner_core.contract.recipe_files import suggest
 
 #: In the place of a source of rows: what the environment itself has.
 BUILTIN_ROWS = "builtin:synthetic"
+#: Environments that go by a name alone.
+SHIPPED = ("desk", "tau2")
 #: Fields that mean nothing without an environment, or nothing with one.
 ONLY_OF_AGENTS = ("environment.", "evaluate.user.", "grpo.curriculum.", "grpo.credit")
 _NOT_OF_AGENTS = (
@@ -84,7 +87,7 @@ def check_environment(config: RecipeConfig) -> None:
         return
     _check_splits(config)
     check_shaping(config.environment.shaping)
-    _check_name(config)
+    check_name(config.environment.name)
     _refuse_with(config)
     _check_demonstrations(config)
     for where, user in (
@@ -121,13 +124,26 @@ def _refuse_with(config: RecipeConfig) -> None:
             )
 
 
-def _check_name(config: RecipeConfig) -> None:
-    name = config.environment.name
+def check_name(name: str) -> None:
+    """Refuse what ``environment.name`` cannot be; whether there is such a file is seen later.
+
+    Raises
+    ------
+    ConfigurationError
+        It is neither shipped nor FILE.py:NAME.
+    """
     file, colon, attribute = name.rpartition(":")
-    if name in ("desk", "tau2") or (file.endswith(".py") and colon and attribute.isidentifier()):
+    if name in SHIPPED or (file.endswith(".py") and colon and attribute.isidentifier()):
         return
+    if name.rstrip(":").endswith(".py") or file.endswith(".py"):
+        begun = (file or name).rstrip(":")
+        raise ConfigurationError(
+            f"{name!r} does not name an environment in a file (environment.name).",
+            expected="FILE.py:NAME, where NAME is the class or function that makes it",
+            fix=f"write e.g. {begun}:Environment",
+        )
     raise ConfigurationError(
-        f"There is no environment {name!r} (environment.name).",
+        f"There is no environment {name!r} (environment.name).{suggest(name, SHIPPED)}",
         expected="`desk`, `tau2`, or FILE.py:NAME of your own",
         fix="correct environment.name, or leave it empty for the refiner's task",
     )

@@ -1,0 +1,230 @@
+"""What a newcomer types wrongly, and what the command line says of it.
+
+Each line here was once a traceback, an answer that sent its reader elsewhere, or no answer at all
+until hours later. In this process, in an empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.cli.main import main
+from flows.proving.planning import Asked, draw_points
+from refiner_core.contract.checks.licenses import LICENSES
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.loading import replace_fields
+from refiner_core.environments.checking import check_environment
+from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.environments.registry import open_environment
+from refiner_core.evaluation.attempts import _numbers
+from refiner_core.evaluation.metrics import main_metrics
+from refiner_core.training.steps.telling import Teller
+from tests.support.command import environment
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a newcomer stands."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TYPED: list[tuple[str, int, tuple[str, ...]]] = [
+    ("paln tiny", 2, ("`refiner paln`", "Did you mean 'plan'?", "`refiner --help`")),
+    ("plan tinny", 2, ("Did you mean 'tiny'?",)),
+    ("plan", 2, ("'RECIPE'", "Expected refiner plan [OPTIONS] RECIPE", "`refiner plan --help`")),
+    ("plan tiny --jsn", 2, ("'--json'", "`refiner plan --help`")),
+    ("plan grpo.beta=1 tiny", 2, ("the recipe first", "`refiner plan tiny grpo.beta=1`")),
+    ("plan tiny grpo.betta=1", 2, ("Did you mean 'grpo.beta'?",)),
+    ("plan tiny grpo.beta=abc", 2, ("a number", "the default, 0.001")),
+    ("plan tiny grpo.beta=", 2, ("`grpo.beta` is empty",)),
+    ("plan tiny grpo.beta = 1", 2, ("without spaces",)),
+    ("plan tiny stages=data", 2, ("set stages='[data]'",)),
+    ("plan tiny seed=1.5", 2, ("a whole number", "the default, 42")),
+    ("plan tiny environment.name=", 2, ("`environment.name` is empty", "'\"\"'")),
+    ("plan tiny workspace=", 2, ("`workspace` is empty", "the default, runs")),
+    ("plan .", 2, ("is a folder, not a recipe",)),
+    ("nightly", 2, ("was given no command", "one of: check,")),
+    ("server start", 2, ("'start'", "refiner server [OPTIONS] [status|stop]")),
+    ("recipes nope", 2, ("(nope).", "`refiner recipes --help`")),
+    ("logs", 2, ("STAGE",)),
+    ("status nope", 2, ("no run is recorded there", "`refiner run RECIPE`")),
+    ("adopt . --copy --in-place", 2, ("exclude each other", "leave one out")),
+    ("environments show guess.py:", 2, ("FILE.py:NAME", "guess.py:Environment")),
+    ("environments show guess.py", 2, ("FILE.py:NAME", "guess.py:Environment")),
+    (
+        "prove-resume tiny --interruptions 100 --steps 3",
+        2,
+        ("at most 4", "--interruptions 4, or --steps 51"),
+    ),
+    ("plan tiny publish.license=Apache-2.0", 2, ("'apache-2.0'", "publish.license=other")),
+    ("plan tiny publish.which=best publish.best_metric=rewad", 2, ("'reward'", "oracle")),
+    (
+        "plan tiny publish.which=best evaluate.decoding=[sampled]",
+        2,
+        ("`publish.best_decoding` is greedy", "publish.best_decoding=sampled"),
+    ),
+    ("plan tiny-tools environment.shaping.weights=[foo=1]", 2, ("'foo'", "action", "bookings")),
+    (
+        "plan tiny-tools environment.shaping.weights_by_domain=[nope.action=1]",
+        2,
+        ("'nope'", "bookings, orders, devices"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "code", "said"), TYPED, ids=[line for line, _, _ in TYPED])
+def test_what_is_typed_wrongly_is_answered_with_the_right_line(
+    typed: str, code: int, said: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == code
+    shown = capsys.readouterr()
+    for words in said:
+        assert words in shown.err
+    assert "To mend it: " in shown.err
+    assert "bug in refiner" not in shown.err
+
+
+@pytest.mark.parametrize("typed", [line for line, _, _ in TYPED][::4])
+def test_with_json_the_same_refusal_is_json(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([*typed.split(), "--json"])
+    assert json.loads(capsys.readouterr().out)["exit_code"] == code == 2
+
+
+FILES = {
+    "syntax": ("include: tiny\ngrpo:\n  beta: [1\nseed: 3\n", "line 4, column 5: "),
+    "tab": ("include: tiny\ngrpo:\n\tbeta: 1\n", "line 3, column 1: a tab stands there"),
+    "twice": ("include: tiny\nseed: 1\nseed: 2\n", "line 3, column 1: found duplicate key seed"),
+    "documents": ("include: tiny\n---\nseed: 2\n", "line 2, column 1: "),
+    "empty": ("", "is empty"),
+    "comment": ("# grpo:\n", "is empty"),
+    "list": ("- a\n", "holds a list"),
+    "itself": ("include: recipe.yaml\n", "includes itself"),
+    "number": ("include: 3\n", "`include` of"),
+    "nobody": ("include: nobody.yaml\n", "recipe.yaml names it"),
+    "dots": ("include: tiny\ngrpo.beta: 1\n", "written with dots"),
+    "bytes": ("include: t\udcffny\n", "utf-8"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_recipe_that_cannot_be_read_says_where(
+    kind: str, empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, said = FILES[kind]
+    (empty_folder / "recipe.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    assert main(["plan", "recipe.yaml"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_workspace_that_is_a_file_is_no_folder(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (empty_folder / "file").touch()
+    for typed in (["plan", "tiny"], ["status"], ["logs", "grpo"]):
+        assert main([*typed, "workspace=file"]) == 4
+        assert "is not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("extra", [{"COLUMNS": "20"}, {"PYTHONIOENCODING": "ascii"}])
+def test_a_narrow_or_plain_terminal_is_no_bug(extra: dict[str, str], empty_folder: Path) -> None:
+    line = [sys.executable, "-m", "flows.cli.main", "plan", "tiny", "description=\u00e9\u2026"]
+    env = {k: v for k, v in environment().items() if k != "HOME"} | extra
+    done = subprocess.run(line, env=env, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(empty_folder: Path) -> None:
+    begin = empty_folder / "refiner"  # as the console script is called
+    begin.write_text(
+        "import flows.cli, os, signal, time\nprint('here', flush=True)\ntime.sleep(30)\n"
+    )
+    line = [sys.executable, str(begin)]
+    process = subprocess.Popen(
+        line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"here\n"
+    time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert said == b""
+
+
+# ---------------------------------------------------------------- agents
+
+
+def test_metrics_and_licences_that_there_are_pass() -> None:
+    for typed in (
+        "publish.which=best publish.best_metric=oracle publish.license=other",
+        "publish.license=cc-by-4.0",
+    ):
+        assert main(["plan", "tiny", *typed.split()]) == 0
+    tools = "publish.which=best publish.best_metric=pass@1/orders"
+    assert main(["plan", "tiny-tools", *tools.split()]) == 0
+    assert RecipeConfig().publish.license in LICENSES
+
+
+def test_one_attempt_is_told_once() -> None:
+    names = ("pass@1_first", "pass@1", "pass^1", "partial")
+    assert main_metrics(names) == ["pass@1", "partial"]
+
+
+def test_what_an_environment_does_not_tell_is_said_once() -> None:
+    class Silent:
+        """The desk, of whose episodes nobody sees how far they are."""
+
+        def __init__(self) -> None:
+            config = replace_fields(RecipeConfig(), {"environment.name": "desk"})
+            self._desk = open_environment(config, evaluation=False)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._desk, name)
+
+        def episode(self, task: object) -> object:
+            return Mute(self._desk.episode(task))  # type: ignore[arg-type]
+
+    class Mute:
+        def __init__(self, episode: object) -> None:
+            self._episode = episode
+
+        def __getattr__(self, name: str) -> object:
+            if name in ("checks", "_episode"):
+                raise AttributeError(name)
+            return getattr(self._episode, name)
+
+    found = check_environment(Silent(), ("train", "test"), most=2)  # type: ignore[arg-type]
+    told = [f.where for f in found.findings if "tells no progress" in f.what]
+    assert told == ["every task"]
+
+
+def test_a_second_attempt_counts_whether_or_not_it_helped() -> None:
+    turns = (
+        TurnRecord("call", "ok", 0, 1, repaired="no call"),
+        TurnRecord("no call", "no_call", 1, 2, retried="none either"),
+        TurnRecord("call", "ok", 2, 3),
+    )
+    assert _numbers(_record(turns), "", 3)["repairs"] == 2.0
+
+
+def _record(turns: tuple[TurnRecord, ...]) -> EpisodeRecord:
+    return EpisodeRecord("task", "orders", 1, "finished", "done", (), turns, 1.0, 1.0)
+
+
+def test_an_agent_is_scored_and_not_judged() -> None:
+    told: list[str] = []
+    for turns in (False, True):
+        teller = Teller(lambda part, values: told.append(part), turns=turns)
+        teller("judge", 0, 0)
+    assert told == ["judge", "score"]
+    asked = Asked("tiny-tools", steps=12, interruptions=4)
+    assert {p.phase for p in draw_points("grpo", asked, 1, agent=True)} >= {"score"}
