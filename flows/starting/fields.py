@@ -21,6 +21,7 @@ from refiner_core.contract.records import to_json
 
 _WIDTH = 98
 _LABEL = 10
+_OR_NULL = " or null"
 _NOTHING: Mapping[str, list[Setting]] = {}
 
 
@@ -119,7 +120,7 @@ def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[str]:
     lines = ["", *_filled("value", f"{value_text(found.value(facts.path))} in {found.recipe}")]
     places = found.places(facts.path)
     if not places:
-        return [*lines, *_filled("source", found.source(facts.path))]
+        lines += _filled("source", found.source(facts.path))
     for number, place in enumerate(reversed(places)):
         by = f", included by {' → '.join(place.included_by)}" * bool(place.included_by)
         follows = " (takes its value from other fields)" * place.interpolated
@@ -127,7 +128,8 @@ def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[str]:
         text = textwrap.shorten(place.text, 70, placeholder=" …")
         said = f"{before}{place.place}: {text}{follows}{by}"
         lines += _filled("source" if number == 0 else "", said)
-    lines += _filled("", f"instead of the default, {value_text(facts.default)}")
+    if places and found.value(facts.path) != facts.default:
+        lines += _filled("", f"instead of the default, {value_text(facts.default)}")
     for name, value in found.measured_with(facts.path).items():
         lines += _filled("", f"{value_text(value)} under the protocol {name}")
     return lines
@@ -136,7 +138,10 @@ def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[str]:
 def _type(facts: FieldFacts) -> str:
     if not facts.choices or facts.choices == (True, False):
         return facts.type
-    return f"{facts.type}: {', '.join(map(str, facts.choices))}"
+    choices = ", ".join(map(str, facts.choices))
+    return (
+        f"{facts.type.removesuffix(_OR_NULL)}: {choices}{_OR_NULL * facts.type.endswith(_OR_NULL)}"
+    )
 
 
 def _meaning(facts: FieldFacts, found: InRecipe | None) -> str:

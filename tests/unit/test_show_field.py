@@ -1,0 +1,253 @@
+"""`refiner show`: what a field is, what another value would cost, and where its value is from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli.main import main
+from flows.starting.fields import InRecipe, field_json, field_lines
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.field_facts import (
+    TOP,
+    facts_of,
+    field_paths,
+    fields_below,
+    fields_called,
+    sections,
+)
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.loading import load_recipe, replace_fields, shipped_recipes
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.planned import STAGE_FIELDS
+
+#: A recipe in which every kind of stage has a place, and values that none has by default.
+SOURCES = {"model": "m", "data.sft": "s", "data.rl": "r", "judge_prompt": "j", "rubrics": "u"}
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["show", *words]) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+def test_every_field_can_be_shown() -> None:
+    found = InRecipe.read("tiny", ())
+    for path in field_paths():
+        facts = facts_of(path)
+        lines = field_lines(facts, found)
+        assert path in lines[0]
+        assert facts.mark in "\n".join(lines)
+        assert max(map(len, lines)) <= 140, path
+        json.dumps(field_json(facts, found))
+
+
+def test_every_field_belongs_to_a_section_that_is_listed() -> None:
+    listed = {path for name in sections() for path in fields_below(name)}
+    assert listed == set(field_paths())
+    assert "seed" in fields_below(TOP)
+
+
+def test_no_execution_field_reaches_a_fingerprint() -> None:
+    assert not [p for p in field_paths() if facts_of(p).mark == "execution" and facts_of(p).kinds]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("grpo.beta", 0.5),
+        ("seed", 99),
+        ("data.split_seed", 7),
+        ("sft.pack_length", 4000),
+        ("grpo.response_length", 40),
+        ("judge.temperature", 0.3),
+        ("model.dtype", "bfloat16"),
+        ("publish.license", "mit"),
+        ("evaluate.num_samples", 3),
+        ("evaluate.models", ("sft",)),
+        ("rft.learning_rate", 0.1),
+        ("sample.attempts", 3),
+        ("log_level", "debug"),
+        ("grpo.resources.gpus", 2),
+        ("grpo.health.max_kl", 3.0),
+    ],
+)
+def test_what_would_run_again_is_what_does_run_again(path: str, value: object) -> None:
+    stages = ("data", "sft", "rft", "grpo", "publish", "evaluate")
+    config = replace_fields(load_recipe("tiny"), {"stages": stages, "evaluate.models": ("grpo",)})
+    before = {s.name: s for s in make_plan(config, SOURCES).stages}
+    after = make_plan(replace_fields(config, {path: value}), SOURCES).stages
+    changed = {
+        s.kind
+        for s in after
+        if s.name in before and dict(s.identity) != dict(before[s.name].identity)
+    }
+    said = set(facts_of(path).kinds)
+    assert changed <= said
+    if not facts_of(path).notes:
+        assert changed == said & {s.kind for s in after}
+
+
+def test_the_source_is_the_file_and_line_that_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("include: tiny\nseed: 5\ngrpo:\n  # more care\n  beta: 0.02\n  keep: ${seed}\n")
+    found = InRecipe.read(str(mine), ["grpo.top_p=0.9"])
+    assert found.source("grpo.beta") == f"{mine}:5"
+    assert found.source("grpo.top_p") == "override"
+    assert found.source("grpo.temperature") == "default"
+    assert [s.place for s in found.places("seed")][1:] == [f"{mine}:2"]
+    text = shown(capsys, "grpo.keep", str(mine))
+    assert "5 in" in text
+    assert "takes its value from other fields" in text
+    lines = Path(shipped_recipes()["tiny"]).read_text().splitlines()
+    source = found.source("grpo.num_training_steps")
+    assert source.startswith("tiny.yaml:")
+    assert "num_training_steps" in lines[int(source.partition(":")[2]) - 1]
+    assert "included by mine.yaml" in shown(capsys, "grpo.num_training_steps", str(mine))
+
+
+@pytest.mark.parametrize("recipe", sorted(shipped_recipes()))
+def test_of_every_shipped_recipe_each_value_that_is_no_default_has_a_source(recipe: str) -> None:
+    found = InRecipe.read(recipe, ())
+    defaults = RecipeConfig()
+    for path in field_paths():
+        if found.value(path) != get_field(defaults, path) and path != "recipe":
+            assert found.places(path), path
+
+
+def test_a_protocol_that_fixes_a_field_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "evaluate.protocols=[held-out-judge-v1]"
+    text = shown(capsys, "judge.kind", "tiny", given)
+    assert "openai under the protocol held-out-judge-v1" in text
+
+
+def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "KL coefficient" in shown(capsys, "beta")
+    assert fields_called("learning_rate") == [
+        "sft.learning_rate",
+        "rft.learning_rate",
+        "grpo.learning_rate",
+    ]
+    lines = shown(capsys, "grpo.curriculum").splitlines()
+    assert len(lines) == 1 + len(fields_below("grpo.curriculum"))
+    assert "tiny.yaml:" in shown(capsys, "grpo", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gropo.beta"], "Did you mean 'grpo.beta'?"),
+        (["environmnt"], "Did you mean 'environment'?"),
+        (["--search", "xyzzy"], "No field speaks of 'xyzzy'"),
+        (["grpo.beta", "tini"], "Did you mean 'tiny'?"),
+        (["grpo.beta", "tiny", "more"], "a field or section, then a recipe"),
+        (["grpo.beta", "seed=3"], "a field or section, then a recipe"),
+        (["grpo.beta", "tiny", "grpo.bta=3"], "Did you mean 'grpo.beta'?"),
+    ],
+)
+def test_what_is_misspelt_is_refused_with_what_was_meant(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in shown(capsys, *words, code=2)
+
+
+def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
+    value = json.loads(shown(capsys, "grpo.kl_estimator", "tiny", "--json"))["fields"][0]
+    assert value["choices"] == ["kl1", "kl2", "kl3", "kl4"]
+    assert (value["value"], value["source"], value["mark"]) == ("kl3", "default", "identity")
+    assert value["stages"] == ["grpo"]
+    every = json.loads(shown(capsys, "--all", "--json"))["fields"]
+    assert [f["field"] for f in every] == list(field_paths())
+    listed = json.loads(shown(capsys, "--json"))["sections"]
+    assert {"section": "notify", "doc": "who hears of it"}.items() <= listed[-1].items()
+    found = json.loads(shown(capsys, "--search", "KL coefficient", "--json"))["fields"]
+    assert [f["field"] for f in found] == ["grpo.beta"]
+
+
+def test_kinds_that_are_named_are_kinds_of_stages() -> None:
+    assert {kind for path in field_paths() for kind in facts_of(path).kinds} <= set(STAGE_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["recipes", "profiles", "rubrics", "protocols", "environments", "sweep"]
+)
+def test_what_there_is_is_listed_with_a_line_each(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([name]) == 0
+    plain = capsys.readouterr()
+    assert "Next:" in plain.err
+    assert main([name, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    kind = {"rubrics": "sets", "sweep": "shipped"}.get(name, name)
+    assert len(value[kind]) >= 3
+    lines = plain.out.splitlines()
+    assert len(lines) >= 1 + len(value[kind])
+    if name != "sweep":
+        assert len(lines) == 1 + len(value[kind])
+        assert max(map(len, lines)) <= 100
+
+
+def test_listing_with_and_without_the_word_list_is_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("rubrics", "protocols", "environments"):
+        assert main([name]) == 0
+        plain = capsys.readouterr().out
+        assert main([name, "list"]) == 0
+        assert capsys.readouterr().out == plain
+
+
+def test_explaining_a_field_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from flows.cli.main import main\n"
+        "main(['show', 'grpo.beta'])\n"
+        "heavy = {'torch', 'prefect', 'omegaconf', 'transformers', 'pyarrow', 'submitit'}\n"
+        "print('heavy', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert "heavy []" in done.stdout
+
+
+# ---------------------------------------------------------------- files beside a recipe
+
+
+def test_rows_and_a_profile_beside_a_recipe_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    for folder in (mine, elsewhere, mine / "rows"):
+        folder.mkdir()
+    for name in ("mine/sft.jsonl", "elsewhere/here.jsonl", "mine/cluster.yaml"):
+        (tmp_path / name).write_text("{}\n")
+    (mine / "recipe.yaml").write_text(
+        "include: tiny\n"
+        "data: {sft_path: sft.jsonl, rl_path: rows}\n"
+        "dispatch: {profile: cluster.yaml}\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_recipe("../mine/recipe.yaml")
+    assert config.data.sft_path == str(mine / "sft.jsonl")
+    assert config.data.rl_path == str(mine / "rows")
+    assert config.dispatch.profile == str(mine / "cluster.yaml")
+    config = load_recipe("../mine/recipe.yaml", ["data.sft_path=here.jsonl"])
+    assert config.data.sft_path == str(elsewhere / "here.jsonl")
+
+
+@pytest.mark.parametrize("value", ["builtin:synthetic", "owner/rows", "gone.jsonl"])
+def test_what_is_no_file_stays_as_it_is_written(value: str) -> None:
+    config = load_recipe("tiny", [f'data.rl_path="{value}"'])
+    assert config.data.rl_path == value
+    assert load_recipe("tiny", ["dispatch.profile=gres"]).dispatch.profile == "gres"
