@@ -15,7 +15,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 
 if TYPE_CHECKING:
-    from flows.protocol_facts import ProtocolFacts
+    from flows.checking.protocol_facts import ProtocolFacts
     from refiner_core.contract.marks import FieldInfo
     from refiner_core.environments.checking import Checked as CheckedEnvironment
     from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
@@ -113,7 +113,7 @@ def list_protocols() -> list[ProtocolFacts]:
     ConfigurationError
         One of them is damaged: the installation is.
     """
-    from flows.protocol_facts import facts_of_protocol
+    from flows.checking.protocol_facts import facts_of_protocol
     from refiner_core.contract.protocol_files import shipped_protocols
 
     return [facts_of_protocol(name) for name in shipped_protocols()]
@@ -137,7 +137,7 @@ def show_protocol(name: str) -> ProtocolFacts:
     ConfigurationError
         There is none of that name, or it is no protocol.
     """
-    from flows.protocol_facts import facts_of_protocol
+    from flows.checking.protocol_facts import facts_of_protocol
 
     return facts_of_protocol(name)
 

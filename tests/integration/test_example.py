@@ -1,0 +1,95 @@
+"""The example that people begin with runs, says what the report says, and draws something.
+
+Its sweep is drawn, with rollouts beside it; matplotlib draws without a screen.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flows import api
+from infra.attempt.stage_io import encode_rollouts
+from refiner_core.contract.errors import DataError
+from tests.support.recorded_sweep import RecordedSweep
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("matplotlib", reason="needs the extra `analysis`")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
+    """Two arms, one of them truly better, and the last step's rollouts of the baseline."""
+    made = RecordedSweep(
+        tmp_path_factory.mktemp("example") / "runs",
+        ("base", "more"),
+        prompts=30,
+        steps=8,
+        effects={"more": 0.05},
+    )
+    made.write()
+    folder = made.workspace.layout.attempt(made.stages("base", 1)["grpo"], 1).rollouts
+    folder.mkdir()
+    row = {"step": 8, "sample_id": "row-00001", "sample_index": 0, "response_text": "<answer>42"}
+    rows = [{**row, "reward": r, "reward/rubric": r / 10, "judgements": "[]"} for r in (1.0, 7.5)]
+    (folder / "step-00000008.parquet").write_bytes(encode_rollouts(rows))
+    return made
+
+
+@pytest.fixture(scope="module")
+def ran(sweep: RecordedSweep) -> tuple[str, Path]:
+    """What it prints, and where its pictures lie."""
+    out = sweep.root.parent / "pictures"
+    command = [sys.executable, "-m", "flows.examples.compare_two_arms"]
+    done = subprocess.run(
+        [*command, str(sweep.root), sweep.name, str(out)],
+        cwd=ROOT,
+        env={**os.environ, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, out
+
+
+def test_its_numbers_are_those_of_the_report(ran: tuple[str, Path], sweep: RecordedSweep) -> None:
+    frame = api.comparisons_frame(sweep.name, sweep.root)
+    (said,) = frame[frame["primary"] & (frame["arm"] == "more")].to_dict("records")
+    printed = re.search(r"^(\S+) \[(\S+), (\S+)\], p = (\S+)$", ran[0], re.MULTILINE)
+    assert printed is not None
+    wanted = [said[k] for k in ("difference", "difference_low", "difference_high")]
+    assert [float(x) for x in printed.groups()[:3]] == pytest.approx(wanted, abs=6e-5)
+    assert float(printed[4]) == pytest.approx(said["p"], rel=6e-3)
+    assert f"{said['n']} prompts, {said['seeds']} seeds" in ran[0]
+    assert f"{said['metric']} of grpo, sampled: more minus base" in ran[0]
+
+
+def test_it_shows_the_best_rollout_with_the_parts_of_its_reward(ran: tuple[str, Path]) -> None:
+    assert "step 8, row-00001: reward 7.50" in ran[0]
+    assert re.search(r"reward/rubric +0\.75", ran[0])
+
+
+@pytest.mark.parametrize("name", ["curves", "difference"])
+def test_a_picture_has_both_arms_in_it(ran: tuple[str, Path], name: str) -> None:
+    from matplotlib import colors, image
+
+    pixels = np.asarray(image.imread(ran[1] / f"{name}.png"))[..., :3]
+    height, width = pixels.shape[:2]
+    assert width >= 800
+    assert height >= 400
+    blue = np.abs(pixels - np.array(colors.to_rgb("tab:blue"))).max(axis=-1) < 0.1
+    assert blue.sum() > 100, "the arm is not drawn"
+    edges = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    assert (edges > 0.99).all(), "something is cut off"
+
+
+def test_a_trial_without_rollouts_raises_what_the_example_catches(sweep: RecordedSweep) -> None:
+    with pytest.raises(DataError, match="no rollouts any more"):
+        api.rollouts_frame(f"{sweep.name}:more/seed1", workspace=sweep.root)
