@@ -78,8 +78,9 @@ def examine(
             )
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
-    words = shlex.join([recipe, *map(shown_address, overrides)]) if recipe else ""
-    look = Look(config, words, tuple(plan.stages) if plan else (), offline)
+    words = shlex.join([*([recipe] if recipe else []), *map(shown_address, overrides)])
+    stages = tuple(plan.stages) if plan else ()
+    look = Look(config, words if recipe else "", words, stages, offline)
     checks = [*all_checks(), *_recipe_checks(plan, refusal, look)]
     if job:
         checks.append(_job_check(look, wait_s))

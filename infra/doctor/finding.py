@@ -21,8 +21,9 @@ class Finding:
     Attributes
     ----------
     area, name
-        What was looked at: area ``python``, ``machine``, ``gpu``, ``workspace``, ``slurm``,
-        ``prefect``, ``hub``, ``wandb``, ``judge``, ``vllm``, ``network``; name in words.
+        What was looked at: area ``recipe``, ``python``, ``machine``, ``gpu``, ``workspace``,
+        ``slurm``, ``node`` (from a compute node), ``prefect``, ``hub``, ``wandb``, ``judge``,
+        ``vllm``, ``network``; name in words.
     what
         What was found, in a line, with the numbers.
     mend

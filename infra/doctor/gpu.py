@@ -7,7 +7,6 @@ should be: importing it takes seconds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, ask, doubtful
+from infra.doctor.look import Check, Look, absent, ask, doubtful, last_json
 from infra.doctor.packages import asked_for, install, installed
 
 _AREA = "gpu"
@@ -165,7 +164,7 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
         )
         return
     answer = ask([sys.executable, "-P", "-c", _TORCH], _TORCH_S)
-    value = _last_json(answer.out)
+    value = last_json(answer.out)
     if value is None:
         yield Finding(
             *(_AREA, "torch", doubtful(needed), f"torch cannot be imported: {answer.last_line}"),
@@ -243,14 +242,6 @@ def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
             mend=_reinstall(),
             why="training on several GPUs",
         )
-
-
-def _last_json(text: str) -> dict[str, Any] | None:
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            value: dict[str, Any] = json.loads(line)
-            return value
-    return None
 
 
 CHECKS = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -35,7 +36,9 @@ class Look:
     config
         The recipe's configuration; the defaults (which need nothing special) without one.
     recipe
-        As it was named on the command line; empty without one.
+        As it was named on the command line, with overrides; empty without one.
+    words
+        The same, and the overrides where there is no recipe.
     stages
         The planned stages; empty where there is no plan.
     offline
@@ -50,6 +53,7 @@ class Look:
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
     recipe: str = ""
+    words: str = ""
     stages: tuple[PlannedStage, ...] = ()
     offline: bool = False
     on_node: bool = False
@@ -90,10 +94,17 @@ class Look:
     @property
     def gpus(self) -> int:
         """The most GPUs that a stage asks for on the machine that is looked at."""
-        if self.recipe and not self.stages and not self.on_slurm:  # there is no plan
-            named = [s for s in STAGES if s in self.config.stages]
-            return max((section_of(self.config, s).resources.gpus for s in named), default=0)
+        if self.recipe and not self.stages and not self.on_slurm:
+            return self.most_gpus
         return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
+
+    @property
+    def most_gpus(self) -> int:
+        """The most GPUs that a stage of the recipe asks for, wherever it runs."""
+        if self.stages or not self.recipe:
+            return max((s.resources.gpus for s in self.stages), default=0)
+        named = [s for s in STAGES if s in self.config.stages]  # there is no plan
+        return max((section_of(self.config, s).resources.gpus for s in named), default=0)
 
     @property
     def rollout_servers(self) -> str:
@@ -134,6 +145,10 @@ class Look:
     def command(self, *more: str) -> str:
         """The recipe's own word with something added, for a mend: `refiner plan tiny …`."""
         return " ".join(("refiner", *more, self.recipe or "RECIPE"))
+
+    def again(self, *more: str) -> str:
+        """The same look with something added, for a mend."""
+        return " ".join(filter(None, ("refiner doctor", self.words, *more)))
 
 
 def absent(needed: object) -> State:
@@ -192,6 +207,15 @@ class Answer(NamedTuple):
         """Where programs say what went wrong."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """The last line of an answer that is a JSON object; None if there is none."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            value: dict[str, Any] = json.loads(line)
+            return value
+    return None
 
 
 def ask(

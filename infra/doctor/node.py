@@ -56,7 +56,7 @@ def node_check(wait_s: float) -> Check:
 def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
     with scratch_in(look.workspace) as folder:
         atomic.write_json(folder / _LOOK, {"config": to_json(look.config), "recipe": look.recipe})
-        gpus = min(1, max((s.resources.gpus for s in look.stages), default=0))
+        gpus = min(1, look.most_gpus)
         began, name = time.time(), f"refiner-doctor-{folder.name[-8:]}"
 
         def leave_nothing() -> None:
@@ -66,7 +66,7 @@ def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
         atexit.register(leave_nothing)  # for Ctrl-C, which threads do not hear of
         try:
             job = _submit(look, folder, name, gpus)
-            found = _wait(folder, job, began + wait_s)
+            found = _wait(look, folder, job, began + wait_s)
         except RefinerError as error:
             yield Finding(_AREA, "job", "broken", error.what, mend="sinfo --long", why=_WHY)
             return
@@ -92,7 +92,7 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
     return Submitter(look.profile, python).submit(work)[0]
 
 
-def _wait(folder: Path, job: str, until: float) -> dict[str, object] | Finding:
+def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, object] | Finding:
     """What the job has written; or why there is nothing."""
     over = 0
     while time.time() < until:
@@ -110,7 +110,7 @@ def _wait(folder: Path, job: str, until: float) -> dict[str, object] | Finding:
         time.sleep(0.5)
     return Finding(
         *(_AREA, "job", "warning", f"job {job} has not started: {_state(job) or 'it is gone'}"),
-        mend="refiner doctor --job --wait 600",
+        mend=look.again("--job --wait 600"),
         why="it was cancelled; how a compute node is, is not known",
     )
 

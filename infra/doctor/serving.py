@@ -6,14 +6,12 @@ engine, and how its CUDA fits the driver; asked in the very shell text that a se
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, ask, doubtful
+from infra.doctor.look import Check, Look, absent, ask, doubtful, last_json
 from infra.services.program import ServerProgram
 
 _AREA = "vllm"
@@ -71,7 +69,7 @@ def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
             *(_AREA, name, doubtful(needed), program.lacking + elsewhere), mend=mend, why=why
         )
     answer = ask(["bash", "-c", _text(program)], _IMPORT_S)
-    value = _last_json(answer.out)
+    value = last_json(answer.out)
     if value is None:
         if program.python is None and answer.ok:
             return Finding(_AREA, name, "ok", f"{engine} {answer.out.split()[-1]} answers")
@@ -103,11 +101,8 @@ def _install(program: ServerProgram) -> str:
 def _make(look: Look, field: str, engine: str) -> str:
     """An environment of its own, and the same question with it."""
     folder, asked = f"$HOME/{engine}-env", _DISTRIBUTION[engine]
-    again = f"{look.command('doctor') if look.recipe else 'refiner doctor'}"
-    return (
-        f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && "
-        f"{again} {field}.python={folder}/bin/python"
-    )
+    again = look.again(f"{field}.python={folder}/bin/python")
+    return f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && {again}"
 
 
 def _text(program: ServerProgram, *, short: bool = False) -> str:
@@ -120,14 +115,6 @@ def _text(program: ServerProgram, *, short: bool = False) -> str:
         words = [program.python, "-c", _PROBE.replace("ENGINE", program.engine)]
     call = " ".join(filter(None, ((program.container or "").strip(), shlex.join(words))))
     return "\n".join(["set -e", *program.setup, f"exec {call}"])
-
-
-def _last_json(text: str) -> dict[str, Any] | None:
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            value: dict[str, Any] = json.loads(line)
-            return value
-    return None
 
 
 CHECKS = (

@@ -266,9 +266,7 @@ def _less(look: Look, stage: str, asked: Resources) -> str:
     less = {n: v for n in ("cpus", "memory_gb") if 0 < (v := getattr(most, n)) < getattr(asked, n)}
     if not (less and look.recipe and hasattr(getattr(look.config, section, None), "resources")):
         return 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
-    return " ".join(
-        [look.command("doctor"), *(f"{section}.resources.{n}={v}" for n, v in less.items())]
-    )
+    return " ".join([look.again(), *(f"{section}.resources.{n}={v}" for n, v in less.items())])
 
 
 CHECKS = (
