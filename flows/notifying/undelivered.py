@@ -5,9 +5,11 @@ In: a workspace and a call. Out: values and lines for `refiner status`. Reads on
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from infra.store.layout import call_title
 from infra.store.notices import Notices
 from infra.store.workspace import Workspace
 
@@ -42,11 +44,13 @@ def undelivered(workspace: Workspace, call: str) -> list[Undelivered]:
 def undelivered_lines(workspace: Workspace, call: str) -> Iterator[str]:
     """For people: by channel, with what mends it."""
     found = undelivered(workspace, call)
+    name = call_title(call).partition(" ")[2]
+    resume = shlex.join(["refiner", "resume", name, f"workspace={workspace.root}"])
     for channel in dict.fromkeys(u.channel for u in found):
         of_it = [u for u in found if u.channel == channel]
         why = f": {of_it[-1].why}" if of_it[-1].why else ""
         kinds = ", ".join(u.kind for u in of_it)
         yield (
-            f"not told by {channel}: {kinds}{why} (`refiner notify test` tries it; "
-            "`refiner resume` sends what is left)"
+            f"not told by {channel}: {kinds}{why} (`refiner notify test` tries the channel; "
+            f"what is left goes out with `{resume}`)"
         )

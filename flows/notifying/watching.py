@@ -5,6 +5,7 @@ In: views, again and again, as a terminal gets them. Out: messages.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -93,8 +94,9 @@ class Watching:
             self._tell(words.broke(self.topic, f"broke-{self.turn}", error))
 
     def close(self) -> None:
-        """Wait a while for what is on its way."""
-        self._safely(self._teller.close)
+        """Wait a while for what is on its way; Ctrl-C leaves it to the courier."""
+        with contextlib.suppress(KeyboardInterrupt):  # the run is over, and has its exit code
+            self._safely(self._teller.close)
 
     def _look(self, views: Mapping[str, StageView]) -> None:
         self._watch_pauses({name: sight_of(view) for name, view in views.items()})

@@ -32,6 +32,7 @@ from tests.support.browser import chromium
 from tests.support.fake_campaign import Change, FakeCampaign
 from tests.support.plans import claim, run_record, small_plan
 from tests.support.prefect_server import PrefectApi, eventually
+from tests.support.told_campaign import patch_router, told_run
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,6 +214,34 @@ def orchestrator(run: str) -> Iterator[psutil.Process]:
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_automation_acts_on_the_event_of_a_run_that_fails(
+    prefect: PrefectApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flows/notifying/README.md says; here it begins a deployment's flow run."""
+    flow = prefect.post("/flows/", {"name": "own-flow"})
+    target = prefect.post("/deployments/", {"name": "on-failure", "flow_id": flow["id"]})
+    trigger = {
+        "type": "event",
+        "posture": "Reactive",
+        "expect": ["refiner.run.failed"],
+        "match": {"prefect.resource.id": "refiner.run.*"},
+        "threshold": 1,
+        "within": 0,
+    }
+    action = {"type": "run-deployment", "source": "selected", "deployment_id": target["id"]}
+    wanted = {"name": "on-failure", "trigger": trigger, "actions": [action]}
+    prefect.post("/automations/", wanted)
+    patch_router(monkeypatch)
+    root = tmp_path / "runs"
+    told_run(root, {"prefect": True}, behaviour={"fail": "bug", "fail_at_step": 1})
+    run = Workspace.read_only(root).run_ids()[-1]
+    event = eventually(lambda: prefect.events(f"refiner.run.{run}").get("refiner.run.failed"))
+    assert event["payload"]["next"] == f"refiner logs data {run} workspace={root}"
+    assert event["resource"]["refiner.cause"] == "bug"
+    of_it = {"deployments": {"id": {"any_": [target["id"]]}}}
+    eventually(lambda: prefect.post("/flow_runs/filter", of_it))
 
 
 def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(prefect: PrefectApi) -> None:
