@@ -32,19 +32,21 @@ class Span(NamedTuple):
     after: str = ""
 
 
-def spans(text: str) -> Iterator[Span]:
-    """A text cut at its snippet tags; put together again, the pieces are the text."""
+def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
+    """A text cut at its snippet tags, as an answer's claims are cut; put together again, the
+    pieces are the text. A tag that is broken, that closes nothing or (but with ``any_case``, as
+    prompts are read) is not in lower case is text."""
     at = 0
     opened: tuple[int, tuple[str, ...], str] | None = None
     for tag in scan_tags(text):
-        if tag.name != "snippet":
+        if tag.name != "snippet" or not tag.complete or not (tag.lower_case or any_case):
             continue
         raw, inside = text[tag.start : tag.end], text[at : tag.start]
         if opened is not None:
             start, ids, before = opened
             yield Span(start, inside, ids, before, raw if tag.closing else "")
         elif tag.closing:
-            yield Span(at, inside + raw)
+            continue
         elif inside:
             yield Span(at, inside)
         opened = None if tag.closing else (tag.start, read_attributes(tag.attributes).ids, raw)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from markupsafe import Markup, escape
 
-from refiner_core.answers.claims import parse_answer, says_something
+from refiner_core.answers.claims import parse_answer, says_something, strip_tags
 from refiner_core.answers.evidence import parse_evidence
-from refiner_core.answers.tags import read_attributes, scan_tags
+from refiner_core.answers.tags import Tag, read_attributes, scan_tags
 from refiner_core.report.printing import plain
 from refiner_core.report.transcripts import (
     MOST_OF_ANSWER,
@@ -54,7 +53,7 @@ def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
     marker = _Marker(known, frozenset(cited), name)
     parts: list[Markup] = []
     behind = 0
-    for span in spans(plain(prompt)):
+    for span in spans(plain(prompt), any_case=True):
         if (room := MOST_OF_PROMPT - span.start) > 0:
             parts.append(marker.piece(_cut(span, room)))
         elif behind < _MOST_BEHIND and marker.awaited(span.ids or ()):
@@ -112,39 +111,37 @@ class _Marker:
 
 def answer_markup(text: str, evidence: Evidence) -> Markup:
     """An answer with its claims numbered as its judgements number them."""
-    parsed = parse_answer(text)
+    shown, body = plain(text[:MOST_OF_ANSWER]), parse_answer(text).body
     start = end = 0
-    if parsed.body is not None:
-        start = next(t.end for t in scan_tags(text) if t.name == "answer" and t.complete)
-        end = start + len(parsed.body)
-    parts: list[Markup] = []
+    if body is not None:
+        start = next(t.end for t in scan_tags(text) if _opens_answer(t))
+        end = start + len(body)
+    parts = [_around(shown[:start], evidence)]
     count = 0
-    for span in spans(plain(text[:MOST_OF_ANSWER])):
-        inside = start <= span.start + len(span.before) <= end
-        if span.ids is None:
-            pieces, count = _plain_text(span, start, end, count)
-            parts += pieces
-            continue
-        parts.append(_claim(span, evidence, count if inside and parsed.body is not None else None))
-        count += inside
-    return Markup("").join([*parts, left_out(len(text) - MOST_OF_ANSWER)])
-
-
-def _plain_text(span: Span, start: int, end: int, count: int) -> tuple[list[Markup], int]:
-    """Text without a snippet tag: in the answer a claim that cites nothing, else outside of it."""
-    text, at = span.text, span.start
-    cuts = sorted({0, len(text), *(min(max(0, c - at), len(text)) for c in (start, end))})
-    parts = []
-    for left, right in pairwise(cuts):
-        piece = text[left:right]
-        if not (start <= at + left < end and at + right <= end):
-            parts.append(_outside(piece))
-        elif says_something(piece):
-            count += 1
-            parts.append(_UNCITED.format(count, count, piece))
+    for span in spans(shown[start:end]):
+        if span.ids is not None:
+            parts.append(_claim(span, evidence, count))
+        elif says_something(strip_tags(span.text)):
+            parts.append(_UNCITED.format(count + 1, count + 1, span.text))
         else:
-            parts.append(escape(piece))
-    return parts, count
+            parts.append(escape(span.text))
+            continue
+        count += 1
+    parts += [_around(shown[end:], evidence), left_out(len(text) - MOST_OF_ANSWER)]
+    return Markup("").join(parts)
+
+
+def _opens_answer(tag: Tag) -> bool:
+    plainly = tag.complete and tag.lower_case and not tag.attributes.strip()
+    return tag.name == "answer" and not tag.closing and plainly
+
+
+def _around(text: str, evidence: Evidence) -> Markup:
+    """What is not in an answer block, or all of it where there is no single one."""
+    return Markup("").join(
+        _outside(span.text) if span.ids is None else _claim(span, evidence, None)
+        for span in spans(text)
+    )
 
 
 def _outside(text: str) -> Markup:
