@@ -29,16 +29,15 @@ def questions_of(
 def read_questions(path: Path, prompts: Sequence[str]) -> dict[str, Question]:
     """What these prompts ask; empty where the file is gone."""
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(
-            path,
-            columns=["sample_id", "question", "prompt_text"],
-            filters=[("sample_id", "in", list(prompts))],
-        )
+        with pq.ParquetFile(path) as file:
+            table = file.read(["sample_id", "question", "prompt_text"])
     except (OSError, pa.ArrowInvalid):
         return {}
+    asked = table.filter(pc.field("sample_id").isin(list(prompts)))
     return {
-        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in table.to_pylist()
+        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in asked.to_pylist()
     }

@@ -84,8 +84,8 @@ def read_rollouts(path: Path, leave_out: Collection[str] = ()) -> list[dict[str,
     the token ids and log-probabilities, which are most of it."""
     import pyarrow.parquet as pq
 
-    wanted = [n for n in pq.read_schema(path).names if n not in leave_out] if leave_out else None
-    table = pq.read_table(path, columns=wanted)
+    with pq.ParquetFile(path) as file:
+        table = file.read([n for n in file.schema_arrow.names if n not in leave_out])
     names = json.loads((table.schema.metadata or {}).get(_JSON_COLUMNS, b"[]"))
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:

@@ -101,7 +101,8 @@ def prompts_of(path: Path) -> list[str]:
     """Sample ids of a rollout file, each once."""
     import pyarrow.parquet as pq
 
-    ids: list[str] = pq.read_table(path, columns=["sample_id"]).column("sample_id").to_pylist()
+    with pq.ParquetFile(path) as file:
+        ids: list[str] = file.read(["sample_id"]).column("sample_id").to_pylist()
     return list(dict.fromkeys(ids))
 
 

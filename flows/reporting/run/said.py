@@ -19,8 +19,9 @@ from refiner_core.evaluation.samples import METRICS
 from refiner_core.report.run.document import RewardPart, Said
 from refiner_core.rewards.citations import F1_SHARE, FORMAT_SHARE
 
-#: Characters of an answer, of a prompt, and of each text of an episode that a report keeps.
-MOST_OF_ANSWER, MOST_OF_PROMPT, MOST_OF_TURN = 12_000, 24_000, 4_000
+#: Characters of an answer, of a prompt, and of each text of an episode or judgement that a report
+#: keeps.
+MOST_OF_ANSWER, MOST_OF_PROMPT, MOST_OF_TURN, MOST_OF_JUDGEMENT = 12_000, 24_000, 4_000, 1_500
 _CUT = " […]"
 _NEAR = 1e-6
 
@@ -69,7 +70,7 @@ def _said(
         finish_reason=str(row.get("finish_reason") or ""),
         reward=_finite(row.get("reward")),
         parts=tuple(parts),
-        judgements=tuple(clipped(j, MOST_OF_TURN) for j in judgements),
+        judgements=tuple(clipped(j, MOST_OF_JUDGEMENT) for j in judgements),
         metrics={k: _finite(v) for k, v in metrics.items()},
         episode=episode,
         failed=_failed(row, judgements, episode),

@@ -196,7 +196,8 @@ def standing_of(
         skipped = sum(r.skipped for r in done)
         text = f"{counted(len(done), 'stage')} done"
         if skipped:
-            text += f", {skipped} of them before this run began"
+            which = "all" if skipped == len(done) else str(skipped)
+            text += f", {which} of them before this run began"
         return Standing("done", f"{text}.", ended_at)
     failed = [r for r in working if r.state in _FAILED]
     if failed:
