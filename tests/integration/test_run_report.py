@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -349,6 +351,18 @@ def test_the_newest_run_is_reported_where_there_is_no_sweep(
     assert "1 incident, all resolved" in printed.out
     assert "preempted" in (folder / "report.md").read_text()
     assert finished.run.run in (folder / "report.html").read_text()
+
+
+def test_a_report_needs_neither_torch_nor_prefect_nor_a_scheduler(at: str) -> None:
+    code = (
+        "import sys; from flows.cli.main import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'prefect', 'submitit', 'transformers', 'wandb'} & set(sys.modules); "
+        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, "report", at], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
 
 
 def test_scripts_get_the_whole_report_and_may_name_a_folder_and_the_end_of_an_id(

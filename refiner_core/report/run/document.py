@@ -33,7 +33,8 @@ class AttemptRow:
 class StageRow:
     """One stage of the run.
 
-    ``state`` is that of ``refiner status``. ``skipped``: it was there before the run began, made by
+    ``state`` is that of ``refiner status``, or ``unreadable`` where its records are damaged, which
+    ``reason`` then explains. ``skipped``: it was there before the run began, made by
     ``made_by``. ``seconds`` are of all its attempts. ``output_bytes`` is what its output takes.
     """
 
