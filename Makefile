@@ -31,10 +31,11 @@ run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account,
 test: setup  ## all tests that this machine can run; the rest says why it is skipped
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
-lint: setup  ## style, types, and the arrows between rooms
+lint: setup  ## style, types, and the shape of the house: arrows, sizes, marks, dead code, copies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.lint
 
 format: setup  ## let ruff tidy up
 	$(BIN)/ruff check --fix .

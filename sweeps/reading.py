@@ -57,6 +57,7 @@ class Reader:
         self.folder = Path(origin).parent if origin else Path.cwd()
 
     def read(self, name: str) -> SweepFile:
+        """The whole file, each part checked."""
         _known_keys(self.values, KEYS, "", self.where)
         if not self.values.get("recipe"):
             raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")

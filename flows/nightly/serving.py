@@ -23,7 +23,6 @@ from refiner_core.nightly.schedule import Schedule
 from refiner_core.nightly.values import Nightly
 
 #: Where a worker finds the flow.
-ENTRYPOINT = "flows.nightly.flow.nightly"
 _SERVER_WAIT_S = 120.0
 
 

@@ -157,11 +157,6 @@ class SweepReader:
         return {}
 
 
-def trial_states(workspace: Workspace, sweep: SweepRecord) -> list[TrialStanding]:
-    """How every trial of a sweep stands, and what it has taken; one look."""
-    return SweepReader(workspace, sweep.name).standings(sweep)
-
-
 def use_file(workspace: Workspace, sweep: str) -> Path:
     """Where a sweep's orchestrator leaves what done stages have used."""
     return workspace.sweep_folder(sweep) / "use.json"

@@ -27,6 +27,7 @@ from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_vi
 from infra.campaign.timeline import first_line
 from infra.campaign.together import SharedRouter
 from infra.host.processes import ProcessId, host_name
+from infra.host.waiting import wait_for
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace, now_text
@@ -202,8 +203,7 @@ class Supervisor:
         Exception
             Whatever ended the thread.
         """
-        while not self._ended.wait(1.0):  # not Thread.join: see Campaign.join
-            pass
+        wait_for(self._ended)
         if self._error is not None:
             raise self._error
         return self.views()

@@ -24,6 +24,7 @@ from infra.campaign.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Room
 from infra.campaign.together import Together
 from infra.campaign.views import view_of
 from infra.host.processes import ProcessId, host_name
+from infra.host.waiting import wait_for
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import CLASSES, outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
@@ -200,9 +201,7 @@ class Campaign:
         Exception
             Whatever ended the campaign's thread.
         """
-        # Not Thread.join: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
-        while not self._ended.wait(1.0):
-            pass
+        wait_for(self._ended)
         if self._error is not None:
             raise self._error
         return self.views()

@@ -97,6 +97,7 @@ class Builder:
         after: tuple[str, ...] = (),
         protocol: str = "",
     ) -> str:
+        """See :class:`refiner_core.contract.publications.Adder`."""
         wanted = _Wanted(name, kind, inputs, protocol, model, at_step or {}, after)
         self.stages[name] = self._stage(wanted)
         return name
@@ -173,12 +174,15 @@ class Builder:
     def add_card(
         self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
     ) -> str:
+        """A card that comes when more is known than at publication."""
         return self.add(name, "card", inputs, model=model, after=after)
 
     def add_export(self, name: str, policy: str, model: str, step: int) -> str:
+        """A model folder of a checkpoint."""
         return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})
 
     def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
+        """One evaluation for each protocol, by protocol."""
         found = {}
         for protocol in ("", *self.under):
             name = self._add_evaluation(model, weights, protocol)
@@ -212,6 +216,7 @@ class Builder:
         return name
 
     def reads_data(self, name: str) -> bool:
+        """Whether a stage has prepared rows as an input."""
         return "data" in self.stages[name].inputs
 
     def with_judges(self) -> dict[str, PlannedStage]:

@@ -214,11 +214,6 @@ def protocol_of(values: Mapping[str, Any], origin: str = "") -> ProtocolFile:
     return ProtocolFile(name, kept, protocol_text(name, kept))
 
 
-def config_under(config: RecipeConfig, text: str) -> RecipeConfig:
-    """``config`` as it measures under a protocol (an element of ``evaluate.protocols``)."""
-    return parse_protocol(text).over(config)
-
-
 def protocols_of(config: RecipeConfig) -> dict[str, ProtocolFile]:
     """A configuration's protocol files by name, in order.
 

@@ -19,7 +19,7 @@ place would make it another number than the one that it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from math import comb
 
 from refiner_core.contract.errors import ConfigurationError
@@ -86,15 +86,3 @@ def task_passes(succeeded: Sequence[bool | None], attempts: int) -> dict[str, fl
     ks = range(1, attempts + 1)
     found |= {f"pass@{k}": pass_at_k(n, c, k) for k in ks}
     return found | {f"pass^{k}": pass_hat_k(n, c, k) for k in ks}
-
-
-def mean_passes(
-    tasks: Iterable[Sequence[bool | None]], attempts: int
-) -> Mapping[str, tuple[float | None, int]]:
-    """Means over tasks, each with the number of tasks that have it; None where none has."""
-    values: dict[str, list[float]] = {name: [] for name in pass_names(attempts)}
-    for succeeded in tasks:
-        for name, value in task_passes(succeeded, attempts).items():
-            if value is not None:
-                values[name].append(value)
-    return {name: (sum(v) / len(v) if v else None, len(v)) for name, v in values.items()}

@@ -311,31 +311,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def mcnemar_exact(a_rows: Sequence[Row], b_rows: Sequence[Row], metric: str) -> float:
-    """Two-sided exact p-value for a yes/no metric, one checkpoint against one, one sample a prompt.
+def mcnemar_of(changes: Floats) -> float:
+    """Two-sided exact p-value from changes of one yes or no per prompt (-1, 0, 1).
 
     Pooling several seeds into it has false positives far above its level: use
     :func:`paired_difference_over_seeds` there.
-
-    Raises
-    ------
-    ConfigurationError
-        If prompts differ, have several samples, or the metric is not yes/no.
     """
-    prompts = _same_prompts([a_rows, b_rows])
-    for rows in (a_rows, b_rows):
-        groups = _by_prompt(rows, metric).values()
-        if len(rows) != len(prompts) or any(float(g[0]) not in (0.0, 1.0) for g in groups):
-            raise ConfigurationError(
-                f"McNemar's test does not fit {metric}",
-                expected="a yes/no metric with one sample per prompt",
-                fix="use the paired difference instead",
-            )
-    return mcnemar_of(_means(a_rows, metric, prompts) - _means(b_rows, metric, prompts))
-
-
-def mcnemar_of(changes: Floats) -> float:
-    """The same from changes of one yes or no per prompt (-1, 0, 1)."""
     from scipy.stats import binomtest
 
     up, down = int((changes > 0).sum()), int((changes < 0).sum())

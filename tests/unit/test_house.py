@@ -1,8 +1,10 @@
-"""The house keeps its shape: arrows point down, planning never imports torch, help is quick."""
+"""The house keeps its shape: arrows point down, planning never imports torch, help is quick.
+
+What is read from the source alone is asked by :mod:`tests.lint`, which ``make lint`` runs too.
+"""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import tomllib
@@ -10,17 +12,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("flows", "sweeps", "infra", "refiner_core")
-#: What each package may import of ours.
-MAY_IMPORT = {
-    "flows": {"flows", "sweeps", "infra", "refiner_core"},
-    "sweeps": {"sweeps", "refiner_core"},
-    "infra": {"infra", "refiner_core"},
-    "refiner_core": {"refiner_core"},
-}
-#: The science knows nothing of orchestration.
-NOT_IN_CORE = {"prefect", "submitit", "wandb", "huggingface_hub"}
+from tests.lint.__main__ import CHECKS
+from tests.lint.source import PACKAGES, ROOT
+
 #: What takes long to import, and who only looks has no use for.
 HEAVY = ["torch", "transformers", "prefect", "submitit", "wandb", "pandas", "pyarrow", "datasets"]
 TOP_LEVEL = {
@@ -40,43 +34,10 @@ TOP_LEVEL = {
 }
 
 
-def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
-
-
-def imports(path: Path) -> set[str]:
-    """Dotted names that a module imports anywhere, also inside functions."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return names
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_arrows_point_down(package: str) -> None:
-    for path in sources(package):
-        ours = {n.split(".")[0] for n in imports(path)} & set(PACKAGES)
-        assert ours <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {ours}"
-
-
-def test_the_science_imports_no_orchestration() -> None:
-    for path in sources("refiner_core"):
-        assert not {n.split(".")[0] for n in imports(path)} & NOT_IN_CORE, path.relative_to(ROOT)
-
-
-def test_the_contract_imports_nothing_of_ours_but_itself() -> None:
-    for path in sources("refiner_core/contract"):
-        ours = {n for n in imports(path) if n.split(".")[0] in PACKAGES}
-        assert all(n.startswith("refiner_core.contract") for n in ours), path.name
-
-
-def test_no_module_is_without_a_docstring() -> None:
-    for package in PACKAGES:
-        for path in sources(package):
-            assert ast.get_docstring(ast.parse(path.read_text())), path.relative_to(ROOT)
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_house_is_in_shape(check: str) -> None:
+    found = "\n".join(str(finding) for finding in CHECKS[check]())
+    assert not found, found
 
 
 def test_nothing_strange_at_the_top_level() -> None:

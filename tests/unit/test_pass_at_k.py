@@ -9,7 +9,6 @@ import pytest
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.pass_at_k import (
-    mean_passes,
     pass_at_k,
     pass_hat_k,
     pass_names,
@@ -78,9 +77,9 @@ def test_the_first_attempt_is_another_number_than_pass_at_1() -> None:
         [True, False, False, False],
         [None, True, True, None],
     ]
-    found = mean_passes(tasks, 4)
-    assert found["pass@1_first"] == (0.5, 2)
-    assert found["pass@1"] == ((0.75 + 0.25 + 1.0) / 3, 3)
-    assert found["pass@4"] == (1.0, 2)
-    assert found["pass^4"] == (0.0, 2)
-    assert mean_passes([[None]], 1)["pass@1"] == (None, 0)
+    found = [task_passes(task, 4) for task in tasks]
+    assert [f["pass@1_first"] for f in found] == [0.0, 1.0, None]
+    assert [f["pass@1"] for f in found] == [0.75, 0.25, 1.0]
+    assert [f["pass@4"] for f in found] == [1.0, 1.0, None]
+    assert [f["pass^4"] for f in found] == [0.0, 0.0, None]
+    assert task_passes([None], 1)["pass@1"] is None

@@ -32,7 +32,6 @@ from refiner_core.contract.protocol_files import load_protocol, shipped_protocol
 from refiner_core.contract.protocols import (
     FIELDS,
     ProtocolFile,
-    config_under,
     configs_under,
     parse_protocol,
     protocol_fingerprint,
@@ -410,4 +409,4 @@ def test_fields_are_those_of_measuring() -> None:
         if p.startswith("evaluate.") and info.mark == "identity" and p not in FIELDS
     }
     assert left == known, "say in contract/protocols.py whether a protocol fixes it"
-    assert config_under(RecipeConfig(), tiny("held-out-greedy-v1").evaluate.protocols[0])
+    assert parse_protocol(tiny("held-out-greedy-v1").evaluate.protocols[0]).over(RecipeConfig())

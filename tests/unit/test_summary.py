@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from flows.running.calls import RunOutcome
-from flows.running.summary import summary_lines
+from flows.api.summary import summary_lines
 from refiner_core.contract.views import StageView
 from tests.support.recorded_run import RecordedRun
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.sweeping.forecasting import used_before
-from flows.sweeping.reading import trial_states
+from flows.sweeping.reading import SweepReader
 from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
 from infra.campaign.campaign import Campaign
@@ -439,7 +439,7 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     bad = plan.trials[3].name
     jobs = Jobs(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
     bench(workspace, plan, jobs=jobs).run()
-    found = {t.name: t for t in trial_states(workspace, record)}
+    found = {t.name: t for t in SweepReader(workspace, record.name).standings(record)}
     assert [t.state for t in found.values()] == ["done", "done", "done", "failed"]
     assert "grpo" in found[bad].reason
     first, second = (found[t.name] for t in plan.trials[:2])

@@ -28,12 +28,8 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.training.batches.order import prompt_batch
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
-from refiner_core.training.rollouts.rollout import (
-    RolloutSampler,
-    Sampled,
-    form_groups,
-    rollout_rows,
-)
+from refiner_core.training.rollouts.rollout import RolloutSampler, Sampled, form_groups
+from refiner_core.training.rollouts.rows import rollout_rows
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (

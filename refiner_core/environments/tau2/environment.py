@@ -24,15 +24,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Task, ToolSpec
 from refiner_core.environments.record import EpisodeRecord
-from refiner_core.environments.tau2.episode import (
-    FINISH,
-    SPEAK,
-    Given,
-    Rules,
-    Tau2Episode,
-    assertions_of,
-    basis_of,
-)
+from refiner_core.environments.tau2.episode import FINISH, SPEAK, Given, Rules, Tau2Episode
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
     DOMAINS,
@@ -43,6 +35,7 @@ from refiner_core.environments.tau2.package import (
 )
 from refiner_core.environments.tau2.results import ResultsFacts, write_tau2_results
 from refiner_core.environments.tau2.reward import NL_BASIS
+from refiner_core.environments.tau2.tasks import assertions_of, basis_of
 
 #: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
 MAX_ERRORS = 10

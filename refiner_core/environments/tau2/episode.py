@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -29,18 +29,19 @@ from refiner_core.environments.tau2.reward import (
     read_reward_info,
     with_judged,
 )
+from refiner_core.environments.tau2.tasks import (
+    assertions_of,
+    basis_of,
+    lines_of,
+    said_before,
+    slim,
+    without_assertions,
+)
 
 SPEAK, FINISH = "respond", "done"
 #: Tool calls of a user between two things that they say.
 _MOST_USER_CALLS = 50
 _SEEDS = 2**31
-#: Of its messages, what its own tools read.
-_KEPT = frozenset(
-    {
-        *("role", "content", "tool_calls", "id", "requestor", "error", "turn_idx", "timestamp"),
-        *("cost", "usage", "generation_time_seconds"),
-    }
-)
 #: How it spells that an episode ended by itself.
 _STOPPED = ("agent_stop", "user_stop")
 
@@ -95,7 +96,7 @@ class Tau2Episode:
         self._turn_until_agent()
         if self._orchestrator.done:
             raise off_script("ended the conversation before it began", self._rules.user)
-        return (*_before(task), self._told())
+        return (*said_before(task), self._told())
 
     def step(self, call: ToolCall) -> Step:
         """One turn of the agent; what is no call that tau2-bench could take is answered here."""
@@ -131,7 +132,7 @@ class Tau2Episode:
         if reason not in _STOPPED:
             measured = Measured(0.0, measured.components, measured.checks, measured.excluded)
         failure = failure_of(measured, reason=reason, tools=self._tools, errors=self._errors)
-        record = _slim(simulation.model_dump(mode="json", exclude_none=True))
+        record = slim(simulation.model_dump(mode="json", exclude_none=True))
         record["termination_reason"] = reason or "max_steps"
         return Outcome(
             reward=measured.reward,
@@ -299,7 +300,7 @@ class Tau2Episode:
             return Measured(
                 measured.reward, measured.components, measured.checks, excluded=("nl",)
             ), info
-        transcript = "\n".join(_lines(simulation.messages))
+        transcript = "\n".join(lines_of(simulation.messages))
         measured = with_judged(measured, assertions, transcript, judge)
         return measured, {**info, **_judged_info(measured, info)}
 
@@ -380,57 +381,6 @@ def _user_tools(environment: Any, task: Any) -> list[Any] | None:
     except ValueError:  # "not available", says it
         return None
     return list(tools) or None
-
-
-def basis_of(task: Any) -> tuple[str, ...]:
-    """What a task's reward is the product of, in its words."""
-    criteria = task.evaluation_criteria
-    if criteria is None:
-        return ()
-    return tuple(str(getattr(basis, "value", basis)) for basis in criteria.reward_basis or ())
-
-
-def assertions_of(task: Any) -> tuple[str, ...]:
-    """A task's assertions in plain language."""
-    criteria = task.evaluation_criteria
-    return () if criteria is None else tuple(criteria.nl_assertions or ())
-
-
-def without_assertions(task: Any) -> Any:
-    """The task with a basis that names none."""
-    copy = task.model_copy(deep=True)
-    criteria = copy.evaluation_criteria
-    criteria.reward_basis = [
-        basis for basis in criteria.reward_basis if getattr(basis, "value", basis) != NL_BASIS
-    ]
-    return copy
-
-
-def _before(task: Any) -> tuple[Message, ...]:
-    """A conversation that a task begins in the middle of, as one message: an agent can be told
-    things, but not that it has said something."""
-    state = task.initial_state
-    history = [] if state is None else list(state.message_history or ())
-    if not history:
-        return ()
-    said = "\n".join(_lines(history[:-1]))
-    return (Message("user", f"What was said before you took over:\n{said}"),)
-
-
-def _lines(messages: Sequence[Any]) -> list[str]:
-    lines = []
-    for message in messages:
-        for call in getattr(message, "tool_calls", None) or ():
-            lines.append(f"{message.role} calls {call.name}({call.arguments})")
-        if message.content:
-            lines.append(f"{message.role}: {message.content}")
-    return lines
-
-
-def _slim(simulation: dict[str, Any]) -> dict[str, Any]:
-    messages = simulation.get("messages", [])
-    kept = [{k: v for k, v in message.items() if k in _KEPT} for message in messages]
-    return {**simulation, "messages": kept}
 
 
 def _judged_info(measured: Measured, info: Mapping[str, Any]) -> dict[str, Any]:

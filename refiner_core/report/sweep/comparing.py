@@ -29,8 +29,9 @@ from refiner_core.report.sweep.evidence import Evidence, TrialEvidence
 from refiner_core.report.sweep.flips import make_flips, make_side_by_side
 from refiner_core.report.sweep.groups import Group, make_groups
 from refiner_core.report.sweep.matrix import make_agreement, make_matrix
-from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, paired_layouts
+from refiner_core.report.sweep.numbers import compare_group, paired_layouts
 from refiner_core.report.sweep.rubrics import make_rubrics
+from refiner_core.report.sweep.sides import ALPHA, Setting
 
 Floats = npt.NDArray[np.float64]
 POWER = 0.8

@@ -21,7 +21,8 @@ from refiner_core.evaluation.samples import METRICS
 from refiner_core.report.sweep.document import Answer, Flip, SideBySide
 from refiner_core.report.sweep.evidence import Evidence, Question
 from refiner_core.report.sweep.groups import Group
-from refiner_core.report.sweep.numbers import Setting, paired_layouts
+from refiner_core.report.sweep.numbers import paired_layouts
+from refiner_core.report.sweep.sides import Setting
 
 #: Flips of an arm, where arms are few, and of all arms together.
 _PER_ARM, _ALL = 10, 240

@@ -11,12 +11,9 @@ other prompts are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from refiner_core.evaluation.metrics import (
     higher_is_better,
@@ -32,55 +29,12 @@ from refiner_core.evaluation.statistics import (
     two_way_means,
     wilson,
 )
-from refiner_core.report.drift import UNKNOWN, Drift, drifts
-from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SeedPoint, Verdict
+from refiner_core.report.drift import Drift, drifts
+from refiner_core.report.sweep.document import Comparison, Key
 from refiner_core.report.sweep.evidence import PromptMeans
 from refiner_core.report.sweep.groups import Group
-
-Floats = npt.NDArray[np.float64]
-ALPHA = 0.05
-#: Above this share of prompts without a value, those that are left are no fair choice of them.
-_MANY_EXCLUDED = 0.2
-
-
-class _BySeed(NamedTuple):
-    """What each seed says: the mean over the prompts that have a value, and their number."""
-
-    means: list[float]
-    counts: list[int]
-
-
-@dataclass
-class _Side:
-    """One arm of a comparison, as it is put together."""
-
-    arm: str
-    seeds: tuple[int, ...]
-    shared: tuple[int, ...] = ()
-    mean: Difference | None = None
-    found: Difference | None = None
-    drift: Drift = UNKNOWN
-    values: Floats | None = None  # [seeds, prompts]
-    differences: Floats | None = None  # [shared seeds, prompts]
-    by_seed: _BySeed | None = None
-    changes: _BySeed | None = None
-    refused: str = ""
-    agents: bool = False
-    notes: list[str] = field(default_factory=list)
-    p_adjusted: float | None = None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What comparisons of a sweep have in common.
-
-    ``absent`` maps arm and seed to why there is no evaluation.
-    """
-
-    baseline: str
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    absent: Mapping[tuple[str, int], str] = field(default_factory=dict)
+from refiner_core.report.sweep.said import said_absent, said_number, said_warnings
+from refiner_core.report.sweep.sides import BySeed, Floats, Setting, Side
 
 
 def compare_group(
@@ -100,15 +54,15 @@ def _compare(
     if base is not None:
         _differences(group, metric, base, sides)
         _adjust(sides)
-    numbers = [_number(side, base, group, metric, setting) for side in sides]
-    numbers += [_absent(arm, setting) for arm in missing]
+    numbers = [said_number(side, base, group, metric, setting) for side in sides]
+    numbers += [said_absent(arm, setting) for arm in missing]
     order = {arm: i for i, arm in enumerate(setting.arms)}
     return Comparison(
         key=Key(group.model, group.protocol, group.name, group.decoding, metric, group.judge),
         numbers=tuple(sorted(numbers, key=lambda n: order.get(n.arm, len(order)))),
         higher_is_better=higher_is_better(metric),
         primary=primary,
-        warnings=_warnings(base, sides, setting),
+        warnings=said_warnings(base, sides, setting),
     )
 
 
@@ -127,13 +81,13 @@ def paired_layouts(group: Group, metric: str, setting: Setting) -> dict[str, Flo
 # ---------------------------------------------------------------- what there is
 
 
-def _sides(group: Group, metric: str, setting: Setting) -> list[_Side]:
+def _sides(group: Group, metric: str, setting: Setting) -> list[Side]:
     """Arms of the group with their values; those that were asked other prompts are refused."""
     first = setting.baseline if setting.baseline in group.arms else group.arms[0]
     asked = _prompts(group, first, group.seeds_of(first)[0])
     sides = []
     for arm in group.arms:
-        side = _Side(arm, group.seeds_of(arm), agents=group.agents)
+        side = Side(arm, group.seeds_of(arm), agents=group.agents)
         refusals = (_other_prompts(group, (arm, seed), asked, first) for seed in side.seeds)
         side.refused = next(filter(None, refusals), "")
         found = {seed: _row(group, arm, seed, metric) for seed in side.seeds}
@@ -145,7 +99,7 @@ def _sides(group: Group, metric: str, setting: Setting) -> list[_Side]:
     return sides
 
 
-def _base(sides: Sequence[_Side], setting: Setting) -> _Side | None:
+def _base(sides: Sequence[Side], setting: Setting) -> Side | None:
     """The baseline, if it has values on one set of prompts."""
     fitting = (s for s in sides if s.arm == setting.baseline and not s.refused)
     return next((s for s in fitting if s.values is not None), None)
@@ -178,7 +132,7 @@ def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...],
 # ---------------------------------------------------------------- estimates
 
 
-def _means(sides: Sequence[_Side], metric: str) -> None:
+def _means(sides: Sequence[Side], metric: str) -> None:
     """The mean of each arm over its seeds and prompts."""
     for together in _alike([s for s in sides if s.values is not None], lambda s: s.values):
         stacked = np.stack([s.values for s in together if s.values is not None])
@@ -188,12 +142,12 @@ def _means(sides: Sequence[_Side], metric: str) -> None:
             side.mean = _bounded(mean, metric) if mean.n else None
 
 
-def _by_seed(values: Floats) -> list[_BySeed]:
+def _by_seed(values: Floats) -> list[BySeed]:
     """Of layouts [layouts, seeds, prompts]."""
     known = ~np.isnan(values)
     counts = known.sum(axis=2)
     means = np.where(known, values, 0.0).sum(axis=2) / np.maximum(counts, 1)
-    return [_BySeed(m, n) for m, n in zip(means.tolist(), counts.tolist(), strict=True)]
+    return [BySeed(m, n) for m, n in zip(means.tolist(), counts.tolist(), strict=True)]
 
 
 def _bounded(found: Difference, metric: str) -> Difference:
@@ -209,7 +163,7 @@ def _bounded(found: Difference, metric: str) -> Difference:
     return found._replace(low=max(0.0, found.low), high=min(1.0, found.high))
 
 
-def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side]) -> None:
+def _differences(group: Group, metric: str, base: Side, sides: Sequence[Side]) -> None:
     """Paired differences to the baseline over the seeds that both have, and what the reference says
     of them."""
     ready = _pair(base, sides)
@@ -223,7 +177,7 @@ def _differences(group: Group, metric: str, base: _Side, sides: Sequence[_Side])
         _look_at_reference(group, metric, base, together, stacked)
 
 
-def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
+def _pair(base: Side, sides: Sequence[Side]) -> list[Side]:
     """Put arm minus baseline into the sides that can be compared; these."""
     at = {seed: i for i, seed in enumerate(base.seeds)}
     ready = []
@@ -238,7 +192,7 @@ def _pair(base: _Side, sides: Sequence[_Side]) -> list[_Side]:
     return ready
 
 
-def _one_against_one(group: Group, metric: str, side: _Side) -> None:
+def _one_against_one(group: Group, metric: str, side: Side) -> None:
     """Of a yes or no with one sample per prompt and one seed, McNemar's exact test."""
     single = is_yes_no(metric) and once_per_prompt(metric, group.decoding)
     if len(side.shared) != 1 or not single or side.found is None or side.differences is None:
@@ -249,7 +203,7 @@ def _one_against_one(group: Group, metric: str, side: _Side) -> None:
 
 
 def _look_at_reference(
-    group: Group, metric: str, base: _Side, sides: Sequence[_Side], differences: Floats
+    group: Group, metric: str, base: Side, sides: Sequence[Side], differences: Floats
 ) -> None:
     if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is nobody's opinion
         return
@@ -284,9 +238,9 @@ def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> F
     return None if a is None or b is None else a - b
 
 
-def _alike(sides: Sequence[_Side], values: Callable[[_Side], Floats | None]) -> list[list[_Side]]:
+def _alike(sides: Sequence[Side], values: Callable[[Side], Floats | None]) -> list[list[Side]]:
     """Sides whose values have one shape, together."""
-    found: dict[tuple[int, ...], list[_Side]] = {}
+    found: dict[tuple[int, ...], list[Side]] = {}
     for side in sides:
         array = values(side)
         if array is not None:
@@ -294,7 +248,7 @@ def _alike(sides: Sequence[_Side], values: Callable[[_Side], Floats | None]) -> 
     return list(found.values())
 
 
-def _adjust(sides: Sequence[_Side]) -> None:
+def _adjust(sides: Sequence[Side]) -> None:
     """Holm over the arms that were compared."""
     tested = [s for s in sides if s.found is not None and s.found.p_value is not None]
     raw = [s.found.p_value for s in tested if s.found is not None and s.found.p_value is not None]
@@ -303,172 +257,3 @@ def _adjust(sides: Sequence[_Side]) -> None:
 
 
 # ---------------------------------------------------------------- what is said of it
-
-
-def _number(
-    side: _Side, base: _Side | None, group: Group, metric: str, setting: Setting
-) -> ArmNumber:
-    mean, found = side.mean, side.found
-    is_base = side.arm == setting.baseline
-    verdict = None if is_base else _verdict(side, base, metric)
-    return ArmNumber(
-        arm=side.arm,
-        value=None if mean is None else mean.value,
-        low=None if mean is None else mean.low,
-        high=None if mean is None else mean.high,
-        difference=None if found is None else found.value,
-        difference_low=None if found is None else found.low,
-        difference_high=None if found is None else found.high,
-        p=None if found is None else found.p_value,
-        p_adjusted=side.p_adjusted,
-        n=found.n if found is not None else (mean.n if mean is not None else 0),
-        seeds=len(side.shared) if found is not None else len(side.seeds),
-        excluded=(found or mean or _NOTHING).excluded,
-        interval=(found or mean or _NOTHING).interval,
-        verdict=verdict,
-        points=_points(side, setting),
-        note="; ".join(_notes(side, base, setting, is_base)),
-    )
-
-
-_NOTHING = Difference(float("nan"), None, None, 0, 0, 0, None, "none")
-
-
-def _verdict(side: _Side, base: _Side | None, metric: str) -> Verdict | None:
-    if side.refused:
-        return "not comparable"
-    if side.mean is None:
-        return "missing"
-    if base is None or base.mean is None:
-        return "not comparable"
-    found = side.found
-    if found is None:
-        return "missing"
-    clear = side.p_adjusted is not None and side.p_adjusted < ALPHA
-    stands = side.drift.stands(found)
-    if side.drift.kind == "moved" and not (clear and stands):
-        return "judge moved"
-    good = higher_is_better(metric)
-    if good is None:
-        return None
-    if not (clear and stands):
-        return "not clear"
-    return "better" if (found.value > 0) == good else "worse"
-
-
-def _points(side: _Side, setting: Setting) -> tuple[SeedPoint, ...]:
-    mine = _of_seeds(side.seeds, side.by_seed)
-    change = _of_seeds(side.shared, side.changes)
-    nothing = (None, 0)
-    return tuple(
-        SeedPoint(seed, mine.get(seed, nothing)[0], change.get(seed, nothing)[0],
-                  mine.get(seed, nothing)[1])
-        for seed in setting.seeds
-        if seed in mine or (side.arm, seed) in setting.absent
-    )  # fmt: skip
-
-
-def _of_seeds(seeds: Sequence[int], found: _BySeed | None) -> dict[int, tuple[float | None, int]]:
-    if found is None:
-        return {}
-    triples = zip(seeds, found.means, found.counts, strict=True)
-    return {seed: (mean if count else None, count) for seed, mean, count in triples}
-
-
-def _notes(side: _Side, base: _Side | None, setting: Setting, is_base: bool) -> list[str]:
-    notes = [side.refused] if side.refused else []
-    notes += [
-        f"seed {seed} is missing: {setting.absent[side.arm, seed]}"
-        for seed in setting.seeds
-        if seed not in side.seeds and (side.arm, seed) in setting.absent
-    ]
-    if is_base:
-        return notes
-    if base is None or base.values is None:
-        notes.append(f"the baseline {setting.baseline} was not measured in this way")
-        return notes
-    if not side.refused and side.values is not None and not side.shared:
-        notes.append("no seed in common with the baseline")
-    left = [s for s in side.seeds if side.shared and s not in side.shared]
-    if left:
-        notes.append(
-            f"compared on {_seeds(side.shared)}: the baseline has no seed "
-            f"{', '.join(map(str, left))}"
-        )
-    return notes + _of_few(side) + _of_drift(side.drift, agents=side.agents)
-
-
-def _of_few(side: _Side) -> list[str]:
-    found = side.found
-    if found is None:
-        return []
-    notes = []
-    if len(side.shared) == 1:
-        notes.append("one seed: this is about these checkpoints, not about their recipes")
-    elif len(side.shared) == 2:
-        notes.append("two seeds: an interval of 95 % covers as little as 91 %")
-    if found.n < 2:
-        notes.append("one prompt has no interval")
-    if found.excluded > _MANY_EXCLUDED * (found.n + found.excluded):
-        notes.append(
-            f"{found.excluded} of {found.n + found.excluded} prompts have no value on some side: "
-            "what is left need not be like them"
-        )
-    return notes
-
-
-def _of_drift(drift: Drift, *, agents: bool) -> list[str]:
-    if drift.kind not in ("moved", "noise"):
-        return []
-    who, whose = "the judge", "answers of the random copier"
-    if agents:
-        who, whose = "the environment or its user", "attempts of who does nothing"
-    what = (
-        f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored otherwise"
-    )
-    size = f"{drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g})"
-    if drift.kind == "noise":
-        return [f"{who} is noisy: {what}, by {size} on average, which may be chance"]
-    return [
-        f"{who} moved: {what}, by {size} on average; evaluate both again with one "
-        "`evaluate.occasion`"
-    ]
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-
-
-def _absent(arm: str, setting: Setting) -> ArmNumber:
-    """An arm that was not measured at all."""
-    why = {s: setting.absent[arm, s] for s in setting.seeds if (arm, s) in setting.absent}
-    points = tuple(SeedPoint(seed, None, None, 0) for seed in why)
-    note = "; ".join(f"seed {s} is missing: {text}" for s, text in why.items())
-    verdict: Verdict | None = None if arm == setting.baseline else "missing"
-    return ArmNumber(
-        arm=arm,
-        value=None, low=None, high=None,
-        difference=None, difference_low=None, difference_high=None,
-        p=None, p_adjusted=None,
-        n=0, seeds=0, excluded=0, interval="none",
-        verdict=verdict, points=points, note=note,
-    )  # fmt: skip
-
-
-def _warnings(base: _Side | None, sides: Sequence[_Side], setting: Setting) -> tuple[str, ...]:
-    found = []
-    if base is None and sides:
-        found.append(
-            f"The baseline {setting.baseline} was not measured in this way: nothing is compared."
-        )
-    refused = [s.arm for s in sides if s.refused]
-    if refused:
-        found.append(f"Not comparable, since asked other prompts: {', '.join(refused)}.")
-    moved = [s.arm for s in sides if s.drift.kind == "moved"]
-    if moved:
-        who = "environment" if any(s.agents for s in sides) else "judge"
-        found.append(
-            f"The {who} has scored the same answers otherwise in evaluations of: "
-            f"{', '.join(moved)}."
-        )
-    return tuple(found)

@@ -262,11 +262,6 @@ class Updater:
         """:meth:`state_of` every parameter."""
         return {name: self.state_of(name) for name in self._weights}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take a state back; the model's weights must have been loaded already."""
-        for name in self._weights:
-            self.set_state_of(name, state[name])
-
     def _copy_masters(self) -> None:
         with torch.no_grad():
             for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):

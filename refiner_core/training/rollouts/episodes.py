@@ -34,13 +34,8 @@ from refiner_core.environments.rows import task_of_row
 from refiner_core.environments.scoring import shaped_reward, unscored_kinds
 from refiner_core.training.rollouts.credit import EpisodeBatch, own_tokens
 from refiner_core.training.rollouts.policies import Policy
-from refiner_core.training.rollouts.rollout import (
-    Key,
-    Sampled,
-    batch_metrics,
-    group_keys,
-    rollout_rows,
-)
+from refiner_core.training.rollouts.rollout import Key, Sampled, group_keys
+from refiner_core.training.rollouts.rows import batch_metrics, rollout_rows
 
 #: Counts of a step that a report sums up.
 EPISODE_COUNTS = (

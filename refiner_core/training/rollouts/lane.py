@@ -7,7 +7,7 @@ update, checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from refiner_core.contract.config import RecipeConfig
@@ -25,14 +25,11 @@ from refiner_core.training.rollouts.rollout import (
     StepRewards,
     check_lengths,
     form_groups,
-    rollout_metrics,
-    rollout_rows,
 )
+from refiner_core.training.rollouts.rows import rollout_metrics, rollout_rows
 
 #: Attempts and successes by task.
 Attempts = Mapping[str, tuple[int, int]]
-#: Makes what rewards a batch; its argument says whether errors may wait until results are asked.
-NewRewards = Callable[[bool], RolloutRewards]
 
 
 class Lane(Protocol):

@@ -1,0 +1,28 @@
+"""``python -m tests.lint``: all checks of the house; exit code 1 if something is found."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.lint import arrows, copies, marks, sizes, use
+
+CHECKS = {
+    "arrows": arrows.findings,
+    "sizes": sizes.findings,
+    "marks": marks.findings,
+    "use": use.findings,
+    "copies": copies.findings,
+}
+
+
+def main() -> int:
+    """Run them and say what to do."""
+    found = [finding for check in CHECKS.values() for finding in check()]
+    for finding in found:
+        print(finding)
+    print(f"{len(found)} findings" if found else "The house is in shape.")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
