@@ -16,12 +16,12 @@ from typing import Any
 
 from infra.campaign.history import devices_of, run_events, run_incidents
 from infra.campaign.observe import Observer, Patience
-from infra.campaign.orchestrators import Orchestrator, orchestrator_of
 from infra.campaign.reconcile import Seen
 from infra.campaign.timeline import Incident, first_line
 from infra.jobs.dispatch import Router, router_to_look
 from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -353,11 +353,17 @@ def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | Non
     hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
     if len(hits) == 1:
         return workspace.read_run(hits[0])
+    if not known:
+        raise ConfigurationError(
+            f"{workspace.root} has no run {wanted!r}: no run is recorded there.",
+            expected="a workspace with runs",
+            fix="name another one with workspace=DIR, or begin a run with `refiner run RECIPE`",
+        )
     hint = _hint_at_trial(workspace, wanted) or suggest(wanted, known)
     what = f"{workspace.root} has no run {wanted!r}.{hint}"
     if hits:
         what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
-    shown = ", ".join((hits or known)[-5:]) or "(there are none)"
+    shown = ", ".join((hits or known)[-5:])
     raise ConfigurationError(
         what,
         expected=f"one of: {shown}",

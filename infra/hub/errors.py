@@ -9,10 +9,10 @@ passwords in addresses are masked, wherever they come from.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 
+from infra.host.secrets import masked
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,
@@ -21,16 +21,7 @@ from refiner_core.contract.errors import (
     RefinerError,
 )
 
-MASK = "***"
 _WORDS = 300
-_SECRETS = (
-    re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}"),
-    re.compile(r"(?i)(?<=bearer )[^\s'\"]+"),
-    re.compile(r"(?<=://)[^/\s@]+(?=@)"),
-    re.compile(
-        r"(?i)(?<=[?&;])(?:x-amz-[a-z-]+|signature|sig|token|policy|key-pair-id)=[^&\s'\"]+"
-    ),
-)
 _STORAGE = re.compile(
     r"(?i)storage\W.*(?:limit|quota|full|exceed)|(?:limit|quota|exceed\w*)\W.*storage"
     r"|payment required|insufficient storage"
@@ -44,16 +35,6 @@ class Moved(Exception):
 
 class Rejected(Exception):
     """The Hub's storage has not taken a file."""
-
-
-def masked(text: str) -> str:
-    """``text`` without credentials."""
-    known = [os.environ.get(n, "") for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")]
-    for token in (t.strip() for t in known):
-        text = text.replace(token, MASK) if len(token) >= 6 else text
-    for secret in _SECRETS:
-        text = secret.sub(MASK, text)
-    return text
 
 
 @contextlib.contextmanager

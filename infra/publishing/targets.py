@@ -19,10 +19,6 @@ from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress
 
-#: The file in every publication that says what it consists of and what its card was made from.
-EVIDENCE = "refiner.json"
-CARD = "README.md"
-
 
 @dataclass(frozen=True)
 class FileToPublish:

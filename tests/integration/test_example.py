@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flows import api
-from infra.attempt.stage_io import encode_rollouts
+from infra.store.traces import encode_rollouts
 from refiner_core.contract.errors import DataError
 from tests.support.recorded_sweep import RecordedSweep
 

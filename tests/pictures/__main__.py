@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 #: Picture -> (report, fragment of the page's address, height in CSS pixels).
 SHOTS = {
     "run-summary": ("run", "", 820),
-    "run-examples": ("run", "#view=examples", 900),
+    "run-examples": ("run", "#examples", 900),
     "sweep-summary": ("sweep", "", 820),
 }
 
