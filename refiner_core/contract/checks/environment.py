@@ -138,7 +138,7 @@ def check_name(name: str) -> None:
     if name.rstrip(":").endswith(".py") or file.endswith(".py"):
         begun = (file or name).rstrip(":")
         raise ConfigurationError(
-            f"{name!r} does not name an environment in a file (environment.name).",
+            f"There is no environment {name!r} (environment.name): a file has several.",
             expected="FILE.py:NAME, where NAME is the class or function that makes it",
             fix=f"write e.g. {begun}:Environment",
         )
