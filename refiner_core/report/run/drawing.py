@@ -199,7 +199,7 @@ DOTS = (SHAPES["baseline"], *(SHAPES[k] for k in ("not clear", "better", "worse"
 # ---------------------------------------------------------------- curves
 
 WIDTH, HEIGHT = 480, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 10, 30
 
 
 def curve(shown: MetricCurve, most: int) -> Markup:
@@ -250,7 +250,7 @@ def _tick(value: float, scale: Scale) -> str:
     """A number of an axis that fits beside it."""
     if scale.decimals <= 4 and abs(value) < 1e6:
         return number(value, scale.decimals)
-    return f"{value:.1e}".replace("-", MINUS)
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
 
 
 def _line(
