@@ -38,7 +38,9 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
     folder.mkdir()
     row = {"step": 8, "sample_id": "row-00001", "sample_index": 0, "response_text": "<answer>42"}
     rows = [{**row, "reward": r, "reward/rubric": r / 10, "judgements": "[]"} for r in (1.0, 7.5)]
-    (folder / "step-00000008.parquet").write_bytes(encode_rollouts(rows))
+    for step in (1, 2, 3, 8):
+        data = encode_rollouts([{**row, "step": step} for row in rows])
+        (folder / f"step-{step:08d}.parquet").write_bytes(data)
     return made
 
 
