@@ -209,7 +209,7 @@ def _unknown_key(path: str, known: typing.Iterable[str], origin: str) -> Configu
     return ConfigurationError(
         f"There is no field {path!r}{where}.{near}",
         expected="a field of the configuration",
-        fix="correct the key; `refiner plan RECIPE --json` lists every field with its value",
+        fix="correct the key; `refiner show` lists every field",
     )
 
 
