@@ -18,6 +18,7 @@ from refiner_core.cards.lint import check_card
 from refiner_core.cards.lint.names import metric_of
 from refiner_core.cards.numbers import card_numbers
 from refiner_core.cards.results import model_index, progression_tables, result_tables
+from refiner_core.cards.settings import grpo_flags
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
     Desk,
@@ -177,6 +178,14 @@ def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
     (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
     assert first.header[:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
     assert [str(row[0]) for row in first.rows] == ["step 50", "**step 100 (this model)**"]
+
+
+def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:
+    flags = " ".join(grpo_flags(facts))
+    assert "--beta" in flags
+    assert "--verification_reward" not in flags
+    assert "--refiner_reward_" not in flags
+    assert "--stop_strings" not in flags
 
 
 def changed(card: str, row: str, old: str, new: str) -> str:
