@@ -95,3 +95,13 @@ def test_a_picture_has_both_arms_in_it(ran: tuple[str, Path], name: str) -> None
 def test_a_trial_without_rollouts_raises_what_the_example_catches(sweep: RecordedSweep) -> None:
     with pytest.raises(DataError, match="no rollouts any more"):
         api.rollouts_frame(f"{sweep.name}:more/seed1", workspace=sweep.root)
+
+
+def test_every_python_snippet_of_the_readme_runs(sweep: RecordedSweep) -> None:
+    text = (ROOT / "flows" / "README.md").read_text(encoding="utf-8")
+    chapter = text.partition("## From Python")[2].partition("\n## ")[0]
+    names = {"run": f"{sweep.name}:base/seed1", "workspace": sweep.root}
+    blocks = re.findall(r"```python\n(.*?)```", chapter, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, names)
