@@ -85,6 +85,17 @@ TRIALS = (
     Trial("refiner (report|diff|status|cancel) citation-weight-tiny.*", where="swept"),
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
+    Trial("export (TEAM|PREFECT).*"),
+    Trial(
+        "refiner notify test .*TEAM_HOOK.*",
+        by="tests/integration/test_notifications.py"
+        "::test_the_command_that_tries_channels_says_what_came_of_each",
+    ),
+    Trial(
+        "(python -c .*Webhook|prefect automation).*",
+        by="tests/integration/test_prefect.py"
+        "::test_an_automation_acts_on_the_event_of_a_run_that_fails",
+    ),
     Trial(
         "refiner sweep .* --yes",
         by="tests/integration/test_sweep.py::test_a_sweep_trains_compares_and_knows_what_is_done",

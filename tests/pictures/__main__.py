@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.browser import Page, chromium
 from tests.support.command import refiner
 
 HERE = Path(__file__).parent
-#: Picture -> (report, fragment of the page's address, height in CSS pixels).
+#: Picture -> (report, fragment of the page's address, width and height in CSS pixels).
 SHOTS = {
-    "run-summary": ("run", "", 820),
-    "run-examples": ("run", "#examples", 900),
-    "sweep-summary": ("sweep", "", 820),
+    "run-summary": ("run", "", 1280, 860),
+    "run-examples": ("run", "#examples", 1560, 800),
+    "sweep-summary": ("sweep", "", 1280, 840),
 }
 
 
@@ -41,8 +42,8 @@ def main() -> None:
             ),
         }
         with chromium(folder / "browser") as page:
-            for name, (which, fragment, height) in SHOTS.items():
-                take(page, pages[which].as_uri() + fragment, height, HERE / f"{name}.png")
+            for name, (which, fragment, *size) in SHOTS.items():
+                take(page, pages[which].as_uri() + fragment, size, HERE / f"{name}.png")
 
 
 def newest_run(workspace: str) -> str:
@@ -59,15 +60,17 @@ def report(name: str, workspace: str, out: Path) -> Path:
     return out / "report.html"
 
 
-def take(page: Page, url: str, height: int, target: Path) -> None:
-    """One picture, in the light scheme and at a width that a README shows well."""
+def take(page: Page, url: str, size: Sequence[int], target: Path) -> None:
+    """One picture, in the light scheme, from the top of the page."""
+    width, height = size
     page.call(
         "Emulation.setDeviceMetricsOverride",
-        width=1280, height=height, deviceScaleFactor=1, mobile=False,
+        width=width, height=height, deviceScaleFactor=1, mobile=False,
     )  # fmt: skip
     light = {"name": "prefers-color-scheme", "value": "light"}
     page.call("Emulation.setEmulatedMedia", features=[light])
     page.show(url)
+    page.run("scrollTo(0, 0)")
     page.screenshot(target)
     print(f"{target.name}: {target.stat().st_size // 1024} KiB")
 
