@@ -130,7 +130,7 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
         "gpu_hours": Column("number", "GPUs of all nodes times time", "GPU hours"),
         "cpu_hours": Column("number", "cores of all nodes times time", "core hours"),
         "queue_seconds": Column("number", "waited in the scheduler's queue", "seconds"),
-        "lost_seconds": Column("number", "work that was done again", "device seconds"),
+        "lost_seconds": Column("number", "work that was done again", "seconds"),
         "lost_steps": Column("whole", "steps that were done again"),
         "attempts": Column("whole", "attempts at its own stages"),
         "incidents": Column("whole", "attempts that ended before their work was done"),

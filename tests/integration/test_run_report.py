@@ -17,7 +17,8 @@ from flows.reporting.run import report_of_run, write_run_report
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
-from refiner_core.report.run.document import Example, RunReport, StageRow
+from refiner_core.report.run.document import AttemptRow, Example, RunReport, StageRow
+from refiner_core.report.run.drawing import kind_of, timeline
 from tests.support.recorded_run import RecordedRun
 
 MODELS = "evaluate.models=[base,sft,grpo]"
@@ -222,11 +223,21 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     report = written.report
     assert (report.state, report.ended_at) == ("running", "")
     assert report.state_text.startswith("2 of 3 stages done")
-    assert row_of(report, "grpo").attempts[0].outcome == "under way"
+    (attempt,) = row_of(report, "grpo").attempts
+    assert (attempt.outcome, kind_of(attempt)) == ("under way", "running")
     assert [c.values for c in report.curves if c.metric == "scores"] == [(1.0, 2.0)]
     assert report.cost.judge == {"asked": 17}
     assert any("--watch" in command for command in report.next_commands)
     assert written.page.exists()
+
+
+def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> None:
+    gone = AttemptRow(1, "2026-03-01T10:00:00+00:00", "", 90.0, "killed")
+    row = StageRow("sft", "sft", "sft-0", "0", "killed", attempts=(gone,))
+    drawn = timeline([row], "2026-03-01T09:59:00+00:00", "2026-03-08T10:00:00+00:00")
+    assert kind_of(gone) == "bad"
+    assert drawn is not None
+    assert drawn.seconds == 150.0, "a week in which nobody worked is no part of the run"
 
 
 def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.records import Attempt, RunRecord
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
-from refiner_core.report.run.document import AttemptRow, IncidentLine, StageRow
+from refiner_core.report.run.document import UNDER_WAY, AttemptRow, IncidentLine, StageRow
 
 RunState = Literal["running", "done", "failed", "stopped"]
 #: How many calls before this one are looked through for who made a stage that was skipped.
 _MOST_RUNS = 200
 _FAILED = ("failed", "unreadable")
+#: States of stages whose newest attempt is at work no more, whatever is recorded of its end.
+_GONE = ("killed", "hung", "interrupted", "failed", "cancelled")
 #: What of a word an incident or a state may take.
 _WORD = 240
 
@@ -89,8 +91,13 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
         skipped=reading.skipped(name),
         step=None if status is None else status.step,
         total=None if status is None else status.total,
-        attempts=tuple(_attempt(reading, history, a) for a in history.record.attempts),
     )
+    newest = history.record.attempts[-1:]
+    attempts = [
+        _attempt(reading, history, a, row.state if (a,) == newest else "interrupted")
+        for a in history.record.attempts
+    ]
+    row = replace(row, attempts=tuple(attempts))
     if result is None:
         return row
     folder = reading.workspace.layout.stage(stage_id).data / result.output_dir
@@ -112,12 +119,16 @@ def _with_use(row: StageRow, use: Use | None, history: StageHistory) -> StageRow
     )
 
 
-def _attempt(reading: RunReading, history: StageHistory, attempt: Attempt) -> AttemptRow:
+def _attempt(
+    reading: RunReading, history: StageHistory, attempt: Attempt, state: str
+) -> AttemptRow:
+    """``state``: how the stage stands; says what became of an attempt without an outcome."""
     outcome = attempt.outcome
     seconds = attempt.seconds
     if seconds is None:
         seconds = history.beats.get(attempt.number, {}).get("seconds")
-    ended: str = "under way" if outcome is None else outcome.failure
+    gone = state if state in _GONE else UNDER_WAY
+    ended: str = gone if outcome is None else outcome.failure
     result = history.record.result
     if (outcome is None or outcome.failure == "none") and result is not None:
         ended = "done" if attempt.number == result.attempt else ended

@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RUN_REPORT_VERSION = 1
+#: Outcome of an attempt that is at work.
+UNDER_WAY = "under way"
 
 
 @dataclass(frozen=True)
 class AttemptRow:
-    """One attempt at a stage. Times are the writers' own, ISO 8601 in UTC; seconds of work."""
+    """One attempt at a stage. Times are the writers' own, ISO 8601 in UTC; seconds of work.
+
+    ``outcome`` is ``done``, a failure class, or :data:`UNDER_WAY`; of an attempt that nobody has
+    recorded an end of, and that is not at work either, how its stage stands (``killed``, …).
+    """
 
     number: int
     began_at: str

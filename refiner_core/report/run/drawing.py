@@ -18,7 +18,13 @@ from markupsafe import Markup, escape
 
 from refiner_core.report.drawing import SHAPES, Scale, scale_for, style_of
 from refiner_core.report.printing import MINUS, duration, finite, moment, number, plain
-from refiner_core.report.run.document import AttemptRow, MetricCurve, RewardPart, StageRow
+from refiner_core.report.run.document import (
+    UNDER_WAY,
+    AttemptRow,
+    MetricCurve,
+    RewardPart,
+    StageRow,
+)
 
 # ---------------------------------------------------------------- attempts over time
 
@@ -50,9 +56,9 @@ class Timeline:
 def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timeline | None:
     """Bars of all attempts; None where no attempt of the run has begun."""
     own = [s for s in stages if not s.skipped]
-    times = [_time(t) for s in own for a in s.attempts for t in (a.began_at, a.ended_at)]
-    running = [_time(made_at) for s in own for a in s.attempts if not a.ended_at]
-    known = [t for t in [_time(began_at) if times else None, *times, *running] if t is not None]
+    now = _time(made_at)
+    times = [t for s in own for a in s.attempts for t in (_time(a.began_at), _ended(a, now))]
+    known = [t for t in [_time(began_at) if times else None, *times] if t is not None]
     if not times or not known:
         return None
     first, last = min(known), max(known)
@@ -76,7 +82,7 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
         began = _time(attempt.began_at)
         if began is None:
             continue
-        ended = _time(attempt.ended_at) if attempt.ended_at else last
+        ended = _ended(attempt, last)
         ended = began if ended is None else max(began, ended)
         queued = began - (stage.queue_seconds or 0.0) if attempt is stage.attempts[0] else None
         if (since := before if before is not None else queued) is not None and began > since:
@@ -104,17 +110,27 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
     return Lane(stage, drawing, "")
 
 
+def _ended(attempt: AttemptRow, now: float | None) -> float | None:
+    """When an attempt ended; one that is gone without a word, when it last showed that it lived."""
+    if attempt.ended_at:
+        return _time(attempt.ended_at)
+    if kind_of(attempt) == "running":
+        return now
+    began = _time(attempt.began_at)
+    return None if began is None else began + (attempt.seconds or 0.0)
+
+
 def _attempt_said(attempt: AttemptRow) -> str:
     step = f", to step {attempt.reached_step}" if attempt.reached_step is not None else ""
     text = f" ({attempt.text[:160]})" if attempt.text else ""
-    word = attempt.outcome or "running"
+    word = attempt.outcome or UNDER_WAY
     took = f" after {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     return f"attempt {attempt.number} from {moment(attempt.began_at)}: {word}{took}{step}{text}"
 
 
 def kind_of(attempt: AttemptRow) -> str:
     """How an attempt is drawn: done, running, stop (it was ended from outside), bad."""
-    if not attempt.ended_at and attempt.outcome in ("", "running"):
+    if not attempt.ended_at and attempt.outcome in ("", UNDER_WAY):
         return "running"
     if attempt.outcome in ("done", "none", "finished"):
         return "done"
