@@ -327,7 +327,9 @@ def plan_rescoring(
     from flows.running.status import find_run
 
     room = Workspace.read_only(workspace)
-    found = [find_run(room, name) for name in runs] or [find_run(room)]
+    # A publication by hand is a run as well, and has no rollouts.
+    trains = "" if part is not None and part.source != "rollouts" else "grpo"
+    found = [find_run(room, name) for name in runs] or [find_run(room, stage=trains)]
     wanted = tuple({run.run: run for run in found if run is not None}.values())
     if not wanted:
         raise ConfigurationError(

@@ -336,9 +336,12 @@ def _kind(name: str) -> str:
 # ---------------------------------------------------------------- which run
 
 
-def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | None:
-    """The run of that id, or of the only id that begins or ends so; the newest without one. A
-    trial's run may be named by its place in the sweep, ``SWEEP:ARM/seed1``.
+def find_run(
+    workspace: Workspace, wanted: str | None = None, *, stage: str = ""
+) -> RunRecord | None:
+    """The run of that id, or of the only id that begins or ends so; the newest without one, with
+    ``stage`` the newest that has such a stage, if any has. A trial's run may be named by its place
+    in the sweep, ``SWEEP:ARM/seed1``.
 
     Raises
     ------
@@ -349,7 +352,9 @@ def find_run(workspace: Workspace, wanted: str | None = None) -> RunRecord | Non
         return _run_of_trial(workspace, wanted)
     known = workspace.run_ids()
     if wanted is None:
-        return workspace.read_run(known[-1]) if known else None
+        newest_first = map(workspace.read_run, reversed(known))
+        fitting = (run for run in newest_first if not stage or stage in run.stages)
+        return next(fitting, None) or (workspace.read_run(known[-1]) if known else None)
     hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
     if len(hits) == 1:
         return workspace.read_run(hits[0])

@@ -138,6 +138,18 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
         find_run(workspace, run.run[:8])
 
 
+def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
+    workspace: Workspace, run: RunRecord
+) -> None:
+    """A checkpoint that was published by hand is a run as well, and has no rollouts."""
+    by_hand = replace(run, run=workspace.new_run_id("tiny"), stages={"publish": "publish-0"})
+    workspace.write_run(by_hand)
+    newest = max(run.run, by_hand.run)
+    assert find_run(workspace) == workspace.read_run(newest)
+    assert find_run(workspace, stage="grpo") == run
+    assert find_run(workspace, stage="nothing") == workspace.read_run(newest)
+
+
 def test_of_two_that_take_a_run_up_one_does(workspace: Workspace, run: RunRecord) -> None:
     take_up(workspace, run.run)
     assert orchestrator_of(workspace, run.run).standing == "running"
