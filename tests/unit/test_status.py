@@ -146,7 +146,7 @@ def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
     workspace.write_run(by_hand)
     newest = max(run.run, by_hand.run)
     assert find_run(workspace) == workspace.read_run(newest)
-    assert find_run(workspace, stage="grpo") == run
+    assert find_run(workspace, stage="sft") == run
     assert find_run(workspace, stage="nothing") == workspace.read_run(newest)
 
 
