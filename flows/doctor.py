@@ -15,11 +15,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, doubtful, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
+from infra.host.secrets import masked, shown_override
 from infra.tracking.sync import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -78,7 +80,7 @@ def examine(
             )
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
-    words = shlex.join([*([recipe] if recipe else []), *map(shown_address, overrides)])
+    words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
     look = Look(config, words if recipe else "", words, stages, offline)
     checks = [*all_checks(), *_recipe_checks(plan, refusal, look)]
@@ -86,13 +88,12 @@ def examine(
         checks.append(_job_check(look, wait_s))
     areas = {*only, *(("node",) if job else ())}
     chosen = [c for c in checks if not only or c.area in areas]
-    return run_checks(chosen, look, limit_s=limit_s, tell=tell)
+    found = run_checks(chosen, look, limit_s=limit_s, tell=tell)
+    return [replace(f, what=masked(f.what), mend=masked(f.mend), why=masked(f.why)) for f in found]
 
 
 def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Findings for scripts. ``works`` is False where something that was asked for does not."""
-    from dataclasses import asdict
-
     return {
         "version": 1,
         "works": all(f.ok for f in findings),

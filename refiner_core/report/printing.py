@@ -131,6 +131,11 @@ def moment(at: str) -> str:
     return f"{found:%Y-%m-%d %H:%M}" + (" UTC" if found.utcoffset() is not None else "")
 
 
+def whole(text: str) -> str:
+    """Text without halves of characters, which no file can hold; all else as it is."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def plain(text: str) -> str:
     """Text that every file can hold and no terminal obeys: control characters and halves of
     characters are shown by a sign of their own."""

@@ -240,6 +240,18 @@ def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> Non
     assert drawn.seconds == 150.0, "a week in which nobody worked is no part of the run"
 
 
+def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
+    run.data()
+    why = "half \ud83d of it, hf_abcdefgh12"
+    run.fail("sft", Outcome("bug", "stop", why, exit_code=1))
+    written = write_run_report(run.workspace, run.run.run)
+    for name in ("report.json", "report.md", "report.html"):
+        text = (written.folder / name).read_text()
+        assert "of it, " in text
+        assert "hf_abc" not in text
+
+
 def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()

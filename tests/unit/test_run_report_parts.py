@@ -10,13 +10,9 @@ import pytest
 
 from flows.reporting.run.curves import points_of, thinned
 from flows.reporting.run.examples import choose
-from flows.reporting.run.facts import (
-    HIDDEN,
-    changed_settings,
-    shown_overrides,
-    without_secrets,
-)
+from flows.reporting.run.facts import changed_settings, shown_overrides
 from flows.reporting.run.said import said_in_evaluation, said_in_training
+from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
@@ -203,3 +199,30 @@ def test_settings_that_carry_secrets_are_named_and_not_shown() -> None:
 
 def test_fields_of_another_version_are_their_defaults() -> None:
     assert changed_settings({"seed": 7, "gone": {"x": 1}}) == {"seed": 7}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        'judge.extra_body={"api_key": "abc123xyz"}',
+        "judge.extra_body.api_key=abc123xyz",
+        "command.env[0]=abc123xyz",
+        'evaluate.note={"password": "abc123xyz"}',
+        "judge.base_url=http://me:abc123xyz@host/v1",
+        "--hf-token=abc123xyz",
+    ],
+)
+def test_no_override_shows_a_secret(word: str) -> None:
+    assert "abc123xyz" not in shown_overrides([word])[0]
+
+
+def test_what_a_stage_has_said_holds_no_secret_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_WEBHOOK", "https://chat.example/hooks/T01/abc")
+    monkeypatch.setenv("OPENAI_API_KEY", "opaque-key-1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsehood")
+    said = masked(
+        "POST https://chat.example/hooks/T01/abc with opaque-key-1: falsehood, sk-abcdefgh1"
+    )
+    assert said == "POST *** with ***: falsehood, ***"

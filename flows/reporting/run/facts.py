@@ -6,49 +6,25 @@ others: logins in addresses, and settings that are there to carry secrets, are l
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flows.reporting.run.reading import RunReading
+from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
-from refiner_core.report.run.document import Published, StageRow
+from refiner_core.report.run.document import Published, RunReport, StageRow
 
-#: Values that people put tokens into, whatever they are asked to do.
-_CARRIERS = ("command.env", "judge.extra_body", "notify.webhook", "notify.command")
-HIDDEN = "(not shown)"
 #: What the head of a report says already.
 _IN_THE_HEAD = ("recipe", "description", "workspace")
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-#: ``TOKEN=…``, ``--api-key …`` and the like within a text.
-_SECRET = re.compile(
-    r"(?i)((?:[\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key))(?:=|\s+|:\s*))([^\s,;'\"]+)"
-)
-#: Names of settings that match and say how many or which, not what.
-_COUNTS = re.compile(r"(?i)(?:max_\w*tokens?\w*|\w*token_length|\w+_env|\w*tokens_\w+)(?:=|\s|:)")
-
-
-def without_secrets(text: str) -> str:
-    """A text without logins in addresses, nor what looks like a token."""
-    text = _LOGIN.sub("", text)
-    return _SECRET.sub(
-        lambda m: m.group() if _COUNTS.fullmatch(m.group(1)) else m.group(1) + HIDDEN, text
-    )
 
 
 def shown_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides as they were said, without secrets."""
-    return tuple(_shown_word(word) for word in overrides)
-
-
-def _shown_word(word: str) -> str:
-    key, equals, _ = word.partition("=")
-    if equals and key in _CARRIERS:
-        return f"{key}={HIDDEN}"
-    return without_secrets(word)
+    return tuple(map(shown_override, overrides))
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +34,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         value = _at(config, path, info.default)
         if path in _IN_THE_HEAD or value == _plain(info.default):
             continue
-        found[path] = HIDDEN if path in _CARRIERS else _shown(value)
+        found[path] = HIDDEN if carries_secrets(path) else _shown(value)
     return found
 
 
@@ -89,6 +65,22 @@ def provenance_of(reading: RunReading) -> dict[str, Any]:
     told.pop("command", None)  # the report has it
     found = {str(k): _shown(_plain(v)) for k, v in told.items() if v not in (None, "", {}, [])}
     return {"code": reading.run.code, **found}
+
+
+def without_credentials(report: RunReport) -> RunReport:
+    """What stages, servers and libraries have said, masked; answers of models stay as they are."""
+    return replace(
+        report,
+        state_text=masked(report.state_text),
+        stages=tuple(_stage_without(row) for row in report.stages),
+        incidents=tuple(replace(i, text=masked(i.text)) for i in report.incidents),
+        warnings=tuple(map(masked, report.warnings)),
+    )
+
+
+def _stage_without(row: StageRow) -> StageRow:
+    attempts = tuple(replace(a, text=masked(a.text)) if a.text else a for a in row.attempts)
+    return replace(row, reason=masked(row.reason), attempts=attempts)
 
 
 # ---------------------------------------------------------------- what it left

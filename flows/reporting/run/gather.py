@@ -39,7 +39,7 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
     standing = standing_of(reading, status, rows)
     evaluations = evaluations_of_run(reading)
     published = facts.publications(reading)
-    return RunReport(
+    report = RunReport(
         version=RUN_REPORT_VERSION,
         run=reading.run.run,
         recipe=reading.run.recipe,
@@ -67,3 +67,4 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         next_commands=facts.next_commands(reading, standing.state, rows, published),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+    return facts.without_credentials(report)

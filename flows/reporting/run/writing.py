@@ -17,6 +17,7 @@ from infra.store import atomic
 from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
+from refiner_core.report.printing import whole
 from refiner_core.report.run.document import RunReport
 
 PAGE, TEXT, VALUES = "report.html", "report.md", "report.json"
@@ -70,6 +71,6 @@ def _write_files(written: WrittenRun, reload_s: int) -> None:
     with no_space_guard(folder, "writing the report"):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
-        atomic.write_text(folder / VALUES, text + "\n")
-        atomic.write_text(folder / TEXT, markdown(report))
+        atomic.write_text(folder / VALUES, whole(text) + "\n")
+        atomic.write_text(folder / TEXT, whole(markdown(report)))
         atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
