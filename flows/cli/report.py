@@ -206,7 +206,9 @@ def _show(written: Written) -> None:
 
     report = written.report
     state = words.state_text(report)
-    click.echo(f"{plain(report.title or report.sweep)}  ({report.state}, {moment(report.made_at)})")
+    click.echo(
+        f"{plain(report.title or report.sweep)}  ({report.state}; as of {moment(report.made_at)})"
+    )
     click.echo(f"{state} {words.cost_text(report)}.")
     for text in report.warnings:
         click.echo(f"warning: {plain(text)}")

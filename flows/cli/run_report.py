@@ -60,7 +60,7 @@ def _show(report: RunReport) -> None:
     from refiner_core.report.printing import moment, plain
     from refiner_core.report.run import words
 
-    click.echo(f"{report.run}  ({report.state}, {moment(report.made_at)})")
+    click.echo(f"{report.run}  ({report.state}; as of {moment(report.made_at)})")
     click.echo(plain(report.state_text))
     for text in report.warnings:
         click.echo(f"warning: {plain(text)}")

@@ -118,6 +118,16 @@ def test_every_stage_stands_with_its_attempts_times_and_inputs(report: RunReport
     assert all(not row.skipped and row.made_by == "" for row in report.stages)
 
 
+def test_a_stage_that_is_done_is_not_shown_as_half_way(copied: Workspace) -> None:
+    """The last heartbeat may be of an earlier phase, such as 128 of 160 rows."""
+    attempt = copied.layout.attempt(next(copied.layout.stages.glob("data-*")).name, 1)
+    beat = {"progress": {"phase": "tokenise", "done": 128, "total": 160, "values": {}}}
+    attempt.heartbeat.write_text(json.dumps(beat))
+    report = report_of_run(copied.run_ids()[-1], copied)
+    data = row_of(report, "data")
+    assert (data.state, data.step, data.total) == ("done", None, None)
+
+
 def test_what_went_wrong_stands_with_how_it_ended(report: RunReport) -> None:
     (incident,) = report.incidents
     assert (incident.stage, incident.resolved) == ("grpo", True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
 from refiner_core.answers.claims import parse_answer
 from refiner_core.report.printing import plain
 from refiner_core.report.run.claims import answer_markup, evidence_of
-from refiner_core.report.run.document import MetricCurve, RewardPart
+from refiner_core.report.run.document import MetricCurve, RewardPart, StageRow
 from refiner_core.report.run.drawing import picked, shares
 from refiner_core.report.run.html import page
 from refiner_core.report.transcripts import spans
@@ -99,3 +100,27 @@ def test_a_page_is_text_that_a_file_can_hold(make: object) -> None:
     text.encode("utf-8")
     assert "\x00" not in text
     assert "default-src 'none'" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "stage", "says", "never"),
+    [
+        ("done", "done", "Nothing went wrong.", "so far"),
+        ("running", "running", "Nothing went wrong so far.", "None is recorded"),
+        ("stopped", "killed", "None is recorded yet: sft ended while nobody", "othing went wrong"),
+    ],
+)
+def test_nothing_went_wrong_is_only_said_where_it_is_so(
+    state: str, stage: str, says: str, never: str
+) -> None:
+    row = StageRow(name="sft", kind="sft", id="sft-1", fingerprint="1", state=stage)
+    text = page(replace(empty_report(), state=state, stages=(row,), incidents=()))
+    assert says in text
+    assert never not in text
+
+
+def test_a_run_in_which_all_was_there_already_counts_no_stages_of_none() -> None:
+    row = StageRow(name="sft", kind="sft", id="sft-1", fingerprint="1", state="done", skipped=True)
+    text = page(replace(empty_report(), state="done", stages=(row,)))
+    assert "nothing had to run" in text
+    assert "of 0" not in text

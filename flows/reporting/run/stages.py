@@ -82,6 +82,7 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
     if history is None:
         return row if status is None else replace(row, state=status.state, reason=status.reason)
     spec, result = history.record.spec, history.record.result
+    step, total = _progress(status)
     row = replace(
         row,
         kind=spec.kind,
@@ -89,8 +90,8 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
         state=status.state if status is not None else history.record.state,
         reason=first_line(status.reason, _WORD) if status is not None else "",
         skipped=reading.skipped(name),
-        step=None if status is None else status.step,
-        total=None if status is None else status.total,
+        step=step,
+        total=total,
     )
     newest = history.record.attempts[-1:]
     attempts = [
@@ -103,6 +104,13 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
     folder = reading.workspace.layout.stage(stage_id).data / result.output_dir
     size = sum(file.bytes for file in result.files)
     return replace(row, output=str(folder), output_bytes=size)
+
+
+def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
+    """Step and total; of a stage that is done nothing that was said before its end."""
+    if status is None or (status.state == "done" and (status.step or 0) < (status.total or 0)):
+        return None, None
+    return status.step, status.total
 
 
 def _with_use(row: StageRow, use: Use | None, history: StageHistory) -> StageRow:

@@ -15,7 +15,7 @@ from typing import Any
 from refiner_core.report import printing
 from refiner_core.report.drawing import dot
 from refiner_core.report.pages import leaf, parts_of, tree
-from refiner_core.report.run import drawing
+from refiner_core.report.run import drawing, words
 from refiner_core.report.run.document import MetricCurve, RunReport
 from refiner_core.report.run.examples import shown_examples
 from refiner_core.report.run.numbers import model_index, tables
@@ -64,6 +64,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         kinds=list(dict.fromkeys(e.example.kind for e in examples)),
         whys=list(dict.fromkeys(e.example.why for e in examples if e.example.why)),
         tables=tables(report),
+        without_incident=words.without_incident(report),
         index=model_index(report),
         settings=[(leaf(k), tree(v)) for k, v in list(report.settings.items())[:MOST_SETTINGS]],
         dot=dot,

@@ -20,6 +20,8 @@ from refiner_core.report.printing import (
 )
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
 
+#: States of a stage that say that its last attempt came to no good end.
+_ENDED_BADLY = ("killed", "hung", "failed")
 STAGE_HEADER = ("stage", "state", "time", "attempts", "note")
 
 
@@ -147,3 +149,14 @@ def incidents_text(report: RunReport) -> str:
     still = sum(not incident.resolved for incident in report.incidents)
     count = counted(len(report.incidents), "incident")
     return f"{count}, {still} open" if still else f"{count}, all resolved"
+
+
+def without_incident(report: RunReport) -> str:
+    """What can be said where no incident is recorded: a worker that dies while no orchestrator
+    lives leaves none, and that is not "nothing went wrong"."""
+    ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
+    if ended:
+        return f"none is recorded yet: {', '.join(ended)} ended while nobody was there to note it"
+    if report.state == "done":
+        return "nothing went wrong"
+    return "nothing went wrong so far"
