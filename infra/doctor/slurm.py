@@ -60,7 +60,7 @@ def _controller(look: Look) -> Iterator[Finding]:
         yield Finding(
             *(_AREA, "controller", absent(look.on_slurm)),
             f"it gives no answer ({answer.last_line})",
-            mend="export SLURM_CONF=/etc/slurm/slurm.conf"
+            mend="export SLURM_CONF=/PATH/TO/slurm.conf"
             if "configuration source" in answer.last_line
             else _AGAIN,
             why="starting jobs; those that run go on meanwhile",

@@ -30,6 +30,8 @@ _AREA = "workspace"
 _HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
 #: Where quotas are the rule, and free figures of the file system know nothing of them.
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
+#: How trials end that found no room.
+_FULL = ("(ENOSPC)", "(EDQUOT)")
 #: Not for records of a run: gone with the machine, or slow and without what we need.
 _FLEETING = ("tmpfs", "ramfs")
 
@@ -85,6 +87,16 @@ def _features(look: Look) -> Iterator[Finding]:
             began = time.monotonic()
             wrong = [(n, why) for n, tried in _TRIALS if (why := _tried(tried, scratch))]
             seconds = time.monotonic() - began
+        if any(why.endswith(_FULL) for _, why in wrong):  # says nothing of what it can do
+            yield Finding(
+                *(_AREA, f"{prefix}file system", "broken"),
+                f"{where} is full: {wrong[0][1]}; what it can do is not known until there is room",
+                mend=f"refiner disk --reclaim workspace={look.workspace}"
+                if name == "workspace"
+                else f"df -h {folder}",
+                why="records are written, and a run waits for room",
+            )
+            continue
         for trial, why in wrong:
             yield Finding(
                 *(_AREA, f"{prefix}{trial}", "broken" if trial in _NEEDED else "warning"),
