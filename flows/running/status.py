@@ -314,7 +314,8 @@ def _disk(workspace: Workspace) -> DiskStatus | None:
     folder = workspace.layout.data
     with contextlib.suppress(OSError):
         use = shutil.disk_usage(folder)
-        return DiskStatus(str(folder), use.free, use.total)
+        # Without what the file system keeps for its administrator, as in `refiner disk`.
+        return DiskStatus(str(folder), use.free, use.used + use.free)
     return None
 
 

@@ -268,7 +268,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     if type(value) is not kind:
         if kind is str and isinstance(value, int | float):
             note = " It reads as a value of another type; text that looks like one is quoted."
-            fix = f"quote it, for YAML and for the shell: {path}='\"{value}\"'"
+            text = str(value).lower() if isinstance(value, bool) else value
+            fix = f"quote it, for YAML and for the shell: {path}='\"{text}\"'"
             raise _wrong(path, value, _NAMES[kind], note, fix)
         may_be_empty = kind is str and getattr(_fields().get(path), "default", 0) == ""
         empty = f"drop it, or write {path}='\"\"' for empty text" if may_be_empty else ""
