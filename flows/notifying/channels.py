@@ -11,8 +11,13 @@ An *event* goes to the Prefect server; an automation may act on it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
+import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.host.secrets import masked
 from refiner_core.contract.alarms import Alarm
 from refiner_core.contract.errors import RefinerError
 
@@ -83,27 +89,50 @@ def webhook_address(variable: str) -> str:
 def _command(command: str, parcel: Parcel, show: bool) -> None:
     output = sys.stderr if show else subprocess.DEVNULL
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             shell=True,
-            input=json.dumps(dict(parcel.body)) + "\n",
             env={**os.environ, **parcel.variables},
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             text=True,
-            timeout=_COMMAND_S,
-            check=False,
+            start_new_session=True,  # so that what it has started ends with it
         )
+        _at_work.add(process)
+        try:
+            process.communicate(json.dumps(dict(parcel.body)) + "\n", timeout=_COMMAND_S)
+        except BaseException:
+            _end(process)
+            raise
+        finally:
+            _at_work.discard(process)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ChannelFailed(
             f"The command did not end: {type(error).__name__}",
             expected=f"its end within {_COMMAND_S:g} s",
             fix=_TRY,
         ) from error
-    if done.returncode:
+    if process.returncode:
         raise ChannelFailed(
-            f"The command ended with code {done.returncode}", expected="code 0", fix=_TRY
+            f"The command ended with code {process.returncode}", expected="code 0", fix=_TRY
         )
+
+
+#: Commands that have not ended yet: none outlives who has sent the message.
+_at_work: set[subprocess.Popen[str]] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    for process in list(_at_work):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 class _NoOtherAddress(urllib.request.HTTPRedirectHandler):
@@ -111,6 +140,18 @@ class _NoOtherAddress(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+def _without_address(error: OSError | ValueError) -> str:
+    """Why nobody answered, in words that cannot hold the address."""
+    inner = getattr(error, "reason", error)
+    if isinstance(inner, socket.gaierror):
+        return "its host's name is not known here"
+    if isinstance(inner, TimeoutError):
+        return f"no answer within {_POST_S:g} s"
+    if isinstance(inner, OSError) and inner.errno and not isinstance(inner, ssl.SSLError):
+        return os.strerror(inner.errno).lower()
+    return type(inner if isinstance(inner, Exception) else error).__name__
 
 
 def _webhook(variable: str, parcel: Parcel) -> None:
@@ -139,7 +180,7 @@ def _webhook(variable: str, parcel: Parcel) -> None:
             if error.code < 500 and error.code not in (408, 429):
                 break
         except (OSError, ValueError) as error:  # its words may hold the address
-            reason = type(error).__name__
+            reason = _without_address(error)
     # Without its cause: that may hold the address, too.
     raise ChannelFailed(
         f"The webhook in {variable} did not take the message ({reason})",
@@ -180,7 +221,7 @@ def _event(parcel: Parcel) -> None:
             fix="see `refiner server status`; the run is not held up by it",
         ) from error
     if done.returncode:
-        words = (done.stderr.strip().splitlines() or [""])[-1][:_LONGEST]
+        words = masked((done.stderr.strip().splitlines() or [""])[-1])[:_LONGEST]
         raise ChannelFailed(
             f"Prefect did not take the event: {words}",
             expected="its server to take events",

@@ -163,22 +163,27 @@ class Courier:
 
     def _open(self, alarm: Alarm, due: dict[str, tuple[int, float]]) -> list[str]:
         """What has not gone out by a channel, and is not given up, oldest first."""
-        if self._replaced():
-            return []
+        try:
+            if self._replaced():
+                return []
+        except (OSError, RefinerError) as error:  # a workspace that cannot be read may come back
+            log.warning("whether there is a later courier is not known: %s", error)
         with self._changed:
             keys = list(self._messages)
         return [
             key
             for key in keys
-            if due.get(key, (0, 0.0))[0] <= len(PAUSES_S)
-            and (key, alarm.name) not in self._sent
-            and not self._notices.delivered(key, alarm.name)
+            if due.get(key, (0, 0.0))[0] <= len(PAUSES_S) and not self._is_delivered(key, alarm)
         ]
 
+    def _is_delivered(self, key: str, alarm: Alarm) -> bool:
+        return (key, alarm.name) in self._sent or self._notices.delivered(key, alarm.name)
+
     def _may_send(self, key: str, alarm: Alarm) -> bool:
-        """Whether no other process sends it now; what cannot be noted is sent."""
+        """Whether no other process sends it now, or just has; what cannot be noted is sent."""
         try:
-            return self._notices.begin_sending(key, alarm.name)
+            mine = self._notices.begin_sending(key, alarm.name)
+            return mine and not self._is_delivered(key, alarm)
         except (OSError, RefinerError) as error:
             log.warning("who sends %s cannot be noted: %s", key, error)
             return True

@@ -173,7 +173,11 @@ class RunWatching(Watching):
         """The failure class of a stage that has ended badly."""
         if view.state == "interrupted" and view.exit_code == 5:
             return "disk_full"
-        record = self._workspace.read_record(self._plan.by_name[view.name].id)
+        try:
+            record = self._workspace.read_record(self._plan.by_name[view.name].id)
+        except (OSError, RefinerError) as error:  # that it has failed is known all the same
+            log.warning("why %s has failed cannot be read: %s", view.name, error)
+            return "failed"
         last = record.attempts[-1] if record is not None and record.attempts else None
         return last.outcome.failure if last is not None and last.outcome is not None else "failed"
 

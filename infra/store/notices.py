@@ -56,8 +56,12 @@ class Notices(RecordFiles):
         return sorted((m for m in found if m is not None), key=lambda m: (m["at"], m["id"]))
 
     def delivered(self, key: str, channel: str) -> bool:
-        """Whether a message has gone out by a channel."""
-        return (self.folder / key / f"delivered-{channel}.json").exists()
+        """Whether a message has gone out by a channel; not as far as can be seen, where the
+        workspace cannot be read."""
+        try:
+            return (self.folder / key / f"delivered-{channel}.json").exists()
+        except OSError:
+            return False
 
     def note_delivery(self, key: str, channel: str, error: str = "") -> None:
         """A message has gone out by a channel, or not, and why."""

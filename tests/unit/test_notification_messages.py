@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from flows.notifying import words
-from flows.notifying.courier import Route
+from flows.notifying import channels, words
+from flows.notifying.channels import ChannelFailed
+from flows.notifying.courier import Courier, Route
 from flows.notifying.message import message_of, parcel_of
 from flows.notifying.pauses import Change, Pauses, Sight
 from flows.notifying.telling import Teller
@@ -23,6 +25,7 @@ from infra.campaign.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.notices import Notices
 from infra.store.workspace import Workspace
+from refiner_core.contract.alarms import Alarm
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
@@ -279,3 +282,41 @@ def test_who_is_told_changes_no_stage_and_records_without_the_section_are_quiet(
     old = to_json(plain)
     del old["notify"]
     assert from_json(RecipeConfig, old).notify == NotifyConfig()
+
+
+# ---------------------------------------------------------------- how they go out
+
+
+def test_a_command_that_hangs_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "_COMMAND_S", 1.0)
+    alarm = Alarm("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
+    message = TOPIC.message("k", "failed", "has failed", "why", "refiner status")
+    with pytest.raises(ChannelFailed, match="did not end"):
+        channels.send(alarm, parcel_of(message), show=False)
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_what_another_courier_has_just_delivered_goes_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Workspace.open(tmp_path / "runs").layout
+    notices = Notices(layout, tmp_path / "runs" / "notices")
+    notify = NotifyConfig(command=f"echo told >> {tmp_path}/told")
+    message = TOPIC.message("k", "finished", "has finished", "all", "refiner report")
+
+    class Late(Notices):
+        """The other courier is through between the look and the claim."""
+
+        def begin_sending(self, key: str, channel: str) -> bool:
+            notices.note_delivery(key, channel)
+            return super().begin_sending(key, channel)
+
+    route = Route(TOPIC, notify, 1, "node7:1:0", "")
+    courier = Courier(route, Late(layout, notices.folder))
+    courier.begin()
+    courier.take(message)
+    assert courier.finish(10.0)
+    assert not (tmp_path / "told").exists()
