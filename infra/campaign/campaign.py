@@ -8,7 +8,6 @@ point with its process, and the next campaign on the plan goes on from what is r
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -18,12 +17,13 @@ from typing import Any, Literal
 
 from infra.campaign.acting import Actor, StopWish
 from infra.campaign.actions import Action, CloseAttempt, Launch, Release, Serve
+from infra.campaign.diary import Diary, news_of, stage_event
 from infra.campaign.observe import Observer, Patience
 from infra.campaign.reconcile import Observed, Policy, Taken, reconcile
 from infra.campaign.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
 from infra.campaign.together import Together
 from infra.campaign.views import view_of
-from infra.host.processes import ProcessId, host_name
+from infra.host.processes import ProcessId
 from infra.host.waiting import wait_for
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import CLASSES, outcome_of, without_progress
@@ -31,7 +31,7 @@ from infra.jobs.protocol import AttemptRef
 from infra.store.holds import Holds
 from infra.store.leases import CallLeases, held_by_others
 from infra.store.orchestrators import wanted_by_others
-from infra.store.workspace import Workspace, now_text
+from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.services import is_service
@@ -76,11 +76,12 @@ class Campaign:
     ) -> None:
         self.plan, self.workspace, self.router, self.run = plan, workspace, router, run
         self.owner = str(ProcessId.of())
+        self._diary = Diary(workspace, run.run, self.owner)
         self._settings, self._clock, self._on_event = plan.config.dispatch, clock, on_event
         patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
         self._observer = Observer(workspace, router, patience, clock=clock)
         self._keeper = keeper or ProbingKeeper(workspace)
-        self._rooms = Rooms(workspace, self._keeper, plan.config.disk, clock, self._note)
+        self._rooms = Rooms(workspace, self._keeper, plan.config.disk, clock, self._diary.note)
         self._actor = Actor(
             plan=plan,
             workspace=workspace,
@@ -89,7 +90,7 @@ class Campaign:
             code=workspace.layout.code / run.code if run.code else None,
             rooms=self._rooms,
             clock=clock,
-            note=self._note,
+            note=self._diary.note,
         )
         self._holds = Holds(plan, workspace.layout)
         self._leases = CallLeases(workspace, run.run, clock)
@@ -105,7 +106,6 @@ class Campaign:
         self._look_s = 0.0
         self._any_room: bool | None = None
         self._error: BaseException | None = None
-        self._event_log_works = True
         self._changed = threading.Condition()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="campaign", daemon=True)
@@ -129,7 +129,7 @@ class Campaign:
         recorded = self.workspace.layout.run(self.run.run).record.exists()
         if not recorded or self.workspace.read_run(self.run.run) != self.run:
             self.workspace.write_run(self.run)  # not again: a full disk must not end a retaken call
-        self._write_orchestrator("running", None)
+        self._diary.write_orchestrator("running", None)
         self._round(act=False)
 
     def step(self) -> bool:
@@ -143,7 +143,7 @@ class Campaign:
             self._leases.keep(())
         except OSError as trouble:
             log.warning("leases of servers are not given back: %s", trouble)
-        self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+        self._diary.write_orchestrator("ended", getattr(error, "exit_code", 70))
 
     @property
     def look_s(self) -> float:
@@ -190,7 +190,7 @@ class Campaign:
         if self._stop is None:
             self._spared = {**self._spared, **(spared or {})}
             self._stop = StopWish(reason, failure, grace_s=self._settings.grace_s)
-            self._note({"event": "stop", "reason": reason})
+            self._diary.note({"event": "stop", "reason": reason})
         self._wake.set()
 
     def join(self) -> dict[str, StageView]:
@@ -213,7 +213,7 @@ class Campaign:
 
     def note(self, event: Mapping[str, Any]) -> None:
         """A line in the run's event log, from any thread: something that the user should know."""
-        self._note(event)
+        self._diary.note(event)
 
     # ------------------------------------------------------------ the loop
 
@@ -235,7 +235,7 @@ class Campaign:
         self._any_room = None
         self._hear_cancel()
         records, observed = self._observer.look(self._own)
-        self._record_ends()
+        self._diary.record_ends(self._observer.sights)
         self._note_beginning(records, observed)
         done = {i for i, r in records.items() if r.result is not None}
         self._holds.keep(done)
@@ -256,7 +256,7 @@ class Campaign:
             if self._together is not None:
                 self._together.note_busy(self.run.run, ())
             code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
-            self._write_orchestrator("ended", code)
+            self._diary.write_orchestrator("ended", code)
         return over
 
     def _policy(self, records: Mapping[str, StageRecord]) -> Policy:
@@ -328,15 +328,6 @@ class Campaign:
                 # It was another's work that somebody has ended, not this call's.
                 self._ended_before[stage_id] = last.number
 
-    def _record_ends(self) -> None:
-        """Keep what the scheduler says of jobs that have ended: it forgets."""
-        for ref, sight in self._observer.sights.items():
-            if sight.sight == "dead" and sight.facts:
-                try:
-                    self.workspace.note_scheduler(*ref, sight.facts)
-                except OSError as error:
-                    log.warning("what the scheduler said of %s is lost: %s", ref, error)
-
     # ------------------------------------------------------------ acting
 
     def _act(self, actions: tuple[Action, ...], records: Mapping[str, StageRecord]) -> None:
@@ -377,7 +368,7 @@ class Campaign:
         self._cancelled |= {s.id: wish for s in new}
         if new:
             names = [s.name for s in new]
-            self._note({"event": "cancel", "reason": reason, "stages": names})
+            self._diary.note({"event": "cancel", "reason": reason, "stages": names})
 
     def _stop_jobs(self, observed: Observed) -> None:
         """Ask live jobs to end that this call does not want any more."""
@@ -432,11 +423,11 @@ class Campaign:
             views[stage.name] = view
         with self._changed:
             changed = [v for n, v in views.items() if v != self._views.get(n)]
-            news = [v for v in changed if _state(v) != _state(self._views.get(v.name))]
+            news = [v for v in changed if news_of(v) != news_of(self._views.get(v.name))]
             self._views = views
             self._changed.notify_all()
         for view in news:
-            self._note(_event(view))
+            self._diary.note(stage_event(view))
         for view in changed:
             self._tell(view)
         return all(v.terminal for v in views.values())
@@ -449,41 +440,3 @@ class Campaign:
         except Exception as error:  # a picture that fails must not stop the work behind it
             log.warning("showing %s failed; it is not shown any more", view.name, exc_info=error)
             self._on_event = None
-
-    def _write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
-        value = {"process": self.owner, "host": host_name(), "state": state}
-        try:
-            self.workspace.write_orchestrator(
-                self.run.run, {**value, "exit_code": exit_code, "at": now_text()}
-            )
-        except OSError as error:
-            log.warning("who works on the run could not be noted: %s", error)
-
-    def _note(self, event: Mapping[str, Any]) -> None:
-        """One line in the run's event log. One writer: this call."""
-        path = self.workspace.layout.run(self.run.run).events
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"at": now_text(), **event}) + "\n")
-        except OSError as error:
-            if self._event_log_works:
-                log.warning("the event log cannot be written: %s", error)
-            self._event_log_works = False
-
-
-def _state(view: StageView | None) -> tuple[Any, ...]:
-    return () if view is None else (view.state, view.attempt, view.job_id)
-
-
-def _event(view: StageView) -> dict[str, Any]:
-    return {
-        "event": "stage",
-        "stage": view.name,
-        "state": view.state,
-        "attempt": view.attempt,
-        "job": view.job_id,
-        "seconds": round(view.seconds, 3),
-        "message": view.message,
-    }
