@@ -102,7 +102,7 @@ def _report_sweep(workspace: Workspace, sweep: str, asked: Asked, to_wandb: bool
     if logged:
         click.echo(f"W&B: {logged}", err=True)
     if written.report.state == "running":
-        click.echo(f"Next: refiner report {sweep} --watch keeps the page fresh.", err=True)
+        click.echo(f"Next:\n  refiner report {sweep} --watch workspace={root}", err=True)
 
 
 def _which(workspace: Workspace, words: Sequence[str]) -> _Subject:
@@ -173,7 +173,7 @@ def _no_tables(run: str) -> Exception:
     return ConfigurationError(
         f"{run} is a run, and --wandb is for the tables of a sweep.",
         expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
-        fix=f"leave out --wandb; `refiner track {run} --help` says how a run gets there later",
+        fix="leave out --wandb; `refiner track sync` sends what was logged offline",
     )
 
 

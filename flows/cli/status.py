@@ -116,6 +116,12 @@ def _show(status: RunStatus, workspace: Workspace) -> None:
     click.echo("")
     for line in closing_lines(status, workspace):
         click.echo(line)
+    where = f"workspace={workspace.root}"
+    if status.finished:
+        click.echo(f"Next:\n  {shlex.join(['refiner', 'report', status.run, where])}", err=True)
+    elif status.orchestrator.works:
+        command = ["refiner", "status", status.run, "--watch", where]
+        click.echo(f"Next:\n  {shlex.join(command)}", err=True)
 
 
 def _show_incidents(status: RunStatus) -> None:

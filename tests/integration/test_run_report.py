@@ -275,6 +275,15 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     assert not report.incidents[0].resolved
 
 
+def test_a_long_reason_is_not_cut_to_the_width_of_a_table(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
+    run.data()
+    reason = f"None of {'many ' * 30}attempts is kept. Expected one"
+    run.fail("sft", Outcome("data", "stop", reason, exit_code=3))
+    report = report_of_run(run.run.run, run.workspace)
+    assert report.state_text == f"sft failed: {reason}."
+
+
 def test_a_run_that_nobody_began_is_stopped_and_has_nothing(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     report = report_of_run(run.run.run, run.workspace)
@@ -370,6 +379,13 @@ def test_a_damaged_file_is_a_warning_and_costs_its_part_alone(
 def at(finished: RecordedRun) -> Iterator[str]:
     yield f"workspace={finished.workspace.root}"
     shutil.rmtree(finished.workspace.layout.reports, ignore_errors=True)
+
+
+def test_status_of_a_finished_run_leads_to_its_report(
+    finished: RecordedRun, at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", at]) == 0
+    assert f"Next:\n  refiner report {finished.run.run} {at}" in capsys.readouterr().err
 
 
 def test_the_newest_run_is_reported_where_there_is_no_sweep(

@@ -220,10 +220,12 @@ def standing_of(
         return Standing("done", f"{text}.", ended_at)
     failed = [r for r in working if r.state in _FAILED]
     if failed:
-        why = f": {failed[0].reason.rstrip('.')}" if failed[0].reason else ""
+        # A row's reason is cut to the width of a table; what its attempt has said is longer.
+        said = next((a.text for a in reversed(failed[0].attempts) if a.text), failed[0].reason)
         names = ", ".join(r.name for r in failed)
-        return Standing("failed", f"{names} failed{why}.", ended_at)
-    who = "" if status is None else f" ({orchestrator_text(status.orchestrator, finished=False)})"
+        text = f"{names} failed: {said}" if said else f"{names} failed"
+        return Standing("failed", text if text.endswith((".", "…")) else f"{text}.", ended_at)
+    who = "" if status is None else f"; {orchestrator_text(status.orchestrator, finished=False)}"
     text = f"{len(done)} of {counted(len(working), 'stage')} done; nobody works on it{who}."
     return Standing("stopped", text, ended_at)
 
