@@ -8,7 +8,7 @@ object but those that are shown.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ _SHARED_BY = 5
 _OTHERS = "(others)"
 #: Attempts at a task that a report shows.
 MOST_ATTEMPTS = 4
+#: Rows that are held at a time while rows are looked for.
+_AT_ONCE = 512
 _JUDGEMENTS = pa.schema(
     [
         pa.field(
@@ -112,7 +114,9 @@ class SamplesReader:
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
-        found: list[dict[str, Any]] = _table(path, _content(path), None).filter(wanted).to_pylist()
+        found: list[dict[str, Any]] = []
+        for table in _pieces(path):
+            found += table.filter(wanted).to_pylist()
         return [
             row for row in found if row["sample_index"] < (MOST_ATTEMPTS if "episode" in row else 1)
         ]
@@ -143,20 +147,32 @@ def _unreadable(path: Path, error: Exception | str) -> DataError:
     )
 
 
-def _table(path: Path, content: bytes, columns: Sequence[str] | None = ()) -> Any:
-    """Columns of a samples file: ids and metrics, these, or (None) all."""
+def _table(path: Path, content: bytes, columns: Sequence[str] = ()) -> Any:
+    """Columns of a samples file: ids and metrics, or these."""
     try:
         with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
             there = file.schema_arrow.names
-            if columns is not None and not columns:
-                columns = ["sample_id", *metric_columns(file.schema_arrow)]
-            wanted = there if columns is None else [c for c in columns if c in there]
+            columns = columns or ["sample_id", *metric_columns(file.schema_arrow)]
+            wanted = [c for c in columns if c in there]
             table = file.read(columns=wanted, use_threads=False)
     except (OSError, pa.ArrowInvalid) as error:
         raise _unreadable(path, error) from error
     if "sample_id" not in table.column_names:
         raise _unreadable(path, "it has no sample ids")
     return table
+
+
+def _pieces(path: Path) -> Iterator[Any]:
+    """All columns of a samples file, some rows at a time: answers are long, and few are shown."""
+    content = _content(path)
+    try:
+        with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
+            if "sample_id" not in file.schema_arrow.names:
+                raise _unreadable(path, "it has no sample ids")
+            for batch in file.iter_batches(batch_size=_AT_ONCE, use_threads=False):
+                yield pa.Table.from_batches([batch])
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _unreadable(path, error) from error
 
 
 def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) -> Floats:

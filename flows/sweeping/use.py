@@ -172,7 +172,7 @@ class UseReader:
         if record.spec.kind != "grpo":
             return None
         path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).metrics
-        lines = read_metrics(path) if path.exists() else []
+        lines = read_metrics(path, ["judge/calls"])
         calls = [line.metrics.get("judge/calls") for line in lines]
         known = [int(n) for n in calls if n is not None]
         return sum(known) if known else None

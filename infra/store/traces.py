@@ -23,30 +23,39 @@ class MetricsLine(NamedTuple):
     metrics: dict[str, float | None]
 
 
-def read_metrics(path: Path) -> list[MetricsLine]:
+def read_metrics(path: Path, only: Collection[str] | None = None) -> list[MetricsLine]:
     """The lines of a ``metrics.jsonl``, in order; a last line that was cut short is left out.
+    ``only`` these metrics are kept: a long training logs more than a reader wants to hold.
 
     Raises
     ------
     WorkspaceError
         A line is none that was written here; says which.
     """
+    lines = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith("\n"):
+                    lines.append(_metrics_line(path, number, line, only))
     except FileNotFoundError:
         return []
-    lines = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):
-        try:
-            value = json.loads(line)
-            lines.append(MetricsLine(int(value["step"]), value["metrics"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise WorkspaceError(
-                f"Line {number} of {path} is no line of metrics.",
-                expected="JSON with `step` and `metrics`, as refiner has written it",
-                fix="remove the line, or restore the file",
-            ) from error
     return lines
+
+
+def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | None) -> MetricsLine:
+    try:
+        value = json.loads(line)
+        step, metrics = int(value["step"]), value["metrics"]
+        if only is not None:
+            metrics = {name: metrics[name] for name in only if name in metrics}
+    except (ValueError, TypeError, KeyError) as error:
+        raise WorkspaceError(
+            f"Line {number} of {path} is no line of metrics.",
+            expected="JSON with `step` and `metrics`, as refiner has written it",
+            fix="remove the line, or restore the file",
+        ) from error
+    return MetricsLine(step, metrics)
 
 
 def list_rollouts(folder: Path) -> list[Path]:

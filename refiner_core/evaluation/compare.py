@@ -13,7 +13,7 @@ from typing import Any
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
-from refiner_core.evaluation.samples import load_samples
+from refiner_core.evaluation.samples import TEXTS, load_samples
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 
 
@@ -93,7 +93,7 @@ class _SampleFiles:
 
     def load(self, path: Path) -> list[dict[str, Any]]:
         if path not in self.known:
-            self.known[path] = load_samples(path)
+            self.known[path] = load_samples(path, TEXTS)
         return self.known[path]
 
 

@@ -11,7 +11,7 @@ scores 0 by rule.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,13 @@ def metric_columns(schema: Any) -> list[str]:
     return [field.name for field in schema if pa.types.is_float64(field.type)]
 
 
-def load_samples(path: Path) -> list[dict[str, Any]]:
+#: Columns that are most of a file, and that who compares numbers does without.
+TEXTS = ("response_text", "judgements", "episode")
+
+
+def load_samples(path: Path, leave_out: Collection[str] = ()) -> list[dict[str, Any]]:
     """Read rows back; metrics that a newer version adds are missing from older files.
+    ``leave_out`` these columns.
 
     Raises
     ------
@@ -171,7 +176,9 @@ def load_samples(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            kept = [name for name in file.schema_arrow.names if name not in leave_out]
+            rows: list[dict[str, Any]] = file.read(kept).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
         raise _unreadable(path, str(error)) from error
     if rows and "sample_id" not in rows[0]:

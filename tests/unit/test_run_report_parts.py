@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from flows.reporting import samples
 from flows.reporting.run.curves import points_of, thinned
 from flows.reporting.run.examples import choose
 from flows.reporting.run.facts import changed_settings, shown_overrides
 from flows.reporting.run.said import said_in_evaluation, said_in_training
 from infra.host.secrets import HIDDEN, masked, without_secrets
-from infra.store.traces import MetricsLine
+from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.records import to_json
 from refiner_core.rewards.combine import total_reward
@@ -226,3 +230,24 @@ def test_what_a_stage_has_said_holds_no_secret_of_the_environment(
         "POST https://chat.example/hooks/T01/abc with opaque-key-1: falsehood, sk-abcdefgh1"
     )
     assert said == "POST *** with ***: falsehood, ***"
+
+
+# ---------------------------------------------------------------- large files
+
+
+def test_of_a_long_log_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": n, "metrics": {"scores": n, "other": 1.0}} for n in (1, 2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "met')
+    assert read_metrics(path, ["scores", "gone"]) == [(1, {"scores": 1}), (2, {"scores": 2})]
+    assert [line.metrics.get("other") for line in read_metrics(path)] == [1.0, 1.0]
+
+
+def test_answers_are_found_wherever_in_a_long_file_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "_AT_ONCE", 3)
+    rows = [{"sample_id": f"p{n // 2}", "sample_index": n % 2, "text": str(n)} for n in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
+    found = samples.SamplesReader().rows(tmp_path / "samples.parquet", ["p9", "p1"])
+    assert [row["text"] for row in found] == ["2", "18"], "the first sample of each, in order"

@@ -74,7 +74,8 @@ def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
     if history.record.spec.kind != "grpo" or not history.record.attempts:
         return {}
     newest = history.record.attempts[-1].number
-    lines = read_metrics(reading.workspace.layout.attempt(history.stage_id, newest).metrics)
+    path = reading.workspace.layout.attempt(history.stage_id, newest).metrics
+    lines = read_metrics(path, [f"judge/{key}" for key in _OF_JUDGE])
     sums: dict[str, float] = {}
     for key in _OF_JUDGE:
         logged = [line.metrics.get(f"judge/{key}") for line in lines]

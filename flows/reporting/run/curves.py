@@ -37,8 +37,10 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
     """The curves of all training stages, in the order of work."""
     found: list[MetricCurve] = []
     for name, history in reading.of_kind("sft", "rft", "grpo", "command"):
-        lines = reading.tried(f"The metrics of {name}", _newest_lines, reading, history) or []
         foreign = history.record.spec.kind == "command"
+        only = None if foreign else (*SHOWN, *_ALSO)
+        what = f"The metrics of {name}"
+        lines = reading.tried(what, _newest_lines, reading, history, only) or []
         taken_over = tuple(_taken_over(history))
         for metric, (steps, values) in points_of(lines, foreign=foreign).items():
             began = tuple(s for s in taken_over if steps[0] <= s <= steps[-1])
@@ -46,11 +48,13 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
     return tuple(found)
 
 
-def _newest_lines(reading: RunReading, history: StageHistory) -> list[MetricsLine]:
+def _newest_lines(
+    reading: RunReading, history: StageHistory, only: Sequence[str] | None
+) -> list[MetricsLine]:
     """What the newest attempt that logged anything did log; that tells the whole story."""
     for attempt in reversed(history.record.attempts):
         paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
-        if lines := read_metrics(paths.metrics):
+        if lines := read_metrics(paths.metrics, only):
             return lines
     return []
 
