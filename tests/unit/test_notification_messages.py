@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +321,16 @@ def test_what_another_courier_has_just_delivered_goes_out_once(
     courier.take(message)
     assert courier.finish(10.0)
     assert not (tmp_path / "told").exists()
+
+
+def test_a_webhook_that_nobody_answers_says_why_and_not_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "_TRIES", 1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        monkeypatch.setenv("TEAM_HOOK", f"http://127.0.0.1:{free.getsockname()[1]}/secret-path")
+        parcel = channels.Parcel({"title": "t", "text": "t"}, {}, "e", {})
+        with pytest.raises(ChannelFailed, match=r"\(connection refused\)") as refused:
+            channels.send(Alarm("webhook", "TEAM_HOOK"), parcel)
+    assert "secret-path" not in str(refused.value)
