@@ -20,6 +20,7 @@ from infra.campaign.actions import (
     Rest,
     Wait,
 )
+from infra.campaign.timeline import first_line
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.types import Progress
@@ -90,7 +91,9 @@ def _state_of(action: Action, record: StageRecord | None, owner: str, done_befor
     if isinstance(action, Wait) and (action.attempt == 0 or action.queued):
         return _State("queued" if action.queued else "waiting", action.reason)
     if isinstance(action, Launch):
-        return _State("waiting", "is being submitted")
+        last = record.attempts[-1].outcome if record is not None and record.attempts else None
+        after = f" again: {first_line(last.message)}" if last is not None and last.message else ""
+        return _State("waiting", f"is being submitted{after}")
     running = record is not None and record.attempts and record.attempts[-1].owner == owner
     message = action.outcome.message if isinstance(action, CloseAttempt) else ""
     if isinstance(action, Wait) and action.unseen:

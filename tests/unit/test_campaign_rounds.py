@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from infra.campaign.actions import Launch
 from infra.campaign.campaign import Campaign
+from infra.campaign.views import view_of
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
@@ -19,7 +21,9 @@ from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.records import Outcome
 from tests.support.plans import OWNER, claim, run_record, small_plan
+from tests.support.recorded_run import RecordedRun
 
 
 class Cluster:
@@ -181,3 +185,16 @@ def test_what_a_cluster_refuses_is_said_without_a_traceback(
     assert str(error) in view.message
     shown = [r for r in caplog.records if r.levelname == "WARNING" and r.exc_info]
     assert bool(shown) == traceback
+
+
+def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs", "stages=[data]")
+    data = run.stage("data")
+    views = [view_of(Launch(data, 0), None, run.workspace, owner="o")]
+    run.fail("data", Outcome("killed", "resume", "the worker is gone and left no word\nrc 137"))
+    record = run.workspace.read_record(data.id)
+    views.append(view_of(Launch(data, 1), record, run.workspace, owner="o"))
+    assert [v.message for v in views] == [
+        "is being submitted",
+        "is being submitted again: the worker is gone and left no word",
+    ]
