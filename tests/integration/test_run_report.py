@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,22 @@ def test_what_was_there_before_says_who_made_it_and_costs_nothing(
     assert report.curves
     assert report.examples
     shutil.rmtree(second.workspace.layout.run(second.run.run).folder)
+
+
+def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) -> None:
+    first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
+    first.data()
+    first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
+    assert (cost := report_of_run(first.run.run, first.workspace).cost).seconds is not None
+    assert cost.seconds >= 1000.0
+    time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
+    second = RecordedRun(first.workspace.root, "stages=[data,sft]")
+    second.train("sft")
+    report = report_of_run(second.run.run, second.workspace)
+    assert report.cost.seconds is not None
+    assert report.cost.seconds < 100.0
+    assert (report.cost.lost_seconds, report.cost.lost_steps) == (0.0, 0)
+    assert row_of(report, "sft").seconds == pytest.approx(1000.0, abs=100.0), "of all attempts"
 
 
 def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:

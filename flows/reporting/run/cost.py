@@ -3,7 +3,8 @@
 In: a :class:`~flows.reporting.run.reading.RunReading` and its rows of stages. Out:
 :class:`~refiner_core.report.run.document.Cost` and
 :class:`~refiner_core.report.run.document.DiskUse`. Stages that were there before the run began
-cost it nothing. What nobody has counted is None.
+cost it nothing, nor does what earlier runs have tried at the others. What nobody has counted is
+None.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.reporting.run.reading import RunReading
-from infra.campaign.timeline import StageHistory, incidents_of
+from infra.campaign.timeline import Incident, StageHistory, incidents_of
 from infra.disk.figures import Room
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
@@ -30,26 +31,45 @@ _OF_JUDGE = (
 
 
 def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
-    """Sums over the stages that this run has worked on."""
+    """Sums over the stages that this run has worked on, from when it began: what an earlier run
+    has tried in vain at one of them was that run's cost."""
     own = [row for row in rows if row.attempts and not row.skipped]
-    gpu_hours = total(row.gpu_hours for row in own)
+    shares = {row.name: _share(row, reading.run.started_at) for row in own}
+    gpu_hours = total(_part(row.gpu_hours, shares[row.name]) for row in own)
     price = reading.config.publish.price_per_gpu_hour
     money = None if price is None or gpu_hours is None else price * gpu_hours
     return Cost(
-        seconds=total(row.seconds for row in own),
+        seconds=total(_part(row.seconds, shares[row.name]) for row in own),
         gpu_hours=gpu_hours,
-        cpu_hours=total(row.cpu_hours for row in own),
+        cpu_hours=total(_part(row.cpu_hours, shares[row.name]) for row in own),
         money=money,
         currency="" if money is None else reading.config.publish.currency,
-        lost_seconds=sum(row.lost_seconds for row in own),
-        lost_steps=reading.tried("Lost steps", _lost_steps, reading) or 0,
+        lost_seconds=sum(row.lost_seconds * _lost_share(reading, row.name) for row in own),
+        lost_steps=sum(i.lost_steps or 0 for row in own for i in _incidents(reading, row.name)[1]),
         judge=_judge_use(reading),
     )
 
 
-def _lost_steps(reading: RunReading) -> int:
-    histories = [reading.histories[name] for name in reading.own()]
-    return sum(i.lost_steps or 0 for i in incidents_of(histories))
+def _share(row: StageRow, began_at: str) -> float:
+    """What of a stage's work was done since the run began."""
+    seconds = sum(a.seconds or 0.0 for a in row.attempts)
+    since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
+    return since / seconds if seconds else 1.0
+
+
+def _part(value: float | None, share: float) -> float | None:
+    return None if value is None else value * share
+
+
+def _incidents(reading: RunReading, name: str) -> tuple[list[Incident], list[Incident]]:
+    """All incidents of a stage, and those since the run began."""
+    found = reading.tried(f"What {name} has lost", incidents_of, [reading.histories[name]]) or []
+    return found, [i for i in found if i.at >= reading.run.started_at]
+
+
+def _lost_share(reading: RunReading, name: str) -> float:
+    every, since = (sum(i.lost_seconds or 0.0 for i in some) for some in _incidents(reading, name))
+    return since / every if every else 1.0
 
 
 def _judge_use(reading: RunReading) -> dict[str, float]:

@@ -196,7 +196,7 @@ class DiskUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """What all attempts of the run's own stages took; None where nobody knows."""
+    """What attempts at the run's own stages took since it began; None where nobody knows."""
 
     seconds: float | None = None
     gpu_hours: float | None = None
