@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from flows.running.calls import RunOutcome
 from flows.api.summary import summary_lines
+from flows.running.calls import RunOutcome
 from refiner_core.contract.views import StageView
 from tests.support.recorded_run import RecordedRun
 
