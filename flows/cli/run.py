@@ -75,7 +75,7 @@ def stop_on_signals() -> None:
 
 
 def finish(outcome: RunOutcome, as_json: bool) -> int:
-    """Print how a call ended; its exit code."""
+    """Print how a call ended, and what to type now; its exit code."""
     from flows.api import run_json
 
     with until_nobody_reads():
@@ -87,6 +87,8 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
             for line in summary_lines(outcome):
                 click.echo(line)
         sys.stdout.flush()
+    if outcome.next_commands:
+        click.echo("Next:\n  " + "\n  ".join(outcome.next_commands), err=True)
     return outcome.exit_code
 
 

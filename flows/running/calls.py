@@ -48,6 +48,8 @@ class RunOutcome:
         Id of the run's record.
     views
         Last view of every stage.
+    next_commands
+        What to type now, most useful first; empty where nobody is shown anything.
     exit_code
         See :data:`refiner_core.contract.errors.EXIT_CODES`.
     """
@@ -55,6 +57,7 @@ class RunOutcome:
     run: str
     plan: Plan
     views: Mapping[str, StageView]
+    next_commands: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -370,9 +373,8 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     if showing.resumed:
         workspace.withdraw_cancel(run.run)
     where = plan.config.workspace
-    console = showing.console or Console(
-        command=showing.command, workspace=where, run=run.run, quiet=showing.quiet
-    )
+    own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
+    console = showing.console or own
     known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)
     campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
@@ -391,7 +393,8 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
             story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
             hears=hears,
         )
-    return RunOutcome(run.run, plan, views)
+    following = () if showing.console else own.next_commands(views)
+    return RunOutcome(run.run, plan, views, tuple(following))
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class Console(Screen):
             self._states.update({name: view.state for name, view in views.items()})
 
     def finish(self, views: Mapping[str, StageView]) -> None:
-        """The last state of every stage, then the summary with the next commands."""
+        """The last state of every stage, then the summary."""
         self.show(views)
         self.close()
         troubled = any(v.state not in ("done", "skipped") for v in views.values())
@@ -82,21 +82,22 @@ class Console(Screen):
             self._print("\n".join(self.summary(views, elapsed)))
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
-        """What was done, skipped, failed; where the logs are; what to type next."""
+        """What was done, skipped, failed; where the logs are."""
         lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
         for view in views.values():
             if view.state in ("failed", "interrupted", "blocked"):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
                 if view.log:
                     lines.append(f"    log: {view.log}")
-        lines.append("Next:")
-        lines += [f"  {command}" for command in self.next_commands(views)]
         return lines
 
     def next_commands(self, views: Mapping[str, StageView]) -> list[str]:
-        """Commands that make sense now, most useful first."""
+        """Commands that make sense now, most useful first; none where all went well and nobody
+        wants to hear of it."""
         where = [f"workspace={self._workspace}"] if self._workspace else []
         troubled = any(v.state not in ("done", "skipped") for v in views.values())
+        if self._quiet and not troubled:
+            return []
         commands = [
             ["refiner", "logs", v.name, *where] for v in views.values() if v.state == "failed"
         ]

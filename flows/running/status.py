@@ -340,9 +340,9 @@ def _kind(name: str) -> str:
 def find_run(
     workspace: Workspace, wanted: str | None = None, *, stage: str = ""
 ) -> RunRecord | None:
-    """The run of that id, or of the only id that begins or ends so; the newest without one, with
-    ``stage`` the newest that has such a stage, if any has. A trial's run may be named by its place
-    in the sweep, ``SWEEP:ARM/seed1``.
+    """The run of that id, of the only id that begins or ends so, or the newest of a recipe of that
+    name; the newest without one, with ``stage`` the newest that has such a stage, if any has. A
+    trial's run may be named by its place in the sweep, ``SWEEP:ARM/seed1``.
 
     Raises
     ------
@@ -357,6 +357,8 @@ def find_run(
         fitting = (run for run in newest_first if not stage or stage in run.stages)
         return next(fitting, None) or (workspace.read_run(known[-1]) if known else None)
     hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
+    if not hits:  # a recipe's name is its newest run
+        hits = [r for r in known if _recipe_in(r) == wanted][-1:]
     if len(hits) == 1:
         return workspace.read_run(hits[0])
     if not known:
@@ -407,6 +409,11 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
         expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
         fix=f"name one of these (`refiner status {name}` shows them)",
     )
+
+
+def _recipe_in(run_id: str) -> str:
+    """The recipe's name as it stands in a run's id: day-time-NAME-number."""
+    return "-".join(run_id.split("-")[2:-1])
 
 
 def _means(wanted: str, run_id: str) -> bool:

@@ -87,16 +87,18 @@ def test_the_summary_names_logs_and_the_next_commands() -> None:
         clock=Clock(),
     )
     blocked = StageView("grpo", "grpo", "f", "blocked", message="sft failed")
-    console.finish({"sft": FAILED, "grpo": blocked})
+    views = {"sft": FAILED, "grpo": blocked}
+    console.finish(views)
     assert stream.getvalue().splitlines()[3:] == [
         "1 failed, 1 blocked in 0.0 s",
         "  sft: failed: loss is NaN",
         "    log: /w/sft.log",
         "  grpo: blocked: sft failed",
-        "Next:",
-        "  refiner logs sft 'workspace=/w space'",
-        "  refiner run tiny 'workspace=/w space'",
-        "  refiner status 'workspace=/w space'",
+    ]
+    assert console.next_commands(views) == [
+        "refiner logs sft 'workspace=/w space'",
+        "refiner run tiny 'workspace=/w space'",
+        "refiner status 'workspace=/w space'",
     ]
 
 

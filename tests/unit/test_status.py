@@ -138,6 +138,14 @@ def test_a_run_is_found_by_a_part_of_its_id(workspace: Workspace, run: RunRecord
         find_run(workspace, run.run[:8])
 
 
+def test_a_recipes_name_is_its_newest_run(workspace: Workspace, run: RunRecord) -> None:
+    older = replace(run, run="20200101-000000-small-0000")
+    workspace.write_run(older)
+    assert find_run(workspace, "small") == run
+    with pytest.raises(ConfigurationError):
+        find_run(workspace, "tiny")
+
+
 def test_without_a_name_it_is_the_newest_that_has_what_is_asked_for(
     workspace: Workspace, run: RunRecord
 ) -> None:
