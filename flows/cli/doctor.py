@@ -111,7 +111,7 @@ def _say_next(recipe: str | None, words: Sequence[str], findings: Sequence[Findi
 
     count = {state: sum(f.state == state for f in findings) for state in _MARKS}
     click.echo(
-        f"\n{count['ok']} ok, {count['warning']} to know of, {count['missing']} not there, "
+        f"\n{count['ok']} ok, {count['warning']} with a warning, {count['missing']} not there, "
         f"{count['broken']} broken."
     )
     broken = next((f for f in findings if f.state == "broken" and f.mend), None)

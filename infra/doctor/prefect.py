@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look
@@ -21,6 +23,8 @@ from infra.prefect_server.state import is_network_file_system, state_dir
 
 _AREA = "prefect"
 _ANSWER_S = 6.0
+#: A server takes some ten seconds to start, on a machine that has other work some more.
+_STARTS_S = 60.0
 _WHY = "the picture of a run; the work itself goes on without it"
 
 
@@ -30,6 +34,8 @@ def _server(look: Look) -> Iterator[Finding]:
         yield _users(status.info)
     elif status.state == "running" and status.info is not None:
         yield _ours(status.info)
+    elif status.state == "starting" and _writes(Path(status.log)):
+        yield Finding(_AREA, "server", "ok", f"it starts; {_said(status)}")
     elif status.state == "starting":
         yield Finding(
             *(_AREA, "server", "warning", f"it lives and does not answer (yet); {_said(status)}"),
@@ -39,6 +45,14 @@ def _server(look: Look) -> Iterator[Finding]:
     else:
         yield Finding(_AREA, "server", "ok", "none runs; `refiner run` starts one")
         yield _port()
+
+
+def _writes(log: Path) -> bool:
+    """Whether a server has just said something: one that starts does, one that hangs does not."""
+    try:
+        return time.time() - log.stat().st_mtime < _STARTS_S
+    except OSError:
+        return False
 
 
 def _said(status: ServerStatus) -> str:
