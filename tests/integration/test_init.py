@@ -275,10 +275,15 @@ class Terminal:
     def press_ctrl_c(self) -> None:
         os.write(self.leader, b"\x03")
 
-    def end(self) -> int:
-        """Its exit code, once it has ended."""
+    def end(self, press: bytes = b"") -> int:
+        """Its exit code, once it has ended. A key is pressed until it has: a signal that comes
+        between a prompt and the wait for a line waits with it for the next key."""
+        pressed = time.monotonic()
         while self.process.poll() is None:
             self._read()
+            if press and time.monotonic() - pressed > 2:
+                os.write(self.leader, press)
+                pressed = time.monotonic()
         self._read()
         os.close(self.leader)
         return self.process.returncode
@@ -325,7 +330,8 @@ def test_leaving_in_the_middle_of_the_questions_leaves_nothing(tmp_path: Path, w
         os.write(terminal.leader, b"\x04")
     else:
         os.kill(terminal.process.pid, signal.SIGTERM)
-    assert terminal.end() == (-signal.SIGTERM if way == "kill" else 6)
+    again = b"\x03" if way == "ctrl-c" else b""
+    assert terminal.end(again) == (-signal.SIGTERM if way == "kill" else 6)
     assert list(tmp_path.iterdir()) == []
 
 
