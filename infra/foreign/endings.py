@@ -90,13 +90,37 @@ def error_of(ending: Ending) -> Exception:
     return _failed(ending, _last(lines), lines)
 
 
-def kernel_oom_kills() -> int:
-    """How many processes this machine's kernel has killed for lack of memory since it started."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+def kernel_oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for lack of memory: of our control group, where it
+    counts them, for a neighbour's job on the same node is none of ours; else of this machine.
+
+    Parameters
+    ----------
+    root
+        Where ``proc`` and ``sys`` lie.
+    """
+    for path in (*_counts_of_groups(root), root / "proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _counts_of_groups(root: Path) -> list[Path]:
+    """Where our control group's count may stand: of version 2, then of version 1."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            inside = group.strip("/")
+            if not inside:  # the root group counts nothing of its own
+                continue
+            if not controllers:
+                found.append(root / "sys/fs/cgroup" / inside / "memory.events")
+            elif "memory" in controllers.split(","):
+                found.append(root / "sys/fs/cgroup/memory" / inside / "memory.oom_control")
+    return found
 
 
 def _failed(ending: Ending, line: str, lines: Sequence[str]) -> StageFailed:

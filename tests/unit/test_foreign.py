@@ -25,7 +25,7 @@ from infra.foreign.checkpoints import (
     remove_older,
     remove_unfinished,
 )
-from infra.foreign.endings import Ending, error_of
+from infra.foreign.endings import Ending, error_of, kernel_oom_kills
 from infra.foreign.exports import find_export, make_model, require_whole
 from infra.foreign.process import TrainerProcess, kill_leftovers
 from infra.foreign.reading import LineReader
@@ -397,3 +397,28 @@ def test_a_process_that_has_given_itself_a_name_is_known_by_its_mark(tmp_path: P
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("groups", "counts", "expected"),
+    [
+        ("0::/job_7/step_0\n", {"job_7/step_0/memory.events": "oom 3\noom_kill 2\n"}, 2),
+        (
+            "4:memory:/slurm/job_7\n1:cpu:/\n0::/\n",
+            {"memory/slurm/job_7/memory.oom_control": "under_oom 0\noom_kill 0\n"},
+            0,
+        ),
+        ("0::/\n", {}, 5),
+        ("0::/not/seen/from/here\n", {}, 5),
+    ],
+)
+def test_a_neighbour_that_runs_out_of_memory_is_none_of_our_job(
+    tmp_path: Path, groups: str, counts: dict[str, str], expected: int
+) -> None:
+    files = {"proc/self/cgroup": groups, "proc/vmstat": "pgfault 1\noom_kill 5\n"}
+    files |= {f"sys/fs/cgroup/{name}": text for name, text in counts.items()}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert kernel_oom_kills(tmp_path) == expected
