@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
-from flows.running.calls import pin_code, record_pinned_run
+from flows.running.recording import pin_code, record_pinned_run
 from infra.campaign.campaign import Campaign
 from infra.campaign.together import SharedRouter, Together
 from infra.disk.keeper import DiskKeeper

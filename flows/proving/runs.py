@@ -15,14 +15,12 @@ from pathlib import Path
 
 from flows.proving.planning import Asked
 from flows.running.calls import (
-    Pinned,
     RunOutcome,
     Showing,
     make_recipe_plan,
-    pin_code,
-    record_pinned_run,
     work_on,
 )
+from flows.running.recording import Pinned, pin_code, record_pinned_run
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.room import no_space_guard

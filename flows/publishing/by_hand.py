@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flows.checking.sources import resolve_sources
-from flows.running.calls import check_hub_access, check_supported, record_run, with_room
+from flows.running.calls import check_hub_access, check_supported, with_room
+from flows.running.recording import record_run
 from flows.running.status import find_run
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore

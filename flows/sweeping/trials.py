@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.running.calls import Pinned, pin_code, record_pinned_run
+from flows.running.recording import Pinned, pin_code, record_pinned_run
 from infra.campaign.campaign import Campaign
 from infra.campaign.room_keeping import Keeper
 from infra.campaign.together import Together

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.running.calls import Pinned, pin_code
+from flows.running.recording import Pinned, pin_code
 from infra.store import atomic
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import require_idle
