@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.running.calls import Pinned
+from flows.running.recording import Pinned
 from flows.sweeping.canary import find_canary
 from flows.sweeping.launching import Launch, concurrency_of, config_of
 from flows.sweeping.limits import Budget

@@ -109,7 +109,7 @@ OVERRIDES: dict[str, st.SearchStrategy[str]] = {
     "reward.paper_citation_weight": st.sampled_from(["0", "0.2", "1"]),
     "reward.rubric_source": st.sampled_from(["instance", "static", "instance+static", "none"]),
     "evaluate.decoding": st.sampled_from(["[greedy]", "[sampled, greedy]"]),
-    "publish.license": st.sampled_from(["mit", "cc-by-4.0", "'a licence of ours'"]),
+    "publish.license": st.sampled_from(["mit", "cc-by-4.0", "other"]),
     "grpo": st.sampled_from(["{beta: 0.5, keep: 7}", "{temperature: 0.7, resources: {cpus: 2}}"]),
     "workspace": st.sampled_from(["/scratch/me", "here"]),
     "dispatch.max_parallel": st.integers(1, 9).map(str),
