@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ from refiner_core.contract.views import StageView
 log = logging.getLogger(__name__)
 
 
-class Watching:
+class Watching(ABC):
     """What runs and sweeps have in common.
 
     Parameters
@@ -101,8 +102,9 @@ class Watching:
     def _look(self, views: Mapping[str, StageView]) -> None:
         self._watch_pauses({name: sight_of(view) for name, view in views.items()})
 
+    @abstractmethod
     def _end(self, views: Mapping[str, StageView]) -> None:
-        raise NotImplementedError
+        """Tell how all of it has ended."""
 
     def _watch_pauses(self, sights: Mapping[str, Sight]) -> None:
         now = self._clock() - self._began

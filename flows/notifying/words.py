@@ -172,7 +172,8 @@ def failed(
 
 
 def _what(cause: str) -> str:
-    return WHAT.get(cause, cause.replace("_", " "))  # type: ignore[call-overload, no-any-return]
+    known = (said for failure, said in WHAT.items() if failure == cause)
+    return next(known, cause.replace("_", " "))
 
 
 def broke(topic: Topic, key: str, error: BaseException) -> Message:
@@ -200,7 +201,8 @@ def gone(topic: Topic, key: str, process: str) -> Message:
 
 def ended(topic: Topic, key: str, exit_code: int) -> Message:
     """The orchestrator has ended in order, and was killed before it could say more."""
-    kind: Kind = {0: "finished", 6: "stopped"}.get(exit_code, "failed")  # type: ignore[assignment]
+    kinds: dict[int, Kind] = {0: "finished", 6: "stopped"}
+    kind = kinds.get(exit_code, "failed")
     happened = {"finished": "has finished", "stopped": "was stopped"}.get(kind, "has failed")
     words = ("status",) if kind != "stopped" else ("resume",)
     text = f"It ended with exit code {exit_code}."
