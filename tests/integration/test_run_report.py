@@ -180,7 +180,7 @@ def test_answers_before_and_after_show_what_each_part_of_the_reward_added(
 
 
 def test_a_prompt_that_came_twice_is_shown_early_and_late(report: RunReport) -> None:
-    twice = [e for e in examples_of(report, "rollout") if e.why == "first and last step"]
+    twice = [e for e in examples_of(report, "rollout") if e.why == "early and late in training"]
     assert twice
     assert [said.model for said in twice[0].said] == ["step 1", "step 6"]
     assert {"best", "worst"} <= {e.why for e in examples_of(report, "rollout")}

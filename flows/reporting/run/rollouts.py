@@ -94,7 +94,7 @@ def _early_and_late(files: Sequence[Path]) -> Iterator[tuple[str, list[Row]]]:
     both = sorted(early.keys() & late.keys(), key=lambda p: (_step(early[p]) - _step(late[p]), p))
     for prompt in both[:_TWICE]:
         pair = [_typical_of(f, prompt) for f in (early[prompt], late[prompt])]
-        yield "first and last step", pair
+        yield "early and late in training", pair
 
 
 def prompts_of(path: Path) -> list[str]:
