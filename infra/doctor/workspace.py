@@ -54,9 +54,9 @@ def _folder(look: Look) -> Iterator[Finding]:
         where = "is made by the first run" if not root.exists() else "has no run yet"
         yield Finding(_AREA, "folder", "ok", f"{root} {where}; {place} can be written to")
         return
-    yield Finding(
-        _AREA, "folder", "ok", f"{root}: {len(room.run_ids())} runs, format {FORMAT} is understood"
-    )
+    runs = len(room.run_ids())
+    held = f"{runs} run{'s' * (runs != 1)}"
+    yield Finding(_AREA, "folder", "ok", f"{root}: {held}, format {FORMAT} is understood")
     mode, mask = root.stat().st_mode, _umask()
     if mode & stat.S_IWGRP and mask & stat.S_IWGRP:
         yield Finding(
