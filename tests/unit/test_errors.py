@@ -49,7 +49,6 @@ INNER = {
     "Rejected": "infra.hub.target, which sends again",
     "ToolFailed": "infra.disk.probe, which falls back to another way",
     "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
-    "NotImplementedError": "an abstract method, which no object has",
     "Unknown": "flows.starting.completing, which offers a shell no words then",
     "Unreadable": "refiner_core.judges.parsing, which asks the judge again",
     "Unusable": "refiner_core.generation.vllm.call",
