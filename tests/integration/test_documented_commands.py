@@ -170,6 +170,7 @@ class Place:
                 **os.environ,
                 "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")])),
+                "REFINER_STATE_DIR": str(self.folder / "state"),  # a Prefect server of its own
                 "COLUMNS": "120",
             },
             input=trial.stdin,
@@ -205,7 +206,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         (folder / "my-judge.yaml").write_text(
             f"judge: {{kind: openai, base_url: {judge.base_url}, model: scripted}}\n"
         )
-        yield Place(folder, names)
+        made = Place(folder, names)
+        yield made
+        made.type(Shown("", "refiner server stop"), Trial(""))
 
 
 def a_number(workspace: Workspace, stages: dict[str, str]) -> str:
