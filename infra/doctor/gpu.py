@@ -61,8 +61,9 @@ def _gpus(look: Look) -> Iterator[Finding]:
     if answer.hung:
         yield Finding(
             *(_AREA, "driver", doubtful(needed), f"`nvidia-smi` gave {answer.last_line}"),
-            mend="sudo nvidia-smi --gpu-reset",
-            why="a GPU that has fallen off the bus hangs whoever asks for it",
+            mend="sudo dmesg | grep -iE 'NVRM|Xid'",
+            why="a GPU that has fallen off the bus hangs whoever asks for it, a reset too: the "
+            "driver's last words say which; its node has to be drained and started again",
         )
         return
     rows = [_row(line) for line in answer.out.splitlines() if line.count(",") >= 2]

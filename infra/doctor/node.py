@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, ask
@@ -92,7 +93,7 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
     return Submitter(look.profile, python).submit(work)[0]
 
 
-def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, object] | Finding:
+def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, Any] | Finding:
     """What the job has written; or why there is nothing."""
     over = 0
     while time.time() < until:
@@ -129,7 +130,7 @@ def _log(folder: Path) -> str:
     return lines[-1][:300] if lines else "its log is empty, or is not seen from here"
 
 
-def _told(found: dict[str, object], seconds: float) -> Iterator[Finding]:
+def _told(found: dict[str, Any], seconds: float) -> Iterator[Finding]:
     node = str(found["node"])
     yield Finding(
         *(_AREA, "job", "ok"),
@@ -137,7 +138,7 @@ def _told(found: dict[str, object], seconds: float) -> Iterator[Finding]:
         f"snapshot; {seconds:.1f} s from sbatch to its word",
     )
     written = found["written_at"]
-    off = (float(str(found["clock"])) - float(str(written))) if written is not None else 0.0
+    off = float(found["clock"]) - float(written) if written is not None else 0.0
     if abs(off) > 5:
         yield Finding(
             *(_AREA, "clock", "warning", f"{off:+.0f} s against the file system's"),
@@ -146,7 +147,7 @@ def _told(found: dict[str, object], seconds: float) -> Iterator[Finding]:
         )
     else:
         yield Finding(_AREA, "clock", "ok", f"{node} agrees with the file system's within 5 s")
-    for value in found["findings"]:  # type: ignore[attr-defined]
+    for value in found["findings"]:
         one = Finding(**value)
         yield replace(one, area=_AREA, name=f"{one.area}: {one.name}")
 
