@@ -17,22 +17,21 @@ the result comes after all that it names.
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
-import os
 import shutil
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infra.attempt.heartbeat import Heartbeat
-from infra.attempt.stage_io import AttemptIO
+from infra.attempt.logs import redirect_output
+from infra.attempt.room import AttemptRoom
+from infra.attempt.stage_io import AttemptIO, hash_files
 from infra.host.processes import ProcessId, host_name
+from infra.host.reading import PASSING, exists, make_folder
 from infra.jobs.failures import classify, detailed, outcome_of
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.restart import AttemptClosed as AttemptClosed
@@ -41,7 +40,7 @@ from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore, checkpoint_to_export, tree_bytes
 from infra.store.holds import held_steps
 from infra.store.provenance import job_provenance
-from infra.store.room import is_no_space, no_space_guard
+from infra.store.room import is_no_space, is_read_only, no_space_guard
 from infra.store.workspace import Workspace, now_text
 from infra.tracking.tracker import TrackedRun, Tracker, without_paths
 from refiner_core.contract.config import RecipeConfig
@@ -50,15 +49,11 @@ from refiner_core.contract.records import (
     RECORD_VERSION,
     FailureClass,
     Outcome,
-    OutputFile,
     StageResult,
     StageSpec,
     from_json,
     to_json,
 )
-
-if TYPE_CHECKING:
-    from infra.disk.keeper import DiskKeeper
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ LAST_WORD_S = 15.0
 #: Errors that, right after a request to stop, are taken for its consequence: what else was told to
 #: stop (a judge, data workers, another rank) may have gone first.
 _FOLLOWS_FROM_STOPPING: frozenset[FailureClass] = frozenset(
-    {"interrupted", "bug", "gpu_error", "judge_outage", "environment_outage"}
+    {"interrupted", "bug", "gpu_error", "judge_outage", "judge_unusable", "environment_outage"}
 )
 
 
@@ -94,8 +89,8 @@ class AttemptRun:
         By role: the input's stage id.
     output_dir
         Where the stage writes what other stages read.
-    io
-        The :class:`StageIO` of this attempt.
+    io, room
+        The :class:`StageIO` of this attempt, and the room that it has to write.
     """
 
     def __init__(
@@ -119,9 +114,11 @@ class AttemptRun:
         self._read_inputs()
         self.output_dir = self.paths.output
         self._flag, self._stop_noted = StopFlag(), False
-        self._keeper: DiskKeeper | None = None
+        self._is_done: bool | None = False  # None: nobody can say
+        ref = AttemptRef(stage_id, number)
+        self.room = AttemptRoom(workspace, ref, self.config.disk, lambda: self.stop_asked)
         self._began = time.monotonic()
-        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._look_for_stop)
+        self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._after_beat)
         self.tracker = Tracker(self.config.tracking, self._tracked_run())
         store = CheckpointStore(
             self.stage_paths.checkpoints,
@@ -130,7 +127,7 @@ class AttemptRun:
             fence=self.check_fence,
             before_commit=lambda: self.io.flush(),
             held=lambda: held_steps(self.stage_paths),
-            reserve=self._reserve,
+            reserve=self.room.reserve,
             watch=self.heartbeat.saving,
             elapsed=lambda: self.seconds,
         )
@@ -141,7 +138,7 @@ class AttemptRun:
             on_progress=self.heartbeat.tell,
             stop_asked=lambda: self.stop_asked,
             sinks=(self.tracker,),
-            wait_for_room=self._wait_for_room,
+            wait_for_room=self.room.wait,
         )
 
     @property
@@ -187,7 +184,7 @@ class AttemptRun:
         NoSpaceError
             The result did not fit; the stage is as it was.
         """
-        with no_space_guard(self.paths.data, "publishing the result"):
+        with no_space_guard(self.paths.data, "publishing the result", waits=True):
             self.io.close()
             atomic.sync_tree(self.output_dir)
             result = StageResult(
@@ -201,7 +198,9 @@ class AttemptRun:
                 finished_at=now_text(),
             )
             self.check_fence()
-            if not self.workspace.publish_result(self.stage_id, result):
+            self._is_done = None
+            self._is_done = self.workspace.publish_result(self.stage_id, result)
+            if not self._is_done:
                 raise AttemptClosed(
                     f"{self.stage_id} was finished by another attempt",
                     fix="nothing; that result is used",
@@ -216,15 +215,24 @@ class AttemptRun:
         try:
             self._close_patiently(Outcome("none", "finish", message))
         except OSError as error:
+            self.room.tell("end", there=False)
             log.error("the outcome could not be written: %s", error)
 
     def fail(self, error: BaseException) -> Outcome:
         """Record why the attempt ends; the traceback goes to the log. Never raises for a full disk:
-        then the exit code alone tells the orchestrator."""
+        then a file that it has deleted tells the orchestrator (:mod:`infra.attempt.room`)."""
         outcome = classify(error, self.paths.data)
         if isinstance(error, AttemptClosed):
             log.warning("attempt %d ends: %s", self.number, outcome.message)
             return outcome  # the outcome file is somebody else's by now
+        if self._is_done is None:
+            self._is_done = self._result_is_there()
+        if self._is_done:
+            log.warning("the stage is done; what came after it failed", exc_info=error)
+            return self._close_done()
+        if self._is_done is None:
+            log.error("attempt %d ends, and whether it is done cannot be seen", self.number)
+            return outcome
         comes_back = False
         if self.stop_asked or outcome.failure == "interrupted":
             outcome, comes_back = self._stopped(outcome)
@@ -236,8 +244,10 @@ class AttemptRun:
             # outcome now would have an orchestrator submit a second job beside it.
             self.heartbeat.stop()
             return outcome
+        if outcome.failure == "disk_full":
+            self.room.tell("end", there=False)
         try:
-            if outcome.failure == "disk_full" and not self.stage_paths.result.exists():
+            if outcome.failure == "disk_full" and not exists(self.stage_paths.result):
                 # Half an output is of no use to anybody, and the outcome needs a little room.
                 written = max(tree_bytes(self.output_dir), self.io.checkpoints.lost_bytes)
                 outcome = replace(outcome, need_bytes=written or None)
@@ -245,6 +255,7 @@ class AttemptRun:
             if self._close_patiently(outcome):  # the log was as full when it was told first
                 log.error("attempt %d ended: %s%s", self.number, outcome.message, number)
         except OSError as second:
+            self.room.tell("end", there=False)
             log.error("the outcome could not be written: %s", second)
         return outcome
 
@@ -282,9 +293,9 @@ class AttemptRun:
         self._take_token()
         self.check_fence()
         if self._own_log:
-            self._redirect_output()
-        with no_space_guard(self.paths.data, "starting the attempt"):
-            self.output_dir.mkdir(parents=True, exist_ok=True)
+            redirect_output(self.paths.log)
+        with no_space_guard(self.paths.data, "starting the attempt", waits=True):
+            make_folder(self.output_dir)
         self.heartbeat.start()
 
     def _take_token(self) -> None:
@@ -293,7 +304,7 @@ class AttemptRun:
         if self.job is not None:
             name = self.job.array_id or self.job.id
             token |= {"node": self.job.node, "job_id": name, "restart": self.job.restart}
-        with no_space_guard(self.paths.control, "starting the attempt"):
+        with no_space_guard(self.paths.control, "starting the attempt", waits=True):
             if not self.workspace.start_attempt(self.stage_id, self.number, token):
                 raise AttemptClosed(
                     f"Attempt {self.number} of {self.stage_id} was given up before it started, or "
@@ -301,9 +312,12 @@ class AttemptRun:
                     fix="nothing; whoever gave it up goes on",
                 )
 
-    def _look_for_stop(self) -> None:
-        """Where no signal gets through (another host, a wrapper that swallows it)."""
-        self._stop_noted = self._stop_noted or self.paths.stop.exists()
+    def _after_beat(self) -> None:
+        """Say whether there is room for it, and look for a wish to stop, where no signal gets
+        through (another host, a wrapper that swallows it)."""
+        refused = self.heartbeat.refused
+        self.room.tell("heartbeat", there=refused is None or not is_no_space(refused))
+        self._stop_noted = self._stop_noted or exists(self.paths.stop)
 
     def _stopped(self, outcome: Outcome) -> tuple[Outcome, bool]:
         """With what class a request to stop counts, and whether the job goes on by itself."""
@@ -312,34 +326,6 @@ class AttemptRun:
         if why.failure != "cancelled" and outcome.failure not in _FOLLOWS_FROM_STOPPING:
             return outcome, False  # only a person's word counts for more than what came in between
         return outcome_of(why.failure, f"{why.message}: {outcome.message}"), why.comes_back
-
-    def _reserve(self) -> AbstractContextManager[object]:
-        """Room for the next save, kept free of other jobs."""
-        need = self.keeper.need_of(self.stage_id)
-        return self.keeper.reserve(AttemptRef(self.stage_id, self.number), need)
-
-    def _wait_for_room(self) -> bool:
-        """Make room, or wait for it as long as a running job may (`disk.hold_s`)."""
-        ref, deadline = (
-            AttemptRef(self.stage_id, self.number),
-            time.monotonic() + self.config.disk.hold_s,
-        )
-        while time.monotonic() < deadline and not self.stop_asked:
-            if self.keeper.make_room(self.keeper.need_of(self.stage_id), ref) is not None:
-                return True
-            time.sleep(min(1.0, self.config.disk.watch_s / 4))
-        return False
-
-    @property
-    def keeper(self) -> DiskKeeper:
-        """The room of the workspace, as this attempt asks for it."""
-        from infra.disk.keeper import DiskKeeper
-
-        if self._keeper is None:
-            self._keeper = DiskKeeper(
-                self.workspace, self.config.disk, stop_asked=lambda: self.stop_asked
-            )
-        return self._keeper
 
     def _need(self, path: Path) -> dict[str, Any]:
         value = self.workspace.read_control(path)
@@ -377,15 +363,6 @@ class AttemptRun:
             config=without_paths(self.spec.identity),
         )
 
-    def _redirect_output(self) -> None:
-        """Everything that this process and its children print goes to the attempt's log."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        descriptor = os.open(self.paths.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-
     def _finite_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """A number that is not finite is recorded as missing, not as text that JSON refuses."""
         kept: dict[str, Any] = atomic.finite(to_json(report))
@@ -398,15 +375,30 @@ class AttemptRun:
         for number in self.stage_paths.attempt_numbers():
             if number != self.number:  # the result names this attempt's output and no other
                 shutil.rmtree(self.stage_paths.attempt(number).output, ignore_errors=True)
+        self._close_done()
+
+    def _close_done(self) -> Outcome:
+        outcome = Outcome("none", "finish")
         try:
-            self._close(Outcome("none", "finish"))
+            self._close(outcome)
         except OSError as error:
             log.warning("the stage is done, but the outcome could not be written: %s", error)
+        return outcome
+
+    def _result_is_there(self) -> bool | None:
+        """Whether this attempt has published its result after all: a network file system may report
+        an error for a write that it has made. None if that cannot be seen either."""
+        try:
+            result = self.workspace.read_result(self.stage_id)
+        except OSError as error:
+            log.warning("%s", error)
+            return None
+        return result is not None and result.attempt == self.number
 
     def _close_patiently(self, outcome: Outcome) -> bool:
-        """Close, and on a full disk wait a little for room: what was half-written has just been
-        removed, and a worker without a last word looks as if it had been killed. True if it took
-        more than one try.
+        """Close, and on a full disk, or one that does not answer, wait a little: what was
+        half-written has just been removed, and a worker without a last word looks as if it had been
+        killed. True if it took more than one try.
         """
         deadline = time.monotonic() + min(LAST_WORD_S, self.config.disk.hold_s)
         tries = 0
@@ -415,7 +407,9 @@ class AttemptRun:
             try:
                 self._close(outcome)
             except OSError as error:
-                if not is_no_space(error, self.paths.control) or time.monotonic() > deadline:
+                waits = is_no_space(error, self.paths.control) or is_read_only(error)
+                passes = waits or error.errno in PASSING
+                if not passes or time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
             else:
@@ -429,14 +423,3 @@ class AttemptRun:
 def _number_text(number: int | None) -> str:
     """A system error's number for the log: `` [errno 122, EDQUOT]``."""
     return "" if number is None else f" [errno {number}, {errno.errorcode.get(number, 'unknown')}]"
-
-
-def hash_files(folder: Path) -> tuple[OutputFile, ...]:
-    """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
-    found = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        found.append(OutputFile(name, path.stat().st_size, digest))
-    return tuple(found)

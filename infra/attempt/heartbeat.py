@@ -30,6 +30,7 @@ from refiner_core.contract.types import Progress
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 2.0
+_CALL = "what each heartbeat looks for could not be looked for; it is at the next one"
 
 
 class Heartbeat:
@@ -50,7 +51,9 @@ class Heartbeat:
         self._moved_at_s = 0.0
         self._saving = False
         self._save_s: float | None = None
-        self._warned = False
+        self._warned = self._call_failed = False
+        #: Why the newest one could not be written; None if it could.
+        self.refused: Exception | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -97,7 +100,14 @@ class Heartbeat:
             self._wake.clear()
             if not self._ended.is_set():
                 self._write()
-                self._on_beat()
+                self._call()
+
+    def _call(self) -> None:
+        try:
+            self._on_beat()
+        except Exception:  # a heart that stops has a healthy stage killed as hung
+            log.log(logging.DEBUG if self._call_failed else logging.WARNING, _CALL, exc_info=True)
+            self._call_failed = True
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -116,7 +126,9 @@ class Heartbeat:
         }
         try:
             atomic.write_json(self._path, value, sync=False)
+            self.refused = None
         except (OSError, ValueError, TypeError) as error:
+            self.refused = error
             if not self._warned:
                 log.warning("the heartbeat cannot be written: %s", error)
             self._warned = True

@@ -26,12 +26,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from infra.host.reading import again, files_within, make_folder
 from infra.store import atomic
-from infra.store.checkpoints import CheckpointStore, Complete, saved, step_name
+from infra.store.checkpoints import CheckpointStore, Complete, hash_of, saved, step_name
 from infra.store.layout import StagePaths
 from infra.store.room import no_space_guard
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
 from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 log = logging.getLogger(__name__)
@@ -111,8 +113,8 @@ class AttemptIO:
         data = encode_rollouts(rows)
 
         def write() -> None:
-            with no_space_guard(self.paths.data, "writing rollouts"):
-                path.parent.mkdir(parents=True, exist_ok=True)
+            with no_space_guard(self.paths.data, "writing rollouts", waits=True):
+                make_folder(path.parent)
                 atomic.write_bytes(path, data, sync=False)
 
         self._held(write)
@@ -121,9 +123,9 @@ class AttemptIO:
 
     def _append(self, line: bytes) -> None:
         """A line of metrics, whole or not at all."""
-        with no_space_guard(self.paths.data, "writing metrics"), self._lock:
+        with no_space_guard(self.paths.data, "writing metrics", waits=True), self._lock:
             if self._metrics is None:
-                self.paths.data.mkdir(parents=True, exist_ok=True)
+                make_folder(self.paths.data)
                 self._metrics = self.paths.metrics.open("ab", buffering=0)
             size = os.fstat(self._metrics.fileno()).st_size
             try:
@@ -216,8 +218,8 @@ class AttemptIO:
 
     def _take_over(self, found: Complete) -> None:
         before = self.stage.attempt(found.attempt)
-        with no_space_guard(self.paths.data, "resuming"):
-            self.paths.data.mkdir(parents=True, exist_ok=True)
+        with no_space_guard(self.paths.data, "resuming", waits=True):
+            make_folder(self.paths.data)
             if before.data != self.paths.data:
                 lines = [m for m in read_metrics(before.metrics) if m.step <= found.step]
                 text = "".join(json.dumps(m._asdict()) + "\n" for m in lines)
@@ -235,12 +237,12 @@ class AttemptIO:
         for path in list_rollouts(source):
             if int(path.stem.removeprefix("step-")) > last_step:
                 continue
-            self.paths.rollouts.mkdir(parents=True, exist_ok=True)
+            make_folder(self.paths.rollouts)
             target = self.paths.rollouts / path.name
             try:
                 os.link(path, target)
             except OSError:
-                shutil.copyfile(path, target)
+                again(shutil.copyfile, path, target)
                 self._unsynced.append(target)
 
     # ------------------------------------------------------------ progress and stopping
@@ -252,6 +254,15 @@ class AttemptIO:
     def should_stop(self) -> bool:
         """Whether to save at the next step boundary and raise ``Interrupted``."""
         return self._stop_asked()
+
+
+def hash_files(folder: Path) -> tuple[OutputFile, ...]:
+    """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
+    found = []
+    for path, status in files_within(folder).items():
+        name = path.relative_to(folder).as_posix()
+        found.append(OutputFile(name, status.st_size, hash_of(path)))
+    return tuple(found)
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

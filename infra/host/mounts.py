@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from infra.host.reading import exists
+
 _FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
 _BTRFS_INO_LOOKUP = 0xD0009412
 _BTRFS_FIRST_FREE = 256
@@ -33,7 +35,7 @@ class Mount(NamedTuple):
 def existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that exists."""
     path = path.expanduser().absolute()
-    while not path.exists() and path != path.parent:
+    while not exists(path) and path != path.parent:
         path = path.parent
     return path
 

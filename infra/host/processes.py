@@ -1,8 +1,9 @@
 """Processes, and whether one is still the same one.
 
 In: process numbers. Out: :class:`ProcessId` values that can be written down, read on any node and
-asked later. A number alone is not enough (they are used again), so the start time goes with it;
-start times are only ever compared with others of the same host.
+asked later. A number alone is not enough (they are used again), so the start time goes with it:
+in the kernel's ticks since a boot that has a name, which no step of the clock changes. Where the
+kernel does not say (and in what older versions have recorded), it is a time of the clock.
 """
 
 from __future__ import annotations
@@ -10,29 +11,46 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pwd
 import signal
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 log = logging.getLogger(__name__)
 
-#: The kernel counts from boot and the boot time moves a little with the clock.
+#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
 _START_TOLERANCE_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process, for good: ``host:pid:start time``."""
+    """One process, for good: ``host:pid:ticks@boot``, or ``host:pid:seconds``.
+
+    Attributes
+    ----------
+    host, pid
+        Where, and its number there.
+    started
+        Ticks since ``boot``; without one, seconds since the epoch.
+    boot
+        The kernel's name for the boot that ``started`` counts from.
+    """
 
     host: str
     pid: int
     started: float
+    boot: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.pid}:{self.started:.2f}"
+        started = f"{self.started:.0f}@{self.boot}" if self.boot else f"{self.started:.2f}"
+        return f"{self.host}:{self.pid}:{started}"
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
@@ -43,13 +61,17 @@ class ProcessId:
         ValueError
             That is not one.
         """
-        host, pid, started = text.rsplit(":", 2)
-        return cls(host, int(pid), float(started))
+        host, pid, when = text.rsplit(":", 2)
+        started, _, boot = when.partition("@")
+        return cls(host, int(pid), float(started), boot)
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessId:
         """A running process of this host; this one by default."""
         number = os.getpid() if pid is None else pid
+        boot, stat = _boot(), _stat(number)
+        if boot and stat is not None:
+            return cls(host_name(), number, float(stat.ticks), boot)
         return cls(host_name(), number, psutil.Process(number).create_time())
 
     @property
@@ -62,6 +84,8 @@ class ProcessId:
         """Whether the very same process still runs; False for one of another host."""
         if not self.here:
             return False
+        if self.boot:
+            return self._runs_since_boot()
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < _START_TOLERANCE_S
@@ -73,6 +97,18 @@ class ProcessId:
         except psutil.AccessDenied:
             return True
 
+    def _runs_since_boot(self) -> bool:
+        if _boot() not in (self.boot, ""):
+            return False
+        try:
+            stat = _stat(self.pid)
+        except OSError as error:  # not allowed to look, or no file may be opened: it is not gone
+            log.debug("process %s cannot be looked at: %s", self, error)
+            return True
+        if stat is None:
+            return bool(psutil.pid_exists(self.pid))  # hidden by `hidepid`: another user's
+        return stat.ticks == int(self.started) and stat.state not in "ZX"
+
     def terminate(self) -> bool:
         """Ask it to stop (SIGTERM to this process alone, so that it can save). False if gone."""
         return self._send(signal.SIGTERM)
@@ -81,10 +117,12 @@ class ProcessId:
         """End it and all it has started, now."""
         if not self.alive:
             return
-        group = os.getpgid(self.pid)
-        if group != os.getpgid(0):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
+            group = os.getpgid(self.pid)
+            if group != os.getpgid(0):
                 os.killpg(group, signal.SIGKILL)
+                return
+        except (ProcessLookupError, PermissionError):  # it has just ended, or is another user's
             return
         # It was started by hand from our own shell: its group is ours too, so go by parentage.
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -115,6 +153,37 @@ class ProcessId:
         return True
 
 
+class _Stat(NamedTuple):
+    state: str
+    ticks: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    """State and start of a process as the kernel tells them; None if it tells nothing of it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the command's name may hold anything
+    return _Stat(fields[_STATE], int(fields[_START_TICKS]))
+
+
+def _boot() -> str:
+    """The kernel's name for this boot; empty where it has none."""
+    try:
+        return _BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def host_name() -> str:
     """The name that processes of this host carry."""
     return socket.gethostname()
+
+
+def user_name() -> str:
+    """Whom a record names; in a container a user may have a number only."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"user {os.getuid()}"

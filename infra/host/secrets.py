@@ -2,13 +2,16 @@
 
 In: what a library, a server or a person has said. Out: the same with tokens, signed addresses and
 passwords in addresses masked, wherever they come from; settings that people put tokens into are
-left out whole.
+left out whole. Which names are those of secrets, :mod:`refiner_core.contract.checks.secrets` says.
 """
 
 from __future__ import annotations
 
-import os
 import re
+
+from infra.host.environment import environment
+from refiner_core.contract.checks.secrets import given_secrets, is_secret_name, key_variables
+from refiner_core.contract.config import RecipeConfig
 
 MASK = "***"
 #: Instead of a setting's value that nobody is to see.
@@ -25,29 +28,32 @@ _SECRETS = (
         r"(?i)(?<=[?&;])(?:x-amz-[a-z-]+|signature|sig|token|policy|key-pair-id)=[^&\s'\"]+"
     ),
 )
-#: Variables of the environment that hold a secret, by their names.
-_VARIABLE = re.compile(r"(?i)(?:.*_)?(?:token|secret|password|passwd|api_?key|webhook)")
 _SHORTEST = 6
 _LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
-#: ``TOKEN=…``, ``--api-key …``, ``"password": "…"`` and the like within a text.
-_NAMED = re.compile(
-    r"""(?i)([\w-]*(?:token|secret|passw(?:or)?d|api[_-]?key)["']?(?:=|\s+|:\s*)["']?)"""
-    r"""([^\s,;'"]+)"""
-)
-#: Names of settings that match and say how many or which, not what.
-_COUNTS = re.compile(
-    r"""(?i)(?:max_\w*tokens?\w*|\w*token_length|\w+_env|\w*tokens_\w+)["']?(?:=|\s+|:\s*)["']?"""
-)
+#: Variables that hold a secret though their names do not say so; see :func:`mask_keys_of`.
+_also: set[str] = set()
+
+
+def mask_keys_of(config: RecipeConfig) -> None:
+    """From here on mask the values of the variables that a configuration names as keys
+    (``judge.api_key_env``), whatever they are called."""
+    _also.update(key_variables(config))
 
 
 def masked(text: str) -> str:
     """``text`` without credentials: those that are known here, and what looks like one."""
-    for name, value in os.environ.items():
-        known = _VARIABLE.fullmatch(name) and len(value.strip()) >= _SHORTEST
-        text = text.replace(value.strip(), MASK) if known else text
+    for value in sorted(_known(), key=len, reverse=True):
+        text = text.replace(value, MASK)
     for secret in _SECRETS:
         text = secret.sub(MASK, text)
     return text
+
+
+def _known() -> set[str]:
+    """Values of this process's own secrets."""
+    known = environment().items()
+    values = {v.strip() for name, v in known if name in _also or is_secret_name(name)}
+    return {value for value in values if len(value) >= _SHORTEST}
 
 
 # ---------------------------------------------------------------- settings
@@ -60,11 +66,12 @@ def carries_secrets(field: str) -> bool:
 
 def without_secrets(text: str) -> str:
     """What somebody has set, without logins in addresses, nor what looks like a token."""
-    text = _NAMED.sub(
-        lambda m: m.group() if _COUNTS.fullmatch(m.group(1)) else m.group(1) + HIDDEN,
-        _LOGIN.sub("", text),
-    )
-    return masked(text)
+    text, parts, at = masked(_LOGIN.sub("", text)), [], 0
+    for given in given_secrets(text):
+        if given.start >= at and (given.is_set or not given.value.isalpha()):
+            parts += [text[at : given.start], HIDDEN]
+            at = given.start + len(given.value)
+    return "".join([*parts, text[at:]])
 
 
 def shown_override(word: str) -> str:

@@ -16,10 +16,13 @@ import math
 import os
 import secrets
 import shutil
+import stat
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from infra.host.reading import again, walk
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ def create_bytes(path: Path, data: bytes) -> bool:
         except FileExistsError:
             # A repeated NFS request reports "exists" for a link that its first try has made. Which
             # file it is tells that for sure; a count of links may be one that the client remembers.
-            won = temporary.samefile(path)
+            won = again(temporary.samefile, path)
         except OSError as error:
             if error.errno not in LINKS_UNSUPPORTED:
                 raise
@@ -105,20 +108,18 @@ def read_json(path: Path) -> Any | None:
     ------
     ValueError
         The file is not JSON.
+    OSError
+        It cannot be read.
     """
     for left in reversed(range(_TRIES)):
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(again(path.read_text, encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ValueError:
             if not left:
                 raise
             time.sleep(_HALF_WRITTEN_S)
-        except OSError as error:
-            # On NFS: replaced by another node between opening and reading. The new one is there.
-            if error.errno != errno.ESTALE or not left:
-                raise
     return None
 
 
@@ -133,7 +134,7 @@ def finite(value: Any) -> Any:
 
 def sync_file(path: Path) -> None:
     """Make a file's content survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = again(os.open, path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -160,25 +161,30 @@ def settle_folder(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Fsync every file and folder below ``folder``, and itself."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            sync_file(Path(root, name))
-        sync_folder(Path(root))
+    for root, names in walk(folder):
+        for name in names:
+            sync_file(root / name)
+        sync_folder(root)
 
 
 def remove_quietly(path: Path) -> None:
     """Delete a temporary file; a failure is only logged, so that it never hides the first error."""
-    if not os.path.lexists(path):
-        return  # of a file system that is read-only, unlink would complain all the same
     try:
+        again(os.lstat, path)  # of a file system that is read-only, unlink would complain anyway
         path.unlink(missing_ok=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError as error:
         log.warning("could not remove %s: %s", path, error)
 
 
 def remove_tree(path: Path) -> None:
     """Delete a folder with all that is in it, or a file or link; what resists is only logged."""
-    if not path.is_dir() or path.is_symlink():
+    try:
+        is_tree = stat.S_ISDIR(again(os.lstat, path).st_mode)
+    except OSError:
+        is_tree = False
+    if not is_tree:
         remove_quietly(path)
         return
 

@@ -12,13 +12,14 @@ as evidence, with its marker renamed to ``DAMAGED.json``, until its step is save
 short.
 
 Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
-deleted before its successor is complete. All of a save may happen in a thread of its own, one save
-at a time.
+deleted before its successor is complete: one that others wrote, or have touched since, is read
+first. All of a save may happen in a thread of its own, one save at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -30,6 +31,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.host.reading import (
+    again,
+    exists,
+    files_within,
+    make_folder,
+    names_in,
+    status_of,
+)
 from infra.store import atomic
 from infra.store.room import no_space_guard
 from refiner_core.contract.errors import WorkspaceError
@@ -107,6 +116,8 @@ class CheckpointStore:
         self._reserve, self._watch, self._elapsed = reserve, watch, elapsed
         self.lost_bytes = 0
         self._passed_over: set[Path] = set()
+        #: Checkpoints that were read and held against their hashes, as they were then.
+        self._whole: dict[Path, object] = {}
 
     # ------------------------------------------------------------ reading
 
@@ -118,15 +129,30 @@ class CheckpointStore:
         """The newest complete one, to go on from: all of it is read, and held against its hashes.
 
         Damaged newer ones are named in the log and passed over, by whoever looks later, too.
+
+        Raises
+        ------
+        OSError
+            There is none, or none that can be read just now: that is no reason to start anew.
         """
-        folders = self._folders()
-        for folder in reversed(folders):
-            found = self._read(folder, log.warning)
+        folders, unread = self._folders(), None
+        for folder in (f for f in reversed(folders) if f not in self._passed_over):
+            try:
+                found = _whole(folder, log.warning)
+            except OSError as error:
+                log.warning("checkpoint %s is passed over: %s", folder, error)
+                unread = unread or error
+                continue
             damage = None if found is None else damage_of(found)
             if found is not None and damage is None:
+                self._whole[folder] = _state_of(folder)
                 return found
             if found is not None and damage is not None:
                 self._set_aside(found, damage)
+                if not damage.lasting:
+                    unread = unread or OSError(errno.EIO, damage.description, str(folder))
+        if unread is not None:
+            raise unread
         if folders:
             log.warning("no checkpoint in %s can be used: the stage starts anew", self.folder)
         return None
@@ -151,17 +177,12 @@ class CheckpointStore:
         except OSError as error:
             log.warning("that %s is damaged cannot be noted: %s", checkpoint.path, error)
 
-    def _read(
-        self, folder: Path, complain: Callable[[str], Any] = lambda _: None
-    ) -> Complete | None:
+    def _read(self, folder: Path) -> Complete | None:
         """The checkpoint in ``folder`` unless this attempt has found it damaged."""
-        return None if folder in self._passed_over else read_checkpoint(folder, complain)
+        return None if folder in self._passed_over else read_checkpoint(folder)
 
     def _folders(self) -> list[Path]:
-        try:
-            found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        found = [self.folder / name for name in names_in(self.folder) if _NAME.fullmatch(name)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
     # ------------------------------------------------------------ writing
@@ -179,9 +200,9 @@ class CheckpointStore:
         temporary = self.folder / f"{atomic.TEMPORARY}{step_name(step)}-a{self.attempt}"
         try:
             # The guard is inside: it may probe for room, which cleaning up would give back.
-            with no_space_guard(self.folder, f"saving the checkpoint of step {step}"):
+            with no_space_guard(self.folder, f"saving the checkpoint of step {step}", waits=True):
                 self._fence()
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 self._sweep(step)
                 if self.keep >= 2:
                     self._retain(self.keep - 1, spare=target)
@@ -191,19 +212,23 @@ class CheckpointStore:
                     yield temporary
                     self._commit(step, temporary, target, began)
         finally:
-            if temporary.exists():
+            self._clear_away(temporary)
+        self._retain(self.keep, spare=target)
+
+    def _clear_away(self, temporary: Path) -> None:
+        """Remove what was not finished; trouble with that never hides why it was not."""
+        try:
+            if exists(temporary):
                 self.lost_bytes = tree_bytes(temporary)
                 atomic.remove_tree(temporary)
-        self._retain(self.keep, spare=target)
+        except OSError as error:
+            log.warning("could not remove %s: %s", temporary, error)
 
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
         self._before_commit()
-        files = {
-            p.relative_to(temporary).as_posix(): p.stat().st_size
-            for p in sorted(temporary.rglob("*"))
-            if p.is_file()
-        }
+        found = files_within(temporary)
+        files = {p.relative_to(temporary).as_posix(): s.st_size for p, s in found.items()}
         cost = {"seconds": round(time.monotonic() - began, 3), "bytes": sum(files.values())}
         if self._elapsed is not None:
             cost["elapsed_s"] = round(self._elapsed(), 3)
@@ -211,55 +236,88 @@ class CheckpointStore:
         marker = {"step": step, "attempt": self.attempt, "files": files, "sha256": hashes, **cost}
         atomic.write_json(temporary / MARKER, marker)
         self._fence()
-        if target.exists():
+        if exists(target):
             if self._read(target) is not None:
                 # The same step of the same stage is the same state: the one that is there stays,
                 # so that at no moment there is none.
                 return
             atomic.remove_tree(target)
+        state = _state_of(temporary)
         temporary.rename(target)
         self._passed_over.discard(target)
+        self._whole[target] = state
         atomic.sync_folder(self.folder)
 
     def _retain(self, count: int, *, spare: Path) -> None:
         """Delete the oldest complete ones down to ``count``, at least 1; never ``spare`` or what is
-        held, and nothing after it, which is not ours."""
+        held, and nothing after it, which is not ours. The newest that stays has to be whole."""
         before = int(spare.name.removeprefix("step-"))
-        held = self._held()
-        complete = [c for c in self.complete() if c.step < before and c.step not in held]
-        count -= self._read(spare) is not None
-        for old in complete[: max(0, len(complete) - max(0, count))]:
+        while True:
+            held = self._held()
+            complete = [c for c in self.complete() if c.step < before and c.step not in held]
+            saved = self._read(spare)
+            stay = max(0, count - (saved is not None))
+            gone = complete[: max(0, len(complete) - stay)]
+            if not gone or self._is_whole(saved or complete[-1]):
+                break
+        for old in gone:
             if old.step in self._held():  # somebody has asked for it in the meantime
                 continue
             # Marker first: a deletion that is cut short leaves no complete-looking remains.
             atomic.remove_quietly(old.path / MARKER)
             atomic.remove_tree(old.path)
 
+    def _is_whole(self, checkpoint: Complete) -> bool:
+        """Whether it can be gone on from; it is read unless this has been done since anybody has
+        changed it. A damaged one is set aside."""
+        damage: Damage | None
+        try:
+            now = _state_of(checkpoint.path)
+            if self._whole.get(checkpoint.path) == now:
+                return True
+            damage = damage_of(checkpoint)
+        except OSError as error:
+            damage = Damage(f"it cannot be read ({error})", lasting=False)
+        if damage is None:
+            self._whole[checkpoint.path] = now
+            return True
+        self._set_aside(checkpoint, damage)
+        return False
+
     def _sweep(self, step: int) -> None:
         """Remove what older attempts, or this one, left half-written or half-deleted."""
-        for path in self.folder.iterdir():
-            match = _TEMPORARY.fullmatch(path.name)
+        for name in names_in(self.folder):
+            match = _TEMPORARY.fullmatch(name)
             if match and int(match.group(1)) <= self.attempt:
-                atomic.remove_tree(path)
+                atomic.remove_tree(self.folder / name)
         for path in self._folders():
             older = int(path.name.removeprefix("step-")) < step
-            if older and not any((path / name).exists() for name in (MARKER, DAMAGED)):
+            if older and not any(exists(path / name) for name in (MARKER, DAMAGED)):
                 atomic.remove_tree(path)
 
 
 def read_checkpoint(
     folder: Path, complain: Callable[[str], Any] = lambda _: None
 ) -> Complete | None:
-    """The checkpoint in ``folder``; None if it is not complete (``complain`` hears why)."""
+    """The checkpoint in ``folder``; None if it is not complete, or cannot be read (``complain``
+    hears why)."""
+    try:
+        return _whole(folder, complain)
+    except OSError as error:
+        complain(f"checkpoint {folder} is ignored: it cannot be read ({error})")
+        return None
+
+
+def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
     try:
         marker = atomic.read_json(folder / MARKER)
         if marker is None:
-            why = "was found damaged" if (folder / DAMAGED).exists() else "was not finished"
+            why = "was found damaged" if exists(folder / DAMAGED) else "was not finished"
             complain(f"checkpoint {folder} has no marker and is ignored: it {why}")
             return None
         for name, size in marker["files"].items():
-            path = folder / name
-            found = path.stat().st_size if path.exists() else None
+            status = status_of(folder / name)
+            found = None if status is None else status.st_size
             if found != size:
                 complain(f"checkpoint {folder} is ignored: {name} has {found} bytes, not {size}")
                 return None
@@ -268,7 +326,7 @@ def read_checkpoint(
             complain(f"checkpoint {folder} is ignored: it is a copy of that of another step")
             return None
         return found_here
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         complain(f"checkpoint {folder} is ignored: its marker cannot be read ({error})")
         return None
 
@@ -322,13 +380,23 @@ def checkpoint_to_export(folder: Path, step: int) -> Path:
 
 def hash_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits. Other threads run meanwhile."""
+    return again(_hash_of, path)
+
+
+def _hash_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _state_of(folder: Path) -> object:
+    """Differs once a file below ``folder`` has been written."""
+    found = files_within(folder)
+    return [(str(p.relative_to(folder)), s.st_size, s.st_mtime_ns) for p, s in found.items()]
+
+
 def tree_bytes(folder: Path) -> int:
     """Bytes in the files below ``folder``."""
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    return sum(status.st_size for status in files_within(folder).values())
 
 
 def saved(checkpoint: Complete) -> SavedCheckpoint:

@@ -13,8 +13,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from infra.host.reading import make_folder, names_in
 from infra.store import atomic
-from infra.store.checkpoints import read_checkpoint, step_name
+from infra.store.checkpoints import MARKER, read_checkpoint, step_name
 from infra.store.layout import Layout, StagePaths
 from refiner_core.contract.plan import Plan, PlannedStage
 
@@ -24,10 +25,7 @@ _NAME = re.compile(r"step-(\d+)-.+\.json")
 
 def held_steps(stage: StagePaths) -> frozenset[int]:
     """Steps of a training stage whose checkpoints somebody waits for."""
-    try:
-        found = [_NAME.fullmatch(p.name) for p in stage.holds.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset()
+    found = map(_NAME.fullmatch, names_in(stage.holds))
     return frozenset(int(match.group(1)) for match in found if match)
 
 
@@ -56,7 +54,7 @@ class Holds:
         for stage in self._plan.stages:
             for role, step in stage.at_step.items() if stage.id not in done else ():
                 source = self._plan.by_name[stage.inputs[role]].id
-                if read_checkpoint(self._layout.stage(source).checkpoints / step_name(step)):
+                if _is_complete(self._layout.stage(source).checkpoints / step_name(step)):
                     found.add((source, step))
         return frozenset(found)
 
@@ -66,9 +64,20 @@ class Holds:
 
     def _hold(self, path: Path, stage: PlannedStage) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             atomic.create_json(path, {"for": stage.id, "name": stage.name})
         except OSError as error:
             log.warning("%s could not be noted yet: %s", path, error)
             return
         self._settled.add(path)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether it is there. A stage may fail for want of it, so what cannot be read is raised."""
+    if read_checkpoint(checkpoint) is not None:
+        return True
+    try:
+        marked = atomic.read_json(checkpoint / MARKER) is not None
+    except ValueError:
+        return False
+    return marked and read_checkpoint(checkpoint) is not None

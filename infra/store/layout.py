@@ -14,6 +14,7 @@
           scheduler.json                      what the scheduler said in the end; once
           started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
                                               by the worker
+          room                                claimed with it, and there while its worker has room
           endpoint.json                       where a server answers, by its worker, once it does
           stop.json                           somebody wants it to save and end; once
           outcome.json                        by the worker, or by who found it dead; once
@@ -51,6 +52,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from infra.host.reading import names_in
 
 _ATTEMPT = re.compile(r"\d{4,}")
 
@@ -139,6 +142,11 @@ class AttemptPaths:
         return self.control / "endpoint.json"
 
     @property
+    def room(self) -> Path:
+        """There while its worker has room to write: deleting it works on a full disk, too."""
+        return self.control / "room"
+
+    @property
     def outcome(self) -> Path:
         """How it ended."""
         return self.control / "outcome.json"
@@ -213,11 +221,7 @@ class StagePaths:
 
     def attempt_numbers(self) -> list[int]:
         """Attempts that exist, in order (reads the folder)."""
-        try:
-            names = [p.name for p in self.attempts.iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(int(n) for n in names if _ATTEMPT.fullmatch(n))
+        return sorted(int(n) for n in names_in(self.attempts) if _ATTEMPT.fullmatch(n))
 
 
 @dataclass(frozen=True)
@@ -358,9 +362,14 @@ class Layout:
         """Workspaces of proofs in progress."""
         return self.data / "proofs" / "scratch"
 
+    @property
+    def services(self) -> Path:
+        """One folder per server that is shared."""
+        return self.control / "services"
+
     def service(self, service_id: str) -> Path:
         """Key and leases of a server that is shared."""
-        return self.control / "services" / service_id
+        return self.services / service_id
 
     def stage(self, stage_id: str) -> StagePaths:
         """The files of one stage."""

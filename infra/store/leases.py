@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from infra.host.reading import exists, make_folder, names_in
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
@@ -69,7 +70,7 @@ class Lease:
             return
         self._renewed_at, self._counter = now, self._counter + 1
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             atomic.write_json(self._path, {"counter": self._counter}, sync=False)
         except OSError as error:
             if not self._warned:
@@ -171,8 +172,7 @@ class LeaseWatch:
         return self._clock() - self._idle_since
 
     def _is_lost(self, holder: str, now: float) -> bool:
-        value = atomic.read_json(_path(self._workspace, self._service_id, holder)) or {}
-        counter = int(value.get("counter") or 0)
+        counter = _counter(_path(self._workspace, self._service_id, holder))
         sign = self._signs.get(holder)
         if sign is None or sign.counter != counter:
             self._signs[holder] = _Sign(counter, now)
@@ -197,10 +197,20 @@ def held_by_others(workspace: Workspace, service_id: str, ours: Collection[str])
 
 def _names(workspace: Workspace, service_id: str) -> list[str]:
     folder = workspace.layout.service(service_id) / "leases"
+    return [
+        n.removesuffix(".json") for n in names_in(folder) if n.endswith(".json") and n[0] != "."
+    ]
+
+
+def _counter(path: Path) -> int:
+    """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
+    counts as lost if nobody renews it."""
     try:
-        return sorted(p.stem for p in folder.iterdir() if p.suffix == ".json" and p.name[0] != ".")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        value = atomic.read_json(path)
+    except ValueError:
+        return 0
+    counter = value.get("counter") if isinstance(value, dict) else None
+    return counter if isinstance(counter, int) else 0
 
 
 def _has_ended(workspace: Workspace, holder: str) -> bool:
@@ -212,7 +222,7 @@ def _has_ended(workspace: Workspace, holder: str) -> bool:
     if found is None:
         return True
     paths = workspace.layout.attempt(found["stage"], int(found["number"]))
-    return paths.outcome.exists() or workspace.layout.stage(found["stage"]).result.exists()
+    return exists(paths.outcome) or exists(workspace.layout.stage(found["stage"]).result)
 
 
 def _path(workspace: Workspace, service_id: str, holder: str) -> Path:

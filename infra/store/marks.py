@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from infra.host.reading import names_in
 from infra.store import atomic
 from infra.store.layout import Layout, StagePaths
 from refiner_core.contract.records import OutputFile, to_json
@@ -38,10 +39,7 @@ def unpin(layout: Layout, stage_id: str) -> bool:
 
 def pins(layout: Layout) -> frozenset[str]:
     """Stages that are pinned."""
-    try:
-        names = [p.name for p in (layout.disk / "pins").iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset()
+    names = names_in(layout.disk / "pins")
     found = (n.removesuffix(_ENDING) for n in names if n.endswith(_ENDING))
     return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
 

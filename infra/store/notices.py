@@ -10,11 +10,13 @@ many processes see it.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.host.processes import ProcessId
+from infra.host.reading import exists, make_folder, names_in
 from infra.store import atomic
 from infra.store.layout import Layout
 from infra.store.record_files import RecordFiles, now_text
@@ -59,7 +61,7 @@ class Notices(RecordFiles):
         """Whether a message has gone out by a channel; not as far as can be seen, where the
         workspace cannot be read."""
         try:
-            return (self.folder / key / f"delivered-{channel}.json").exists()
+            return exists(self.folder / key / f"delivered-{channel}.json")
         except OSError:
             return False
 
@@ -92,18 +94,15 @@ class Notices(RecordFiles):
             if other != own and other.alive:
                 return False
         with no_space_guard(self.root, "noting who sends a message"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             atomic.write_json(path, {"process": str(own)})
         return True
 
     def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
         with no_space_guard(self.root, "recording what somebody is to be told"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             return atomic.create_json(path, dict(value))
 
     @staticmethod
     def _sorted(folder: Path, pattern: str) -> list[Path]:
-        try:
-            return sorted(folder.glob(pattern))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return [folder / name for name in fnmatch.filter(names_in(folder), pattern)]

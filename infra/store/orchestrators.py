@@ -81,9 +81,9 @@ def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, 
     One that is said to work on another host may be long gone: it keeps nobody from ending jobs.
     """
     found: dict[str, str] = {}
-    for other in workspace.run_ids():
-        if other not in ours and orchestrator_of(workspace, other).standing == "running":
-            found |= dict.fromkeys(workspace.read_run(other).stages.values(), other)
+    for other in workspace.runs():
+        if other.run not in ours and orchestrator_of(workspace, other.run).standing == "running":
+            found |= dict.fromkeys(other.stages.values(), other.run)
     return found
 
 

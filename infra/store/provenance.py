@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from infra.host.processes import host_name
+from infra.store.snapshot import PACKAGES
+from refiner_core.contract.checks.secrets import is_secret_name
 from refiner_core.contract.config import RecipeConfig
 
 _DISTRIBUTIONS = (
@@ -31,21 +33,20 @@ _DISTRIBUTIONS = (
 _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<digest>/
 DIFF_LIMIT_BYTES = 1 << 20
 _MASK = "***"
-# The last word counts: `hub.token` is a secret, `max_token_length` is not.
-_SECRET_NAME = r"(?:[\w.-]*[._-])?(?:token|secret|password|passwd|api[_-]?key|auth(?:orization)?)"
 _MASKS = (
-    (re.compile(rf"(?i)^(-{{0,2}}{_SECRET_NAME}=)(?!\s*$).+$"), rf"\g<1>{_MASK}"),
     (re.compile(r"(?i)(://[^/\s:@]+:)[^/\s@]+@"), rf"\g<1>{_MASK}@"),
     (re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{8,}"), rf"\g<1>{_MASK}"),
 )
-_SECRET_FLAG = re.compile(rf"(?i)^--?{_SECRET_NAME}$")
 
 
 class Checkout(NamedTuple):
-    """The git state of the code: ``diff`` is the text of what is not committed."""
+    """The git state of the code: ``diff`` is the text of what is not committed.
+
+    ``dirty`` is None where git did not say in time.
+    """
 
     commit: str | None
-    dirty: bool
+    dirty: bool | None
     diff: str
 
 
@@ -111,15 +112,23 @@ def host() -> dict[str, Any]:
     }
 
 
-def checkout_of(folder: Path | None = None) -> Checkout:
-    """The git state of the checkout that ``folder`` (default: this package) lies in."""
-    where = folder or Path(__file__).resolve().parent
-    commit = _git(where, "rev-parse", "HEAD")
+def checkout_of(file: Path | None = None) -> Checkout:
+    """The git state of the checkout that ``file`` (default: this module) is part of.
+
+    A repository that the code merely lies in, as in somebody's own with a `.venv`, is none. Modules
+    beside ours that git does not know are changes, for jobs import them.
+    """
+    file = file or Path(__file__).resolve()
+    if _git(file.parent, "ls-files", "--error-unmatch", "--", file.name) is None:
+        return Checkout(None, False, "")
+    commit = _git(file.parent, "rev-parse", "HEAD")
     if commit is None:
         return Checkout(None, False, "")
-    diff = _git(where, "diff", "HEAD") or ""
-    status = _git(where, "status", "--porcelain", "--untracked-files=no") or ""
-    return Checkout(commit.strip(), bool(status.strip()), diff)
+    packages = [str(file.parents[2] / name) for name in PACKAGES]
+    diff = _git(file.parent, "diff", "HEAD")
+    new = _git(file.parent, "ls-files", "--others", "--exclude-standard", "--", *packages)
+    dirty = None if diff is None or new is None else bool(diff.strip() or new.strip())
+    return Checkout(commit.strip(), dirty, diff or "")
 
 
 def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
@@ -133,13 +142,17 @@ def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
 def masked_command(command: Sequence[str]) -> list[str]:
     """The argument list with the values of everything that looks like a secret masked."""
     masked: list[str] = []
+    flag = ""
     for argument in command:
-        if masked and _SECRET_FLAG.match(masked[-1]) and not argument.startswith("-"):
-            masked.append(_MASK)
-            continue
+        name, equals, value = argument.partition("=")
+        if is_secret_name(flag) and not argument.startswith("-"):
+            argument = _MASK
+        elif value.strip() and is_secret_name(name):
+            argument = f"{name}={_MASK}"
         for pattern, replacement in _MASKS:
             argument = pattern.sub(replacement, argument)
         masked.append(argument)
+        flag = name if name.startswith("-") and not equals else ""
     return masked
 
 

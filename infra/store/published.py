@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.host.reading import again, exists
 from infra.store import atomic
 from refiner_core.contract.records import OutputFile, from_json
 
@@ -63,7 +64,7 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 def lying_at(place: Path) -> Lying | None:
     """What lies at a place, if it is ours; also what older versions have put there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return read_evidence((place / EVIDENCE).read_bytes())
+        return read_evidence(again((place / EVIDENCE).read_bytes))
     old: dict[str, Any] | None = atomic.read_json(place / MARKER)
     if old is None:
         return None
@@ -86,13 +87,13 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
     if not wanted:
         wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
     try:
-        if not target.exists():
+        if not exists(target):
             return f"{target} is gone"
         lying = lying_at(target)
         there = {f.path: f.sha256 for f in lying.files} if lying else {}
-        gone = [name for name in (*wanted, CARD) if not (target / name).exists()]
+        gone = [name for name in (*wanted, CARD) if not exists(target / name)]
         if CARD in wanted and not gone:
-            there[CARD] = hashlib.sha256((target / CARD).read_bytes()).hexdigest()
+            there[CARD] = hashlib.sha256(again((target / CARD).read_bytes)).hexdigest()
     except (OSError, ValueError) as error:
         return f"{target} cannot be read ({error})"
     if gone:
@@ -102,6 +103,6 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
             return f"{target / name} has been replaced by another publication"
     for file in weights:
         path = target / file["path"]
-        if (size := path.stat().st_size) != file["bytes"]:
+        if (size := again(path.stat).st_size) != file["bytes"]:
             return f"{path} has {size} bytes instead of {file['bytes']}"
     return None

@@ -4,6 +4,9 @@ In: an exception, or a folder. Out: whether it means ENOSPC or EDQUOT, and a
 :class:`~refiner_core.contract.errors.NoSpaceError` that says what to do. Writers disagree about
 how they say it (an ``OSError`` without a number, a ``RuntimeError`` or a library's own class with
 only a text), so three things are asked: the chain of causes, the text, and a probe write.
+
+A file system that is read-only (EROFS) while it fails over to another server is a state like that
+to a worker, which can wait; to whoever names a folder it is a mistake in the name.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _TEXTS = (
     "errno 28",
     "errno 122",
 )
+_READ_ONLY_TEXTS = ("read-only file system", "os error 30")
 #: torch and others say only that a write went wrong; then a probe decides.
 _WRITE_TROUBLE = (
     "pytorchstreamwriter failed",
@@ -40,6 +44,16 @@ _WRITE_TROUBLE = (
     "requested and 0 written",
 )
 PROBE_BYTES = 1 << 20
+_FEW_INODES = 16
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether ``error`` comes from a file system that takes no writes at all."""
+    return any(
+        (isinstance(link, OSError) and link.errno == errno.EROFS)
+        or any(t in str(link).lower() for t in _READ_ONLY_TEXTS)
+        for link in chain_of(error)
+    )
 
 
 def says_no_space(text: str) -> bool:
@@ -78,8 +92,8 @@ def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
 
 
 def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
-    """The number (ENOSPC or EDQUOT) with which ``folder`` refuses ``size`` bytes; None if it takes
-    them."""
+    """The number (ENOSPC, EDQUOT or EROFS) with which ``folder`` refuses ``size`` bytes; None if it
+    takes them."""
     probe = temporary_name(folder / "probe")
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -88,27 +102,33 @@ def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno if error.errno in _NUMBERS else None
+        return error.errno if error.errno in (*_NUMBERS, errno.EROFS) else None
     finally:
         remove_quietly(probe)
     return None
 
 
 def number_of(error: BaseException, folder: Path) -> int | None:
-    """Which of ENOSPC and EDQUOT an error means; a writer that does not say is asked by a probe."""
+    """Which of ENOSPC, EDQUOT and EROFS an error means; a writer that does not say is asked by a
+    probe."""
     for link in chain_of(error):
         if isinstance(link, OSError) and link.errno in _NUMBERS:
             return link.errno
     text = " ".join(str(link).lower() for link in chain_of(error))
     if any(t in text for t in ("disk quota exceeded", "os error 122", "errno 122")):
         return errno.EDQUOT
+    if is_read_only(error):
+        return errno.EROFS
     return errno.ENOSPC if says_no_space(text) else refusal(folder)
 
 
 def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
     """The error a user reads when ``doing`` did not fit into ``folder``."""
+    number = None if error is None else number_of(error, folder)
     try:
         free = f"; {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
+        if out_of_inodes(folder):
+            free += ", but no inode: no more files can be created"
     except OSError:
         free = ""
     why = f" ({error})" if error is not None else ""
@@ -117,19 +137,33 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
         expected="room on the disk, and in the quota of the user or group",
         fix="free some space (or name another `workspace=`) and run the same command again",
     )
-    found.errno = None if error is None else number_of(error, folder)
+    if number == errno.EROFS:
+        found = NoSpaceError(
+            f"The file system was read-only while {doing} in {folder}{why}",
+            expected="a file system that takes writes",
+            fix="nothing while it only fails over to another server: it is tried again; else mount "
+            "it so that it can be written, and run the same command again",
+        )
+    found.errno = number
     return found
 
 
+def out_of_inodes(folder: Path) -> bool:
+    """Whether the file system of ``folder`` takes hardly any more files, however small."""
+    found = os.statvfs(folder)
+    return found.f_files > 0 and found.f_favail < _FEW_INODES
+
+
 @contextlib.contextmanager
-def no_space_guard(folder: Path, doing: str) -> Iterator[None]:
-    """Turns whatever a writer says about a full disk into :class:`NoSpaceError`."""
+def no_space_guard(folder: Path, doing: str, *, waits: bool = False) -> Iterator[None]:
+    """Turns whatever a writer says about a full disk into :class:`NoSpaceError`, and about a
+    read-only one, too, where who writes can wait (``waits``)."""
     try:
         yield
     except NoSpaceError:
         raise
     except Exception as error:
-        if is_no_space(error, folder):
+        if is_no_space(error, folder) or (waits and is_read_only(error)):
             raise no_space_error(folder, doing, error) from error
         raise
 

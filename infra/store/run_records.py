@@ -7,14 +7,15 @@ from any shell. Every file has one writer; each request to cancel is a file of i
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from infra.host.reading import exists, make_folder, names_in
 from infra.store import atomic
 from infra.store.record_files import RecordFiles, now_text
 from infra.store.room import no_space_guard
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.records import RunRecord, to_json
 
 
@@ -38,8 +39,13 @@ class RunRecords(RecordFiles):
         """Record a call."""
         paths = self.layout.run(run.run)
         with no_space_guard(self.root, "recording the run"):
-            paths.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(paths.folder)
             atomic.write_json(paths.record, to_json(run))
+
+    def keep_run(self, run: RunRecord) -> None:
+        """Record a call unless it is: a full disk must end none that is taken up again."""
+        if not exists(self.layout.run(run.run).record) or self.read_run(run.run) != run:
+            self.write_run(run)
 
     def read_run(self, run_id: str) -> RunRecord:
         """One call.
@@ -63,11 +69,18 @@ class RunRecords(RecordFiles):
 
     def run_ids(self) -> list[str]:
         """All recorded calls, oldest first."""
-        try:
-            names = [p.name for p in self.layout.runs.iterdir() if (p / "run.json").exists()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(names)
+        return [n for n in names_in(self.layout.runs) if exists(self.layout.run(n).record)]
+
+    def runs(self, *, newest_first: bool = False) -> Iterator[RunRecord]:
+        """All recorded calls, oldest first unless said otherwise; one whose record is damaged is
+        named, and left out."""
+        for run_id in sorted(self.run_ids(), reverse=newest_first):
+            try:
+                yield self.read_run(run_id)
+            except WorkspaceError as error:
+                if error.errno is not None:
+                    raise
+                self.tell_once(self.layout.run(run_id).record, f"{error}; it is left out")
 
     # ------------------------------------------------------------ the process that works on it
 
@@ -81,7 +94,7 @@ class RunRecords(RecordFiles):
         """
         paths = self.layout.run(run_id)
         with no_space_guard(self.root, "recording the orchestrator"):
-            paths.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(paths.folder)
             atomic.write_json(paths.orchestrator, dict(value))
 
     def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
@@ -93,15 +106,13 @@ class RunRecords(RecordFiles):
         has been faster. So of several that resume a call at once, one does."""
         folder = self.layout.run(run_id).turns
         with no_space_guard(self.root, "taking up the run"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             return atomic.create_json(folder / f"{after + 1:04d}.json", dict(value))
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
         """Who has taken a call up last; ``(0, {})`` if nobody has."""
-        try:
-            found = sorted(self.layout.run(run_id).turns.glob("[0-9]*.json"))
-        except (FileNotFoundError, NotADirectoryError):
-            found = []
+        folder = self.layout.run(run_id).turns
+        found = [folder / n for n in names_in(folder) if n[0].isdigit() and n.endswith(".json")]
         return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
 
     def withdraw_cancel(self, run_id: str) -> bool:
@@ -128,7 +139,7 @@ class RunRecords(RecordFiles):
             return False
         folder = self.layout.run(run_id).cancel
         with no_space_guard(self.root, "asking for the end of a run"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             value = {"by": by, "stages": list(stages), "at": now_text()}
             atomic.write_json(folder / f"{stamp}-{secrets.token_hex(4)}.json", value)
@@ -143,10 +154,8 @@ class RunRecords(RecordFiles):
             ``by`` and ``at`` of the newest request; ``stages``: all names asked for, none if the
             whole call is to end.
         """
-        try:
-            found = sorted(self.layout.run(run_id).cancel.glob("[!.]*.json"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        folder = self.layout.run(run_id).cancel
+        found = [folder / n for n in names_in(folder) if n[0] != "." and n.endswith(".json")]
         requests = [r for r in map(self.read_control, found) if r is not None]
         if not requests:
             return None

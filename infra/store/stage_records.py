@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.host.reading import again, exists, is_folder, make_folder, names_in, status_of
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.layout import AttemptPaths, Layout
 from infra.store.marks import reclaimed_text
 from infra.store.published import target_damage
-from infra.store.record_files import RecordFiles, now_text
+from infra.store.record_files import DAMAGED_FILE, RecordFiles, now_text
 from infra.store.room import no_space_guard
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.plan import STAGE_VERSIONS, PlannedStage
+from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import (
     RECORD_VERSION,
     Attempt,
@@ -68,6 +69,7 @@ class StageRecords(RecordFiles):
         numbers = paths.attempt_numbers()
         spec = self._load(StageSpec, paths.spec)
         if spec is None and numbers:  # the specification is written before the first attempt
+            _refuse_vanished(paths.control)
             raise WorkspaceError(
                 f"{paths.control} has attempts, but no {paths.spec.name}",
                 expected="folders that refiner has made",
@@ -81,6 +83,7 @@ class StageRecords(RecordFiles):
         attempts = tuple(a for a in found.values() if a is not None)
         if result is None and len(attempts) < len(found):
             number = next(n for n, a in found.items() if a is None)
+            _refuse_vanished(paths.attempt(number).control)
             raise WorkspaceError(
                 f"{paths.attempt(number).control} has no {paths.attempt(number).intent.name}",
                 expected="folders that refiner has made",
@@ -96,19 +99,22 @@ class StageRecords(RecordFiles):
             return kept
         attempt = self._read_attempt(stage_id, number)
         newer = self.layout.attempt(stage_id, number + 1).control
-        if attempt is not None and attempt.outcome is not None and newer.exists():
+        if attempt is not None and attempt.outcome is not None and exists(newer):
             self._over[stage_id, number] = attempt  # nobody writes there any more
         return attempt
 
     def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         paths = self.layout.attempt(stage_id, number)
-        attempt = self._load(Attempt, paths.intent)
-        if attempt is None:
+        intent = self.read_or_set_aside(paths.intent, lambda v: from_json(Attempt, v))
+        job = self.read_or_set_aside(paths.job, _restart) or {}
+        started = self.read_or_set_aside(paths.started, _restart) or {}
+        ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
+        resumed = self.read_or_set_aside(paths.resumed) or {}
+        if intent is None and not ended:
+            ended = self._give_up_unknown(stage_id, number)
+        if intent is None and not ended:
             return None
-        job = self.read_control(paths.job) or {}
-        started = self.read_control(paths.started) or {}
-        ended = self.read_control(paths.outcome) or {}
-        resumed = self.read_control(paths.resumed) or {}
+        attempt = from_json(Attempt, intent) if intent else Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
         seconds = ended.get("seconds")
         if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
@@ -120,11 +126,23 @@ class StageRecords(RecordFiles):
             started_at=None if started.get("void") else started.get("started_at"),
             ended_at=ended.get("ended_at"),
             resumed_from_step=resumed.get("step"),
-            outcome=None if outcome is None else from_json(Outcome, outcome),
-            restart=int(started.get("restart") or job.get("restart") or 0),
+            outcome=_outcome(ended) if ended else None,
+            restart=_restart(started) or _restart(job),
             node=str(node or ""),
             seconds=seconds,
+            has_room=attempt.has_room and _opens(paths.room),
         )
+
+    def _give_up_unknown(self, stage_id: str, number: int) -> dict[str, Any]:
+        """End an attempt of which nobody can tell any more who claimed it, and where its job runs:
+        should that live, it leaves at its next look. Empty if it was never claimed."""
+        paths = self.layout.attempt(stage_id, number)
+        if not any(name.startswith(paths.intent.name) for name in names_in(paths.control)):
+            return {}
+        outcome = Outcome("killed", "resume", f"its {paths.intent.name} was damaged")
+        if self.sets_aside:
+            self.close_attempt(stage_id, number, outcome)
+        return {"outcome": to_json(outcome)}
 
     def read_result(self, stage_id: str) -> StageResult | None:
         """The result of a finished stage."""
@@ -145,15 +163,14 @@ class StageRecords(RecordFiles):
             return None
         for file in result.files:
             path = folder / file.path
-            try:
-                size = path.stat().st_size
-            except (FileNotFoundError, NotADirectoryError):
+            found = status_of(path)
+            if found is None:
                 why = reclaimed_text(self.layout.stage(stage_id))
                 return f"{path} is gone" + (f": {why}" if why else "")
-            if size != file.bytes:
-                return f"{path} has {size} bytes instead of {file.bytes}"
+            if found.st_size != file.bytes:
+                return f"{path} has {found.st_size} bytes instead of {file.bytes}"
         for fetched in result.report.get("fetched", ()) if stage_id.startswith("fetch-") else ():
-            if not Path(fetched["folder"]).is_dir():
+            if not is_folder(Path(fetched["folder"])):
                 return f"{fetched['folder']} is gone"
         is_published = stage_id.startswith(("publish-", "card-"))
         return target_damage(result.report) if is_published else None
@@ -173,12 +190,16 @@ class StageRecords(RecordFiles):
                 fix=self._way_out(self.layout.stage(stage_id).result),
             )
 
+    def has_damaged(self, stage_id: str) -> bool:
+        """Whether a damaged file of one of the stage's attempts was set aside, by anybody."""
+        paths = self.layout.stage(stage_id)
+        folders = (paths.attempt(number).control for number in paths.attempt_numbers())
+        return any(DAMAGED_FILE in name for folder in folders for name in names_in(folder))
+
     def stage_ids(self) -> list[str]:
         """All stages that were ever claimed here."""
-        try:
-            return sorted(p.name for p in self.layout.stages.iterdir() if p.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        folder = self.layout.stages
+        return [name for name in names_in(folder) if is_folder(folder / name)]
 
     def claim_attempt(
         self, stage: PlannedStage, config: RecipeConfig, inputs: Mapping[str, str], claim: Claim
@@ -195,15 +216,18 @@ class StageRecords(RecordFiles):
         """
         number = claim.after + 1
         paths = self.layout.stage(stage.id)
+        if exists(paths.result):
+            return None  # it became done since, or could not be seen to be
         attempt = Attempt(
             number=number,
             comment=f"refiner-{stage.id}-{number:04d}-{secrets.token_hex(6)}",
             executor=claim.executor,
             owner=claim.owner,
             claimed_at=now_text(),
+            has_room=True,
         )
         with no_space_guard(self.root, f"claiming {stage.title}"):
-            paths.attempts.mkdir(parents=True, exist_ok=True)
+            make_folder(paths.attempts)
             self._write_spec(stage)
             files = {"config": config, "inputs": inputs}
             return self._claim(stage.id, attempt, files)
@@ -231,7 +255,7 @@ class StageRecords(RecordFiles):
         intent = self._load(Attempt, old.intent)
         if intent is None:
             return None
-        attempt = replace(intent, number=before + 1, claimed_at=now_text())
+        attempt = replace(intent, number=before + 1, claimed_at=now_text(), has_room=True)
         files = {
             "config": self.read_control(old.config) or {},
             "inputs": self.read_control(old.inputs) or {},
@@ -245,9 +269,9 @@ class StageRecords(RecordFiles):
     def _claim(self, stage_id: str, attempt: Attempt, files: Mapping[str, Any]) -> Attempt | None:
         paths = self.layout.stage(stage_id)
         won = self._rename_in(paths.attempt(attempt.number), attempt, files)
-        if not won or max(paths.attempt_numbers()) != attempt.number:
+        if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
             return None
-        if paths.result.exists():  # it became done between the caller's look and now
+        if exists(paths.result):  # it became done between the caller's look and now
             done = Outcome("none", "finish", "was done already")
             self.close_attempt(stage_id, attempt.number, done)
             return None
@@ -258,6 +282,7 @@ class StageRecords(RecordFiles):
         claim = secrets.token_hex(8)
         try:
             temporary.mkdir()
+            (temporary / target.room.name).touch()
             for name, value in files.items():
                 atomic.write_json(temporary / f"{name}.json", to_json(value))
             atomic.write_json(temporary / target.intent.name, {**to_json(attempt), "claim": claim})
@@ -280,13 +305,13 @@ class StageRecords(RecordFiles):
             kind=stage.kind,
             fingerprint=stage.fingerprint,
             model=stage.model,
-            stage_version=STAGE_VERSIONS[stage.kind],
+            stage_version=stage.version,
             identity=stage.identity,
             sources=stage.sources,
             input_fingerprints=stage.input_fingerprints,
         )
         path = self.layout.stage(stage.id).spec
-        if not path.exists():
+        if not exists(path):
             atomic.create_json(path, to_json(spec))
 
     def start_attempt(self, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
@@ -314,12 +339,21 @@ class StageRecords(RecordFiles):
         """Make a stage done; False if it was done before."""
         return atomic.create_json(self.layout.stage(stage_id).result, to_json(result))
 
+    def note_room(self, stage_id: str, number: int, *, there: bool) -> None:
+        """Say that an attempt has room to write, or (by deleting a file, which works on a full
+        disk and on any node) that it has none; OSError where there is none to say so."""
+        path = self.layout.attempt(stage_id, number).room
+        if not there:
+            path.unlink(missing_ok=True)
+        elif not exists(path):
+            path.touch()
+
     def is_stale(self, stage_id: str, number: int) -> bool:
         """Whether an attempt may no longer make anything visible: a later one exists, or someone
         has closed it."""
         paths = self.layout.stage(stage_id)
         newest = max(paths.attempt_numbers(), default=0)
-        return newest > number or paths.attempt(number).outcome.exists()
+        return newest > number or exists(paths.attempt(number).outcome)
 
     def ask_stop(
         self,
@@ -353,12 +387,13 @@ class StageRecords(RecordFiles):
 
     def read_scheduler(self, stage_id: str, number: int) -> dict[str, str] | None:
         """What the scheduler said when the job had ended; None if nobody has asked."""
-        return self.read_control(self.layout.attempt(stage_id, number).scheduler)
+        return self.read_or_set_aside(self.layout.attempt(stage_id, number).scheduler)
 
     def longest_save_s(self, stage_id: str) -> float:
         """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""
         paths = self.layout.stage(stage_id)
-        markers = paths.checkpoints.glob(f"step-*/{MARKER}")
+        steps = (n for n in names_in(paths.checkpoints) if n.startswith("step-"))
+        markers = (paths.checkpoints / name / MARKER for name in steps)
         values = [(self._glance(path) or {}).get("seconds") for path in markers]
         for number in paths.attempt_numbers():
             values.append((self.read_heartbeat(stage_id, number) or {}).get("save_s"))
@@ -372,12 +407,37 @@ class StageRecords(RecordFiles):
         return self._glance(self.layout.attempt(stage_id, number).heartbeat)
 
     def _glance(self, path: Path) -> dict[str, Any] | None:
-        """What a file says; None, and a warning, for one that is damaged."""
+        """What a file says; None, and a warning, for one that is damaged or does not let itself be
+        read."""
         try:
             return self.read_control(path)
         except WorkspaceError as error:
-            log.warning("%s", error)
+            self.tell_once(path, str(error))
             return None
+
+
+def _refuse_vanished(folder: Path) -> None:
+    """A mount that has gone leaves nothing at all: that is no folder that lacks a file."""
+    if not exists(folder):
+        raise OSError(errno.ENOENT, "What was there a moment ago is not there", str(folder))
+
+
+def _restart(said: Mapping[str, Any]) -> int:
+    return int(said.get("restart") or 0)
+
+
+def _outcome(said: Mapping[str, Any]) -> Outcome:
+    return from_json(Outcome, said["outcome"])
+
+
+def _opens(path: Path) -> bool:
+    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
+    may go on believing in it for a minute, but not when it is opened."""
+    try:
+        again(path.open, "rb").close()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:

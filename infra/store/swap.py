@@ -21,16 +21,32 @@ _AT_FDCWD = -100
 
 def swap_in(new: Path, target: Path) -> None:
     """Put ``new`` in the place of ``target``; what was there is under ``new``'s name afterwards, or
-    gone."""
+    gone. After an error it is where it was."""
+    put_back(target)
     if not target.exists() or not any(target.iterdir()):
         new.rename(target)
     elif not _exchange(new, target):
         # A file system that cannot exchange two names (NFS): gone for an instant, never half.
-        old = atomic.temporary_name(target)
+        old = _aside(target)
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except BaseException:
+            put_back(target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     atomic.sync_folder(target.parent)
+
+
+def put_back(target: Path) -> None:
+    """Undo the half of an exchange after which its process was killed."""
+    if not target.exists() and _aside(target).exists():
+        _aside(target).rename(target)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f"{atomic.TEMPORARY}{target.name}-replaced")
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infra.host.reading import make_folder, names_in
 from infra.store import atomic
 from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
@@ -33,20 +34,14 @@ class SweepRecords(RecordFiles):
 
     def sweep_names(self) -> list[str]:
         """All recorded sweeps, by the time of their first version."""
-        try:
-            found = [p for p in self.layout.sweeps.iterdir() if (p / "versions").is_dir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        begun = [(self.sweep_versions(p.name), p.name) for p in found]
+        begun = [(self.sweep_versions(name), name) for name in names_in(self.layout.sweeps)]
         first = {name: self._version(name, v[0]).started_at for v, name in begun if v}
         return sorted(first, key=lambda name: (first[name], name))
 
     def sweep_versions(self, name: str) -> list[int]:
         """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
-        try:
-            found = [p.stem for p in (self.sweep_folder(name) / "versions").glob("[0-9]*.json")]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        names = names_in(self.sweep_folder(name) / "versions")
+        found = (n.removesuffix(".json") for n in names if n[0].isdigit() and n.endswith(".json"))
         return sorted(map(int, found))
 
     def read_sweep(self, name: str, number: int | None = None) -> SweepRecord:
@@ -77,14 +72,14 @@ class SweepRecords(RecordFiles):
         """Record a version; False if somebody else was faster and it is taken."""
         folder = self.sweep_folder(record.name) / "versions"
         with no_space_guard(self.root, "recording the sweep"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             return atomic.create_json(folder / f"{record.number:04d}.json", to_json(record))
 
     def note_trial(self, sweep: str, trial: str, run_id: str) -> None:
         """Say which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
         path = self._trial_path(sweep, trial)
         with no_space_guard(self.root, "recording a trial"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             atomic.write_json(path, {"trial": trial, "run": run_id})
 
     def trial_run(self, sweep: str, trial: str) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.host.reading import again, names_in
 from refiner_core.contract.errors import WorkspaceError
 
 _JSON_COLUMNS = b"refiner.json_columns"
@@ -32,14 +33,18 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[Metric
     WorkspaceError
         A line is none that was written here; says which.
     """
-    lines = []
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith("\n"):
-                    lines.append(_metrics_line(path, number, line, only))
+        return again(_read_metrics, path, only)
     except FileNotFoundError:
         return []
+
+
+def _read_metrics(path: Path, only: Collection[str] | None) -> list[MetricsLine]:
+    lines = []
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                lines.append(_metrics_line(path, number, line, only))
     return lines
 
 
@@ -60,8 +65,8 @@ def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | No
 
 def list_rollouts(folder: Path) -> list[Path]:
     """The rollout files in a folder, by step."""
-    found = folder.glob("step-*.parquet") if folder.is_dir() else ()
-    return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
+    names = (n for n in names_in(folder) if n.startswith("step-") and n.endswith(".parquet"))
+    return sorted((folder / n for n in names), key=lambda p: int(p.stem.removeprefix("step-")))
 
 
 def encode_rollouts(rows: Sequence[Mapping[str, Any]]) -> bytes:

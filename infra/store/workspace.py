@@ -10,13 +10,16 @@ Lustre, for several orchestrators and users at once.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+from infra.host.reading import exists, is_folder, make_folder
 from infra.store import atomic
 from infra.store.layout import Layout
+from infra.store.ownership import is_shared, keep_others_out, refuse_doubtful
 from infra.store.proof_records import ProofRecords
 from infra.store.record_files import now_text
 from infra.store.room import has_room, no_space_error
@@ -45,7 +48,10 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
 
     @classmethod
     def open(cls, root: Path | str, data_root: Path | str | None = None) -> Workspace:
-        """The workspace at ``root``, created if absent.
+        """The workspace at ``root``, created if absent, to work in: jobs will run what lies there.
+
+        The umask of this process takes from then on what others, or in a workspace that is not
+        shared also its group, would need to write there.
 
         Parameters
         ----------
@@ -58,7 +64,8 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
         Raises
         ------
         WorkspaceError
-            Not a folder, not writable, of a newer format, or its data are not there.
+            Not a folder, not writable, of a newer format, or its data are not there; or somebody
+            else may have written there (:mod:`infra.store.ownership`).
         ConfigurationError
             It was made with another data root, or that one holds data of another workspace.
         NoSpaceError
@@ -69,17 +76,20 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
         if found is not None and data_root is not None:
             self._refuse_other_data_root(found)
         try:
+            self.require_trust()
             found = found or self._make()
             self.layout = Layout(self.root, self._data_of(found))
             self._check_data_root(found)
             for folder in (self.layout.stages, self.layout.runs, self.layout.code):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
+            self.require_trust()
+            if not any(os.access(self.root, os.W_OK | os.X_OK) for _ in range(2)):
+                raise PermissionError(errno.EACCES, "not writable", str(self.root))
             if not has_room(self.root, 4096):
                 raise no_space_error(self.root, "opening the workspace")
-            if not os.access(self.root, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "not writable", str(self.root))
         except OSError as error:
             raise self._open_error(error) from error
+        self.sets_aside = True
         return self
 
     @classmethod
@@ -97,6 +107,18 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
             self.layout = Layout(self.root, self._data_of(found))
         return self
 
+    def require_trust(self) -> None:
+        """Refuse to act on what lies here if somebody else may have written it; what this process
+        makes from then on is nobody else's to write to, either.
+
+        Raises
+        ------
+        WorkspaceError
+            Names the folder, and what to do.
+        """
+        keep_others_out(is_shared(self.root))
+        refuse_doubtful(self.layout)
+
     # ------------------------------------------------------------ making
 
     def _make(self) -> dict[str, Any]:
@@ -105,11 +127,11 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
         data = self.layout.data
         if data != self.root:
             self._refuse_foreign_data(value)
-            data.mkdir(parents=True, exist_ok=True)
+            make_folder(data)
             inside = data.is_relative_to(self.root)  # then it moves with the workspace
             name = data.relative_to(self.root).as_posix() if inside else str(data)
             value |= {"format": 2, "data": name, "id": secrets.token_hex(8)}
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         atomic.create_json(self.layout.format_file, value)
         found = self._read_format() or value
         if data != self.root:
@@ -117,7 +139,11 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
         return found
 
     def _read_format(self) -> dict[str, Any] | None:
-        if self.root.exists() and not self.root.is_dir():
+        try:
+            is_other = exists(self.root) and not is_folder(self.root)
+        except OSError as error:
+            raise self._open_error(error) from error
+        if is_other:
             raise WorkspaceError(
                 f"The workspace {self.root} is not a folder",
                 expected="a folder, or a path that does not exist yet",
@@ -161,7 +187,7 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
         """Whether the data root is there, and holds what belongs to this workspace."""
         if "id" not in found:
             return
-        mark = atomic.read_json(self.layout.data_mark)
+        mark = self._read_mark(found)
         if mark is None and self.stage_ids():
             raise WorkspaceError(
                 f"{self.layout.data}, where {self.root} keeps its data, is not there or empty",
@@ -170,22 +196,37 @@ class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
                 fix=f"mount it, or correct `data` in {self.layout.format_file}",
             )
         if mark is None:
-            self.layout.data.mkdir(parents=True, exist_ok=True)
+            make_folder(self.layout.data)
             mark = {"id": found["id"], "workspace": str(self.root)}
             atomic.create_json(self.layout.data_mark, mark)
         self._refuse_foreign_data(found)
 
     def _refuse_foreign_data(self, found: dict[str, Any]) -> None:
-        mark = atomic.read_json(self.layout.data_mark)
+        mark = self._read_mark(found)
         if mark is None or mark.get("id") == found.get("id"):
             return
-        if "id" not in found and self.layout.format_file.exists():
+        if "id" not in found and exists(self.layout.format_file):
             return  # it has just been made by somebody else, whose word counts
         raise ConfigurationError(
             f"{self.layout.data} holds the data of another workspace, {mark.get('workspace')}.",
             expected="a data root of its own for each workspace",
             fix="name another `data_root=`",
         )
+
+    def _read_mark(self, found: dict[str, Any]) -> dict[str, Any] | None:
+        """Whose data lie in the data root; None if nothing says so."""
+        path = self.layout.data_mark
+        value = {"id": found.get("id"), "workspace": str(self.root)}
+        try:
+            mark = atomic.read_json(path)
+            said = None if mark is None else (mark["id"], mark["workspace"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise WorkspaceError(
+                f"{path}, which says whose data lie there, is damaged: {error}",
+                expected=f"{json.dumps(value)}, if they are this workspace's",
+                fix="write that into it, or name another folder with `workspace=DIR`",
+            ) from error
+        return None if said is None else dict(zip(value, said, strict=True))
 
     def _open_error(self, error: OSError) -> OSError:
         if isinstance(error, WorkspaceError) or getattr(error, "resumable", False):

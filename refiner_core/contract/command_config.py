@@ -51,10 +51,11 @@ class CommandConfig:
     )
     complete: str = execution(
         "weights",
-        doc="when a checkpoint counts: `weights` (every shard can be read), `file:NAME` (that file "
-        "is there, too), or `quiet:SECONDS` (and unchanged for so long)",
+        doc="when a checkpoint counts: `weights` (every shard can be read, and it has what its "
+        "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
+        "long)",
     )
-    keep: int = execution(2, doc="complete checkpoints kept when room is short")
+    keep: int = execution(2, doc="complete checkpoints kept when room is short, at least 1")
     heartbeat: Literal["output", "files"] = execution(
         "output", doc="sign of life: something printed, or something written below `{output}`"
     )

@@ -178,6 +178,9 @@ class PublishConfig:
     replace: bool = execution(
         False, doc="put this run's weights in the place of another run's in the same repository"
     )
+    malformed: bool = execution(
+        False, doc="publish a trained model none of whose answers was well formed, too"
+    )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")
     files: tuple[str, ...] = identity(

@@ -17,8 +17,8 @@ EXIT_CODES: dict[int, str] = {
     4: "the workspace cannot be used (permissions, format, not a folder)",
     5: "no room left on the disk or quota; free some and run the same command again",
     6: "stopped on request; run the same command again to go on from the last checkpoint",
-    7: "the judge, an environment's user, the Hub or W&B did not answer often enough; resumable "
-    "once it is back",
+    7: "the judge, an environment's user, the Hub, W&B, Slurm or the file system did not answer "
+    "often enough, or the judge not with judgements; resumable once it does",
     8: "this machine or this version lacks what the recipe asks for",
     9: "the Hub refuses (token, permission, name, storage); the same command tries again",
     70: "a bug in refiner itself (`--debug` shows the traceback)",
@@ -85,10 +85,28 @@ class StageFailed(RefinerError, RuntimeError):
     exit_code = 1
 
 
+class ScriptFailed(StageFailed):
+    """Somebody else's script has failed of itself: a bug as any other, but none of refiner's.
+
+    ``signature`` is its own last error, by which it is known again; ``before_first_step`` tells
+    that it had done nothing since it was started.
+    """
+
+    signature = ""
+    before_first_step = False
+
+
 class LaunchError(RefinerError, RuntimeError):
     """The scheduler did not take, or could not start, a job. Tried again after a pause."""
 
     exit_code = 1
+    resumable = True
+
+
+class SystemOutage(RefinerError, RuntimeError):
+    """Slurm or the file system does not answer: a state of the world, that passes by itself."""
+
+    exit_code = 7
     resumable = True
 
 
@@ -127,6 +145,11 @@ class JudgeOutage(RefinerError, RuntimeError):
 
     exit_code = 7
     resumable = True
+
+
+class JudgeUnusable(JudgeOutage):
+    """The judge answers, and too many of its answers are no judgements: scores on another scale, no
+    score at all, replies that end by length. Asked again it would say the same."""
 
 
 class EnvironmentOutage(RefinerError, RuntimeError):

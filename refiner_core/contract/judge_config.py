@@ -104,7 +104,7 @@ class JudgeConfig:
     )
     revision: str | None = identity(None, doc="revision of the judge model")
     prompt: str = identity(
-        "v1", doc="version of the judge's prompts, or a folder with prompts of your own"
+        "v2", doc="version of the judge's prompts, or a folder with prompts of your own"
     )
     form: Literal["per_rubric", "batched"] = identity(
         "per_rubric",

@@ -35,6 +35,7 @@ from refiner_core.contract.planned import (
     STAGE_VERSIONS,
     PlannedStage,
     StageKind,
+    stage_version,
     uses,
 )
 from refiner_core.contract.protocols import AT, configs_under, under
@@ -125,7 +126,7 @@ class Builder:
 
         def make() -> PlannedStage:
             identity, text = self.memo.once(("identity", parts, best, *steps.items()), identify)
-            version = STAGE_VERSIONS[kind]
+            version = stage_version(kind, agents=bool(config.environment.name))
             return PlannedStage(
                 name=name,
                 kind=kind,
@@ -142,6 +143,7 @@ class Builder:
                 after=after,
                 at_step=dict(at_step),
                 protocol=protocol,
+                version=version,
             )
 
         named = (name, protocol, model, after, *inputs.items(), *at_step.items(), *wanted.items())
@@ -258,6 +260,7 @@ class Builder:
             input_fingerprints={},
             resources=replace(self.config.data.resources, gpus=0, nodes=1),
             needs_network=True,
+            version=STAGE_VERSIONS["fetch"],
         )
         others = (
             self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
@@ -376,4 +379,5 @@ def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | No
         input_fingerprints={},
         resources=config.judge.resources,
         protocol=protocol,
+        version=STAGE_VERSIONS["serve"],
     )

@@ -32,20 +32,32 @@ StageKind = Literal[
 TRAINED: tuple[StageKind, ...] = ("sft", "rft", "grpo", "command")
 MODELS: tuple[str, ...] = ("base", *TRAINED)
 
-#: Raise a kind's number when the same configuration would now give another result.
+#: Raise a kind's number when the same configuration would now give another result, and say in
+#: :data:`STAGE_CHANGES` what is different.
 STAGE_VERSIONS: dict[StageKind, int] = {
     "fetch": 1,
-    "data": 1,
+    "data": 2,
     "sft": 1,
-    "sample": 1,
+    "sample": 2,
     "rft": 1,
-    "grpo": 1,
+    "grpo": 2,
     "command": 1,
     "export": 1,
     "publish": 1,
-    "evaluate": 1,
+    "evaluate": 2,
     "card": 1,
     "serve": 1,
+}
+#: Where they differ in recipes with an environment, whose tasks and rewards are its own.
+STAGE_VERSIONS_OF_AGENTS: dict[StageKind, int] = {"data": 1, "sample": 1, "grpo": 1, "evaluate": 1}
+_REWARDS_2 = "a claim counts once in the citation reward, however often an answer repeats it"
+#: What a version of a kind does otherwise than the one before it.
+STAGE_CHANGES: dict[tuple[str, int], str] = {
+    ("data", 2): "questions that differ in punctuation, quotes or invisible characters alone are "
+    "one question, held out or not",
+    ("sample", 2): _REWARDS_2,
+    ("grpo", 2): _REWARDS_2,
+    ("evaluate", 2): _REWARDS_2,
 }
 
 _TOKENIZER = (
@@ -201,8 +213,9 @@ class PlannedStage:
     ``inputs`` maps a role (``data``, ``policy``, ``weights``, ``evaluation-sft`` …) to the name of
     the stage that fills it. ``model`` names the model that a training stage makes or that an
     evaluation measures: ``base``, ``sft``, ``rft``, ``grpo``, ``command``, ``grpo-step50``.
-    ``after`` names stages that must be done first though nothing of theirs is read by path (a
-    cache that they fill): no part of what the stage is. ``at_step`` maps roles to steps: of that
+    ``version`` is that of its kind in a recipe of its kind (:func:`stage_version`). ``after`` names
+    stages that must be done first though nothing of theirs is read by path (a cache that they
+    fill): no part of what the stage is. ``at_step`` maps roles to steps: of that
     input its checkpoint of the step is read, which is there before the stage ends. ``protocol``
     names the protocol file that the stage belongs to, empty for the recipe's own; see
     :meth:`refiner_core.contract.plan.Plan.config_of`.
@@ -221,6 +234,7 @@ class PlannedStage:
     after: tuple[str, ...] = ()
     at_step: Mapping[str, int] = field(default_factory=dict)
     protocol: str = ""
+    version: int = 1
 
     @property
     def id(self) -> str:
@@ -231,6 +245,18 @@ class PlannedStage:
     def title(self) -> str:
         """What a person reads in tables and in the Prefect UI."""
         return f"{self.name} [{self.fingerprint[:8]}]"
+
+
+def stage_version(kind: StageKind, *, agents: bool) -> int:
+    """The version of a kind of stage; ``agents``: in a recipe with an environment."""
+    version = STAGE_VERSIONS[kind]
+    return STAGE_VERSIONS_OF_AGENTS.get(kind, version) if agents else version
+
+
+def stage_changes(kind: str, version: int, since: int = 1) -> str:
+    """What a version of a kind does otherwise than an older one, in words; empty of an unknown."""
+    versions = range(since + 1, version + 1)
+    return "; ".join(STAGE_CHANGES[kind, v] for v in versions if (kind, v) in STAGE_CHANGES)
 
 
 def uses(command: CommandConfig, placeholder: str) -> bool:

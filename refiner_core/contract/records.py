@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ FailureClass = Literal[
     "time_limit",
     "node_failure",
     "launch_failure",  # the scheduler took the job and could not start it
+    "system_outage",  # no answer from the scheduler or the file system
     "killed",  # the process is gone and left no word: kill -9, reboot
     "out_of_memory",  # of the host
     "gpu_out_of_memory",
@@ -33,6 +34,7 @@ FailureClass = Literal[
     "disk_full",  # ENOSPC or EDQUOT
     "hung",
     "judge_outage",
+    "judge_unusable",  # it answers, and its answers are no judgements
     "environment_outage",  # its tools or its user failed in too many episodes
     "hub_outage",  # it cannot be reached, fails, or asks to wait for long
     "hub_refused",  # token, permission, name, storage
@@ -73,7 +75,8 @@ class Attempt:
     between submitting and noting ``job_id`` neither loses nor doubles the job. ``owner`` identifies
     the orchestrator that claimed the attempt (``host:pid:process start time``). ``restart`` counts
     how often the scheduler had started the same job again when this attempt began; ``node`` is
-    where it ran.
+    where it ran. ``has_room`` is False while its worker can write nothing, or waits for room to
+    save, and after it has ended so; None where nobody says (older attempts).
     """
 
     number: int
@@ -89,6 +92,7 @@ class Attempt:
     restart: int = 0
     node: str = ""
     seconds: float | None = None
+    has_room: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -199,9 +203,9 @@ def from_json(kind: type[T], data: Any) -> T:
     Raises
     ------
     TypeError
-        A required key is missing.
+        A required key is missing, or a value is of another type.
     """
-    return typing.cast(T, _build(kind, data))
+    return typing.cast(T, _build(kind, data, kind.__name__))
 
 
 @functools.cache
@@ -209,16 +213,55 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _build(kind: Any, data: Any) -> Any:
+#: Types of JSON values, and the types that say so. Where a number is due, 1 is as good as 1.0.
+_PLAIN: Mapping[Any, tuple[type, ...]] = {
+    str: (str,),
+    bool: (bool,),
+    int: (int,),
+    float: (int, float),
+    Mapping: (Mapping,),
+    dict: (Mapping,),
+    tuple: (list, tuple),
+}
+
+
+def _build(kind: Any, data: Any, name: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if data is None:
+        if data is None and type(None) in args:
             return None
-        return _build(next(a for a in args if a is not type(None)), data)
+        return _build_first([a for a in args if a is not type(None)], data, name)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        _check_type(dict, data, name)
         hints = _hints(kind)
         known = {f.name for f in dataclasses.fields(kind)}
-        return kind(**{k: _build(hints[k], v) for k, v in data.items() if k in known})
+        return kind(
+            **{k: _build(hints[k], v, f"{name}.{k}") for k, v in data.items() if k in known}
+        )
+    if origin is typing.Literal:
+        _check_type(type(args[0]), data, name)  # a newer version may know more of them
+    else:
+        _check_type(origin or kind, data, name)
     if origin is tuple:
-        return tuple(_build(args[0], v) for v in data)
+        kinds = args[:1] * len(data) if args[-1] is Ellipsis else args
+        if len(kinds) != len(data):
+            raise TypeError(f"{name} has {len(data)} parts instead of {len(kinds)}")
+        return tuple(_build(k, v, name) for k, v in zip(kinds, data, strict=True))
     return data
+
+
+def _build_first(kinds: Sequence[Any], data: Any, name: str) -> Any:
+    """Of the first type that the value has."""
+    for kind in kinds[:-1]:
+        try:
+            return _build(kind, data, name)
+        except TypeError:
+            continue
+    return _build(kinds[-1], data, name)
+
+
+def _check_type(kind: Any, data: Any, name: str) -> None:
+    expected = _PLAIN.get(kind)
+    is_flag = isinstance(data, bool) and kind is not bool
+    if expected is not None and (is_flag or not isinstance(data, expected)):
+        raise TypeError(f"{name} is {data!r:.80}, which is no {kind.__name__}")

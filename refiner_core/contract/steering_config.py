@@ -36,6 +36,7 @@ class RetryConfig:
     time_limit: int = execution(2, doc="the job's time was up")
     node_failure: int = execution(10, doc="the node died; it is avoided from then on")
     launch_failure: int = execution(5, doc="the scheduler could not start the job")
+    system_outage: int = execution(-1, doc="the scheduler or the file system did not answer")
     killed: int = execution(2, doc="the worker was gone without a word")
     hung: int = execution(2, doc="no progress for `dispatch.hung_after_s`")
     out_of_memory: int = execution(1, doc="the host's memory did not suffice")
@@ -43,6 +44,9 @@ class RetryConfig:
     gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
     disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
     judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    judge_unusable: int = execution(
+        1, doc="the judge's answers were no judgements (another scale, no score, cut by length)"
+    )
     environment_outage: int = execution(
         20, doc="an environment or its user failed in too many episodes"
     )
@@ -101,6 +105,11 @@ class DiskConfig:
     reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
     wait_min: float = execution(
         1440.0, doc="minutes that a paused stage waits for room before it is given up (resumable)"
+    )
+    too_small: Literal["refuse", "wait"] = execution(
+        "refuse",
+        doc="a run whose checkpoints an empty disk or quota would not hold: `refuse` it before "
+        "anything starts, or let it `wait` for a larger one",
     )
     hold_s: float = execution(
         60.0, doc="seconds that a running job waits for room before a save, then it ends resumable"

@@ -170,7 +170,10 @@ class GrpoConfig:
     )
     top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
     response_length: int = identity(1024, doc="largest number of sampled tokens")
-    max_token_length: int = identity(8192, doc="prompt and response together (tokens)")
+    max_token_length: int = identity(
+        8192,
+        doc="prompt and response together (tokens); the reference's flag bounds prompt and labels",
+    )
     pack_length: int = identity(8192, doc="tokens in one pack")
     stop_strings: tuple[str, ...] = identity(
         (), doc="sampling ends after one of these; they stay in the text"

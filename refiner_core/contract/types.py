@@ -27,7 +27,7 @@ class JudgeRequest:
     ================== ========================== ===============================
     rubric             answer, tags as sampled    the rubric's description
     citation_recall    claim                      text of the evidence cited
-    citation_needed    uncited plain text         (empty)
+    citation_needed    uncited plain text         answer, tags as sampled
     citation_precision claim                      text of one cited snippet
     ================== ========================== ===============================
     """
@@ -45,6 +45,10 @@ class Judgement:
     status: Literal["scored", "failed"]
     score: float | None
     detail: str = ""
+
+
+#: In the detail of a failed judgement: it was answered, and the answer is no judgement.
+UNPARSABLE, CUT_SHORT = "unparsable judgement", "the judgement ended by"
 
 
 class Judge(Protocol):

@@ -9,11 +9,6 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import placeholders
 
-# The last word counts: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
-_SECRET_NAME = re.compile(
-    r"(?i)(?:\w*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)"
-)
-
 
 def check_command(config: RecipeConfig) -> None:
     """Refuse a `command` section that cannot work, naming the field."""
@@ -62,13 +57,6 @@ def check_command(config: RecipeConfig) -> None:
                 f"`command.env` holds {setting.partition('=')[0]!r}, which sets nothing.",
                 expected="NAME=VALUE each",
                 fix="correct command.env",
-            )
-        name, _, value = setting.partition("=")
-        if value and _SECRET_NAME.fullmatch(name):
-            raise ConfigurationError(
-                f"`command.env` holds a value for {name}, which looks like a secret.",
-                expected="settings that everybody may read: they are recorded with the run",
-                fix=f"export {name} where you call refiner; the command inherits it",
             )
 
 

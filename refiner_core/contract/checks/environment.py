@@ -192,9 +192,11 @@ def _check_user(where: str, user: UserConfig) -> None:
             fix="put the key into the environment: export OPENAI_API_KEY=…",
         )
     parts = urlsplit(user.base_url)
-    if user.base_url and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
+    private = "@" in parts.netloc or parts.query or parts.fragment
+    if user.base_url and (parts.scheme not in ("http", "https") or private):
         raise ConfigurationError(
-            f"`{where}.user.base_url` is no address of a server, or holds a user or password.",
+            f"`{where}.user.base_url` is no address of a server, or holds a user, a password or a "
+            "query.",
             expected="http:// or https://, a host, and no secret, because addresses are recorded",
             fix=f"set e.g. {where}.user.base_url=http://127.0.0.1:8000/v1",
         )

@@ -22,6 +22,7 @@ from refiner_core.contract.checks.environment import check_environment
 from refiner_core.contract.checks.licenses import LICENSES
 from refiner_core.contract.checks.notify import check_notify
 from refiner_core.contract.checks.sample import check_sampling
+from refiner_core.contract.checks.secrets import check_secrets
 from refiner_core.contract.checks.training import check_training
 from refiner_core.contract.config import (
     DataConfig,
@@ -261,7 +262,7 @@ CHECKS: tuple[Check, ...] = (
         lambda c: all(_is_web_address(a) for a in (c.judge.base_url, *c.judge.base_urls)),
         lambda c: (
             "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
-            "user or password."
+            "user, a password or a query."
         ),
         "http:// or https://, a host, and no secret, because addresses are recorded",
         "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
@@ -356,7 +357,8 @@ def _is_web_address(text: str | None) -> bool:
         host, _ = parts.hostname, parts.port  # each raises for what it cannot be
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(host) and "@" not in parts.netloc
+    plain = not ("@" in parts.netloc or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(host) and plain
 
 
 def _repository(config: RecipeConfig) -> str | None:
@@ -403,8 +405,9 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
     Raises
     ------
     ConfigurationError
-        A value or a combination of values is impossible.
+        A value or a combination of values is impossible, or is a secret.
     """
+    check_secrets(config)  # before the others, whose refusals repeat values
     for paths, read, holds, expected in _RANGES:
         for path, value in zip(paths, read(config), strict=True):
             if value is not None and not holds(value):

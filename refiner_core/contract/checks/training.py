@@ -19,6 +19,8 @@ from refiner_core.contract.placement import (
     placement_of,
     section_of,
 )
+from refiner_core.contract.protocols import configs_under
+from refiner_core.contract.services import asks_judge
 
 
 def check_training(config: RecipeConfig) -> None:
@@ -73,7 +75,25 @@ def training_notes(config: RecipeConfig) -> list[str]:
                 f"stay idle: {found.nproc_per_node} processes on each of {found.nodes} nodes, and "
                 f"{found.servers} rollout servers on the first."
             )
-    return notes
+    return notes + _training_judge(config)
+
+
+def _training_judge(config: RecipeConfig) -> list[str]:
+    """A policy learns to please the judge that pays it: what that one says of it alone is no gain
+    yet. The lexical judge reads words and is named a stand-in everywhere."""
+    judge = config.judge
+    asked = asks_judge(config, "grpo") and judge.kind == "openai"
+    if not asked or not {"grpo", "evaluate"} <= {*config.stages}:
+        return []
+    others = (under.judge for under in configs_under(config).values())
+    if any(
+        (j.kind, j.model, j.revision) != (judge.kind, judge.model, judge.revision) for j in others
+    ):
+        return []
+    return [
+        f"{judge.model} (judge.model) trains the policy, and nobody else judges what comes of it: "
+        "evaluate.protocols=[held-out-judge-v1] adds a judge that trains nobody."
+    ]
 
 
 #: Checks of samples and rewards, which SFT has not.

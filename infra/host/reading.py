@@ -1,0 +1,123 @@
+"""Reads that are asked again before anybody believes that they failed.
+
+In: a read: a function and its arguments. Out: what it finds. A network file system fails to answer
+now and then, or denies for a moment a file that another node has just made; asked again, it
+answers. Nothing may come of such a moment: no run ends for it, nothing is recorded of it. An error
+that stays is raised as it came, and is never taken for "it is not there".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Errors that pass: the server's, not the file's.
+PASSING = frozenset(
+    {
+        *(errno.ESTALE, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EREMOTEIO),
+        *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+    }
+)
+#: Before the second, third and last time. Two nodes may replace a file one after the other.
+_PAUSES_S = (0.0, 0.05, 0.3)
+
+
+def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    """What a read gives that changes nothing and may be repeated.
+
+    That a file is not there, or is forbidden, is believed when it is said twice; other errors that
+    pass are waited out for a moment.
+
+    Raises
+    ------
+    OSError
+        It stayed.
+    """
+    said: set[int | None] = set()
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return read(*args, **more)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            if error.errno in said or pause_s is None:
+                raise
+            said.add(error.errno)
+            _look_anew(error.filename)
+        except OSError as error:
+            if error.errno not in PASSING or pause_s is None:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """What ``stat`` says; None if it is not there."""
+    try:
+        return again(path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: Path) -> bool:
+    """Whether it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
+    return status_of(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is there and a folder."""
+    found = status_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in a folder, sorted; none if it is not there."""
+    try:
+        return sorted(again(os.listdir, folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def walk(folder: Path) -> list[tuple[Path, list[str]]]:
+    """A folder and all below it, each with the names of its files; links to folders are not
+    followed. One that cannot be listed is an error, where ``rglob`` and ``os.walk`` would leave out
+    what is in it."""
+    return again(_walk, folder)
+
+
+def files_within(folder: Path) -> dict[Path, os.stat_result]:
+    """Every file below a folder, sorted, with its status; none if the folder is not there."""
+    if not is_folder(folder):
+        return {}
+    paths = sorted(root / name for root, names in walk(folder) for name in names)
+    found = {path: status_of(path) for path in paths}
+    return {path: s for path, s in found.items() if s is not None and stat.S_ISREG(s.st_mode)}
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are not there yet."""
+    try:
+        again(folder.mkdir, parents=True, exist_ok=True)
+    except FileExistsError:  # it is there, and was then said not to be a folder
+        again(folder.mkdir, parents=True, exist_ok=True)
+
+
+def _walk(folder: Path) -> list[tuple[Path, list[str]]]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    return [(Path(root), names) for root, _, names in os.walk(folder, onerror=refuse)]
+
+
+def _look_anew(filename: str | bytes | None) -> None:
+    """Have a network file system ask its server again: opening the folder makes it do so."""
+    if isinstance(filename, str | os.PathLike):
+        with contextlib.suppress(OSError):
+            os.close(os.open(Path(filename).parent, os.O_RDONLY))
