@@ -62,7 +62,7 @@ def _train_as(rank: int) -> None:
         io.progress(Progress(0, 0, "loading"))
     stage = training_stage(work.spec.kind)
     section = section_of(work.config, stage)
-    set_up_logging(work.config.log_level)
+    set_up_logging(work.config)
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(planned_rubrics(work.spec, work.config))

@@ -4,10 +4,11 @@ In: what the command ``torchrun`` takes. Out: this node's ranks, what they print
 before it (rank 0's as it is), and as the last event which of them ended and how; the exit code is 0
 where all did well.
 
-It differs from the command in three things. Requests to stop are not passed on: the scheduler sends
-them to every process, and ranks end when rank 0 says so, after they have saved. What ranks print
-goes through pipes of this process, not through files, so that it is whole after a crash and takes
-no room. And the failures are told as values, not as a banner.
+It differs from the command in four things. Ranks of one node meet without a server. Requests to
+stop are not passed on: the scheduler sends them to every process, and ranks end when rank 0 says
+so, after they have saved. What ranks print goes through pipes of this process, not through files,
+so that it is whole after a crash and takes no room. And the failures are told as values, not as a
+banner.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 from infra.jobs.signals import STOP_SIGNALS
 from infra.ranks.events import MARK, tell
+from refiner_core.training.ranks import STORE
 
 _PR_SET_PDEATHSIG = 1
 _LAST_WORDS_S = 5.0
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     args = parse_args([*argv])
     if args.standalone:
-        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_backend, args.rdzv_endpoint = _meet_on_this_node(), "127.0.0.1:0"
     config, command, rest = config_from_args(args)
     _limit_patience(args.shutdown_timeout)
     output = _Output()
@@ -60,6 +62,39 @@ def main(argv: Sequence[str]) -> int:
         output.close()
     tell({"event": "ended", "node": args.node_rank, "failures": failures})
     return 1 if failures else 0
+
+
+def _meet_on_this_node() -> str:
+    """Let nobody listen for the ranks of one node; returns the name of the way they meet.
+
+    torchrun's own way is a server without a key, on all interfaces, with pickles in it. One agent
+    needs none, and its ranks find each other in a file without a name, which the system opens for
+    nobody but this user, and which is gone with this process.
+    """
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class OneNode(StaticTCPRendezvous):  # type: ignore[misc, unused-ignore]
+        """A static rendezvous with nobody else."""
+
+        def get_backend(self) -> str:
+            return "one-node"
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            # The address is for what reads torchrun's settings; nobody is there.
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    rendezvous_handler_registry.register(
+        "one-node", lambda params: OneNode("", 0, 0, 1, params.run_id, 0)
+    )
+    number = os.memfd_create("refiner-ranks")
+    os.environ[STORE] = f"file:///proc/{os.getpid()}/fd/{number}"
+    return "one-node"
 
 
 def _limit_patience(seconds: int) -> None:

@@ -5,8 +5,9 @@ Out: the same protocol in rank 0 (:class:`RemoteIO`), for several threads at onc
 a connection of its own, so that a save that takes minutes keeps nobody waiting. What the attempt
 raises is raised in rank 0, and what rank 0 meets while it writes a checkpoint reaches the store.
 
-A socket without a name in the file system, so that nothing is left of it; who connects has to know
-a random key, which travels in the environment.
+A socket without a name in the file system, so that nothing is left of it. Everybody on the machine
+can knock there: who connects has to be a process of this user, and to know a random key, which
+travels in the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.ranks.errors import decode, encode
+from infra.ranks.handshake import greet, is_own, shut
 from refiner_core.contract.errors import KilledError, NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 
@@ -50,7 +51,7 @@ class Bridge:
         self._io = io
         self._key = secrets.token_bytes(32)
         self._address = f"\0refiner-ranks-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener = Listener(self._address, "AF_UNIX", backlog=16, authkey=self._key)
+        self._listener = Listener(self._address, "AF_UNIX", backlog=16)
         self._lock, self._closed = threading.Lock(), False
         self._open: dict[str, AbstractContextManager[Path]] = {}
         self._connections: set[Connection] = set()
@@ -84,13 +85,12 @@ class Bridge:
     def close(self) -> None:
         """End: nobody is served any more, and checkpoints that were not completed are removed."""
         self._closed = True
-        with suppress(OSError, EOFError, AuthenticationError):
-            Client(self._address, "AF_UNIX", authkey=self._key).close()  # wakes who accepts
+        with suppress(OSError):
+            Client(self._address, "AF_UNIX").close()  # wakes who accepts
         self._listener.close()
         with self._lock:
             for connection in self._connections:
-                with suppress(OSError):
-                    _shut(connection)
+                shut(connection)
         deadline = time.monotonic() + _END_S
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -110,19 +110,23 @@ class Bridge:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError) as error:
-                log.warning(
-                    "somebody without the key has connected to the ranks' bridge: %r", error
-                )
-                continue
             except OSError:
                 return  # closed
+            if self._closed or not is_own(connection):
+                connection.close()
+                continue
             with self._lock:
                 self._connections.add(connection)
             self._start(self._serve, "ranks-bridge-call", connection)
 
     def _serve(self, connection: Connection) -> None:
         with connection:
+            try:
+                greet(connection, self._key)
+            except (AuthenticationError, EOFError, OSError) as error:
+                log.warning("somebody without the key is at the ranks' bridge: %r", error)
+                self._forget(connection)
+                return
             while not self._closed:
                 try:
                     name, args = connection.recv()
@@ -136,6 +140,9 @@ class Bridge:
                     connection.send(answer)
                 except OSError:
                     break
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
 
@@ -167,12 +174,6 @@ class Bridge:
 def _no_space(value: dict[str, Any]) -> NoSpaceError:
     error = decode(value)
     return error if isinstance(error, NoSpaceError) else NoSpaceError(str(error))
-
-
-def _shut(connection: Connection) -> None:
-    """Wake the thread that reads from it; it closes the connection itself."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as other:
-        other.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteIO:

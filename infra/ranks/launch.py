@@ -25,6 +25,7 @@ from typing import Any
 
 from infra.foreign.endings import kernel_oom_kills
 from infra.foreign.process import TrainerProcess
+from infra.host.environment import environment
 from infra.ranks.bridge import Bridge
 from infra.ranks.endings import LEAST_SHUTDOWN_S, Ended, error_of
 from infra.ranks.errors import decode
@@ -33,6 +34,7 @@ from infra.ranks.gpus import trainer_settings
 from infra.ranks.nodes import Meeting, OtherNodes
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
+from refiner_core.training.ranks import TALK
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +101,9 @@ def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -
     }
     if not placement.trainer_gpus:
         settings["DS_ACCELERATOR"] = "cpu"
-    if placement.nodes == 1 and "GLOO_SOCKET_IFNAME" not in given:
-        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    if placement.nodes == 1:  # nobody beyond this machine is to reach them
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        settings |= {name: "lo" for name in names if name not in given}
     return settings
 
 
@@ -123,7 +126,7 @@ def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
         ),
     ]
     if placement.nodes == 1:
-        arguments += ["--standalone", "--local-addr=127.0.0.1"]
+        arguments += ["--standalone"]
     else:
         arguments += [
             *("--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"),
@@ -147,12 +150,12 @@ class _AtWork:
         job, oom_before = self.job, kernel_oom_kills()
         meeting = nodes.meeting if nodes is not None else Meeting()
         order = {**job.order, "placement": asdict(job.placement)}
-        shared = {MARK: self.mark, ORDER: json.dumps(order)}
+        shared = {MARK: self.mark, ORDER: json.dumps(order), TALK: secrets.token_hex(32)}
         lines: deque[str] = deque(maxlen=_LINES)
         self.ended = Ended(lines=lines, folder=job.folder)
         text = agent_command(job, meeting, 0)
         log.info("starting %d ranks on %d nodes", job.placement.world, job.placement.nodes)
-        own = {**os.environ, **rank_settings(job.placement), **shared, **bridge.environment}
+        own = {**environment(), **rank_settings(job.placement), **shared, **bridge.environment}
         if nodes is not None:
             nodes.start(
                 [agent_command(job, meeting, node) for node in range(job.placement.nodes)],

@@ -28,13 +28,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from infra.foreign.process import TrainerProcess
+from infra.host.environment import environment
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
+from infra.ranks.handshake import greet, shut
 from infra.services.server import node_address
 from infra.store import atomic
 from infra.store.workspace import Workspace
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 _FILE = "nodes.json"
 _POLL_S = 0.5
 _LAST_WORDS_S = 15.0
+#: More than there are nodes: others on the network knock, too.
+_BACKLOG = 512
 #: How long the others may take to come: Slurm starts all tasks of a step at once.
 _COME_S = 300.0
 
@@ -81,11 +85,12 @@ class OtherNodes:
         self._path, self._count = control / _FILE, count
         address = node_address()
         self._key = secrets.token_bytes(32)
-        self._listener = Listener((address, 0), "AF_INET", backlog=count, authkey=self._key)
+        self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
+        self._listener.settimeout(_POLL_S)
         self.meeting = Meeting(address, _free_port(address), secrets.token_hex(8))
         self._note = {
             "address": address,
-            "port": cast("tuple[str, int]", self._listener.address)[1],
+            "port": self._listener.getsockname()[1],
             "key": self._key.hex(),
             "job_id": job.id,
             "restart": job.restart,
@@ -101,7 +106,7 @@ class OtherNodes:
     def __exit__(self, *_: object) -> None:
         atomic.remove_quietly(self._path)
         for connection in self._nodes.values():
-            _shut(connection)
+            shut(connection)
         for reader in self._readers:
             reader.join(_LAST_WORDS_S)
         self._listener.close()
@@ -135,28 +140,36 @@ class OtherNodes:
         yield from self.lines()
 
     def _wait_for_all(self) -> None:
-        timer = threading.Timer(_COME_S, self._listener.close)
-        timer.daemon = True
-        timer.start()
+        came: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
+        deadline = time.monotonic() + _COME_S
+        while len(self._nodes) < self._count:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Only {len(self._nodes)} of the job's {self._count} other nodes came within "
+                    f"{_COME_S:.0f} s",
+                    expected="a task of the job on every node, which reaches the first node",
+                    fix="look at the job's logs in the attempt's `submitit` folder",
+                )
+            with contextlib.suppress(TimeoutError):
+                accepted, _ = self._listener.accept()
+                arguments = (Connection(accepted.detach()), came)
+                threading.Thread(target=self._greet, args=arguments, daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    connection, hello = came.get_nowait()
+                    self._nodes[int(hello["node"])] = connection
+                    log.info("node %s (%s) is ready", hello["node"], hello["host"])
+
+    def _greet(
+        self, connection: Connection, came: queue.SimpleQueue[tuple[Connection, dict[str, Any]]]
+    ) -> None:
+        """Hear who has connected; in a thread of its own, so that silence holds up nobody else."""
         try:
-            while len(self._nodes) < self._count:
-                try:
-                    connection = self._listener.accept()
-                    hello = _receive(connection)
-                except (AuthenticationError, EOFError, ConnectionError) as error:
-                    log.warning("somebody without the key has connected to the worker: %r", error)
-                    continue
-                self._nodes[int(hello["node"])] = connection
-                log.info("node %s (%s) is ready", hello["node"], hello["host"])
-        except OSError as error:
-            raise LaunchError(
-                f"Only {len(self._nodes)} of the job's {self._count} other nodes came within "
-                f"{_COME_S:.0f} s",
-                expected="a task of the job on every node, which reaches the first node",
-                fix="look at the job's logs in the attempt's `submitit` folder",
-            ) from error
-        finally:
-            timer.cancel()
+            greet(connection, self._key)
+            came.put((connection, _receive(connection)))
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.warning("somebody without the key has connected to the worker: %r", error)
+            connection.close()
 
     def _read(self, connection: Connection) -> None:
         while True:
@@ -195,7 +208,7 @@ def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> 
     gone = threading.Event()
     watcher = threading.Thread(target=_watch, args=(connection, gone), daemon=True)
     watcher.start()
-    own = {**os.environ, **node_settings(settings), **settings}
+    own = {**environment(), **node_settings(settings), **settings}
     with TrainerProcess(command, own, Path.cwd()) as process:
         try:
             while process.code is None and not gone.is_set():
@@ -250,11 +263,6 @@ def _send(connection: Connection, value: Mapping[str, Any]) -> None:
 def _receive(connection: Connection) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(connection.recv_bytes())
     return value
-
-
-def _shut(connection: Connection) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as other:
-        other.shutdown(socket.SHUT_RDWR)
 
 
 def _free_port(address: str) -> int:

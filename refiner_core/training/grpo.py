@@ -12,14 +12,12 @@ weights (:mod:`refiner_core.training.rollouts.pipeline`).
 
 Resume is exact: a step depends on the seed, its number and the state of the checkpoint alone, which
 holds the rollouts in flight too. A stop that is asked for before a step's update gives the step up
-and saves the state before it: what was sampled comes out the same again, and the time to save may
-be short. With ``async_steps`` a save waits for what is being sampled.
+and saves the state before it. With ``async_steps`` a save waits for what is being sampled.
 
-Of several ranks, rank 0 has judge and IO. It forms groups and advantages and says what is trained
-on; every decision and every error is the same on all of them.
+Of several ranks, rank 0 has judge and IO; every decision and every error is the same on all.
 
-Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/`` (what the judge
-did: its store knows more the second time); nothing else depends on a clock or on what ran before.
+Measurements go under ``time/``, ``tokens_per_second``, ``memory/`` and ``judge/``; nothing else
+depends on a clock or on what ran before.
 """
 
 from __future__ import annotations
@@ -42,6 +40,7 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.protocol import Environment
+from refiner_core.generation.limits import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.usage import (
     usage_between,
@@ -58,7 +57,7 @@ from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.rollouts.in_flight import IN_FLIGHT, Flight
-from refiner_core.training.rollouts.lane import Attempts, Lane, open_lane
+from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
 from refiner_core.training.rollouts.pipeline import Pipeline, on_first
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
@@ -165,6 +164,7 @@ def train_grpo(
     lane.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)
+        check_positions(engine.model.config, longest_of(lane, prompts, config.grpo))
         policy = _open_policy(config, engine, model_ref, generator, open_servers, stack)
         reference = engine.reference(model_ref) if config.grpo.beta else None
         update = GrpoUpdate(engine, reference, config.grpo, config.seed, longest=lane.longest)

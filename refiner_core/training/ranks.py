@@ -30,6 +30,9 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 #: What torchrun sets for each of its processes.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: What refiner sets: the key of what ranks say to each other, and where those of one node find each
+#: other (``file://…``); without that they ask torchrun's store.
+TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
 
 
 class Ranks(Protocol):
@@ -121,12 +124,12 @@ class TorchRanks:
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        missing = [name for name in ENVIRONMENT if name not in os.environ]
+        missing = [name for name in (*ENVIRONMENT, TALK) if name not in os.environ]
         if missing:
             raise ConfigurationError(
                 f"This process is to train with others, and {missing[0]} is not set",
-                expected=f"the environment of torchrun ({', '.join(ENVIRONMENT)})",
-                fix="start it with torchrun, or train in one process",
+                expected=f"what refiner sets for ranks: {', '.join((*ENVIRONMENT, TALK))}",
+                fix="start it with `refiner run`, or train in one process",
             )
         import torch
         import torch.distributed as dist
@@ -134,10 +137,16 @@ class TorchRanks:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self._cuda, self._torch, self._dist = cuda, torch, dist
+        self._key = bytes.fromhex(os.environ.pop(TALK))  # what a rank starts has no part in it
         if cuda:
             torch.cuda.set_device(gpu_of(self.local_rank))
-        dist.init_process_group("nccl" if cuda else "gloo", rank=self.rank, world_size=self.world)
-        self._said = dist.new_group(backend="gloo", timeout=PATIENCE)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=os.environ.get(STORE),
+            rank=self.rank,
+            world_size=self.world,
+        )
+        self._take_a_line()
 
     def __enter__(self) -> TorchRanks:
         return self
@@ -154,17 +163,12 @@ class TorchRanks:
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on all of them."""
-        held = [value]
-        self._dist.broadcast_object_list(
-            held, src=0, group=self._said, device=self._torch.device("cpu")
-        )
-        return value if self.rank == 0 else held[0]  # type: ignore[return-value]
+        said: T = self._objects.broadcast(value)
+        return said
 
     def gather(self, value: T) -> list[T] | None:
         """Everybody's values in order of rank, on rank 0; None elsewhere."""
-        gathered: list[T] | None = [value] * self.world if self.rank == 0 else None
-        self._dist.gather_object(value, gathered, dst=0, group=self._said)
-        return gathered
+        return self._objects.gather(value)
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision, taken in order of rank."""
@@ -180,9 +184,7 @@ class TorchRanks:
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
-        errors: list[BaseException | None] = [None] * self.world
-        sent = None if error is None else portable(error)
-        self._dist.all_gather_object(errors, sent, group=self._said)
+        errors = self._objects.all_gather(None if error is None else portable(error))
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
@@ -193,8 +195,14 @@ class TorchRanks:
     def line(self) -> TorchRanks:
         """A third group, which ends with the others."""
         other = copy.copy(self)
-        other._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
+        other._take_a_line()
         return other
+
+    def _take_a_line(self) -> None:
+        from refiner_core.training.sealed import SealedGroup
+
+        self._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._objects = SealedGroup(self._said, self._key)
 
 
 @contextmanager

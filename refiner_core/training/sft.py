@@ -30,6 +30,7 @@ from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HealthStop
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
+from refiner_core.generation.limits import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.training.batches.order import SftStep, order_hash, sft_steps
 from refiner_core.training.batches.packing import (
@@ -130,7 +131,9 @@ class _SftRun:
         self.samples = _samples(rows, sft.pack_length, stage)
         self.steps = _plan(config.seed, sft, rows, stage)
         self.engine = open_engine(config, stage, model_ref, self.ranks)
-        check_window(self.engine.model, max(len(row.input_ids) for row in rows))
+        longest = max(len(row.input_ids) for row in rows)
+        check_window(self.engine.model, longest)
+        check_positions(self.engine.model.config, longest)
         self.validation_packs = _validation_packs(data_dir / VALIDATION_FILE, sft, stage)
         self.validation = self._batches(self.validation_packs)
         self.boundary = Boundary(

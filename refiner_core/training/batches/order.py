@@ -38,7 +38,7 @@ def seed_random(seed: int) -> None:
 
     random.seed(derive_seed(seed, "python"))
     np.random.seed(derive_seed(seed, "numpy") % 2**32)
-    torch.manual_seed(derive_seed(seed, "torch") % 2**63)
+    torch.manual_seed(derive_seed(seed, "torch"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def sft_steps(
         order = permutation(len(lengths), seed, "sft", epoch)
         bins = first_fit([lengths[i] for i in order], pack_length, max_open=OPEN_PACKS)
         packs = [tuple(order[i] for i in indices) for indices in bins]
-        packs = packs[: math.ceil(len(packs) * min(1.0, epochs - epoch))]
+        packs = packs[: math.ceil(len(packs) * (epochs - epoch))]
         steps += [
             SftStep(epoch, tuple(packs[i : i + packs_per_step]))
             for i in range(0, len(packs), packs_per_step)

@@ -82,7 +82,6 @@ class Pack:
     position_ids_L: list[int]
     unit_L: list[int]
     branch_L: list[int]
-    loss_mask_L: list[bool]
     source_T: list[int]
     target_T: list[int]
     flat_T: list[int]
@@ -178,7 +177,7 @@ def pack_samples(
 
 def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
     """One pack of the given units; the samples of a unit share their prompt."""
-    pack = Pack([], [], [], [], [], [], [], [])
+    pack = Pack([], [], [], [], [], [], [])
     for number, unit in enumerate(units):
         prompt = unit[0].prompt_ids
         _append(pack, prompt, range(len(prompt)), number, 0)
@@ -312,7 +311,6 @@ def _append(pack: Pack, ids: Sequence[int], positions: range, unit: int, branch:
     pack.position_ids_L.extend(positions)
     pack.unit_L.extend([unit] * len(ids))
     pack.branch_L.extend([branch] * len(ids))
-    pack.loss_mask_L.extend([False] * len(ids))
 
 
 def _append_response(
@@ -327,7 +325,6 @@ def _append_response(
         source = first + offset - 1 if offset else last_of_prompt
         if not counts or source is None:
             continue
-        pack.loss_mask_L[first + offset] = True
         pack.source_T.append(source)
         pack.target_T.append(token)
         pack.flat_T.append(sample.start + offset)
@@ -350,7 +347,6 @@ def _slice(pack: Pack, start: int, end: int) -> Pack:
         position_ids_L=pack.position_ids_L[start:end],
         unit_L=[0] * (end - start),
         branch_L=pack.branch_L[start:end],
-        loss_mask_L=pack.loss_mask_L[start:end],
         source_T=[source - start for source in pack.source_T[first:last]],
         target_T=pack.target_T[first:last],
         flat_T=pack.flat_T[first:last],
@@ -367,7 +363,6 @@ def _padded(row: Pack, width: int, pad_id: int) -> Pack:
         position_ids_L=row.position_ids_L + list(range(position, position + missing)),
         unit_L=row.unit_L + [-1] * missing,
         branch_L=row.branch_L + [0] * missing,
-        loss_mask_L=row.loss_mask_L + [False] * missing,
         source_T=row.source_T,
         target_T=row.target_T,
         flat_T=row.flat_T,
@@ -375,14 +370,13 @@ def _padded(row: Pack, width: int, pad_id: int) -> Pack:
 
 
 def _joined(packs: Sequence[Pack]) -> Pack:
-    joined = Pack([], [], [], [], [], [], [], [])
+    joined = Pack([], [], [], [], [], [], [])
     for pack in packs:
         shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)
         joined.input_ids_L.extend(pack.input_ids_L)
         joined.position_ids_L.extend(pack.position_ids_L)
         joined.unit_L.extend(unit + unit_shift for unit in pack.unit_L)
         joined.branch_L.extend(pack.branch_L)
-        joined.loss_mask_L.extend(pack.loss_mask_L)
         joined.source_T.extend(source + shift for source in pack.source_T)
         joined.target_T.extend(pack.target_T)
         joined.flat_T.extend(pack.flat_T)

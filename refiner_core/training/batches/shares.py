@@ -49,7 +49,7 @@ def share_among(
     world: int,
     *,
     pack_length: int,
-    share_prompts: bool = False,
+    share_prompts: bool,
     balance: float | None = None,
 ) -> list[list[Sample]]:
     """The samples of each of ``world`` ranks, in the order given; a rank's list may be empty.
@@ -90,9 +90,9 @@ def packs_of_ranks(
     world: int,
     *,
     pack_length: int,
-    share_prompts: bool = False,
-    balance: float | None = None,
-    multiple_of: int = 1,
+    share_prompts: bool,
+    balance: float | None,
+    multiple_of: int,
 ) -> list[list[Pack]]:
     """Packs for every rank, equally many: what is missing is made up with neutral packs.
 
@@ -132,12 +132,12 @@ def share_packs(
     )
 
 
-def even_out(shares: Sequence[Sequence[Pack]], *, multiple_of: int = 1) -> list[list[Pack]]:
+def even_out(shares: Sequence[Sequence[Pack]], *, multiple_of: int) -> list[list[Pack]]:
     """The same packs, and neutral ones until every rank has as many as the others.
 
     A single rank waits for nobody: it gets a neutral pack only where it has nothing at all.
     """
-    most = max(1, *(len(share) for share in shares)) if shares else 0
+    most = max([1, *map(len, shares)])
     if len(shares) > 1:
         most = -(-most // multiple_of) * multiple_of
     return [[*share, *(neutral_pack() for _ in range(most - len(share)))] for share in shares]

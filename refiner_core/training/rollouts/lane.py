@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.types import Judge, PromptRow, RewardResult
 from refiner_core.environments.protocol import Environment
 from refiner_core.rewards import require_scored
@@ -91,6 +91,12 @@ class Lane(Protocol):
     def report(self) -> dict[str, Any]:
         """What a report says beside the usual."""
         ...
+
+
+def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:
+    """Most tokens that one of these prompts and what is sampled for it can have."""
+    longest = max(len(row.prompt_ids) for row in prompts) + lane.longest
+    return min(longest, grpo.max_token_length)
 
 
 def open_lane(
