@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from infra.foreign.exports import link, model_files
+from infra.foreign.exports import copy, link, model_files, open_file
 from infra.foreign.sightings import Sighting
 from infra.host.processes import ProcessId
 from infra.store import atomic
@@ -72,7 +72,8 @@ def adopt_checkpoint(workspace: Workspace, source: Source) -> Adopted:
     Raises
     ------
     ConfigurationError
-        It cannot be linked here (``how="link"`` across file systems).
+        It cannot be linked here (``how="link"`` across file systems), or has links that lead out
+        of it.
     NoSpaceError
         It did not fit; nothing of it stays.
     WorkspaceError
@@ -159,9 +160,9 @@ def _place(wanted: dict[str, Path], target: Path, how: How) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name, path in wanted.items():
         if how == "in-place":
-            (target / name).symlink_to(path.resolve())
+            (target / name).symlink_to(path)
         elif how == "copy":
-            shutil.copyfile(path, target / name)
+            copy(path, target / name)
         elif not link(path, target / name):
             raise ConfigurationError(
                 f"{path} cannot be linked into the workspace: they are on different file systems, "
@@ -187,9 +188,9 @@ def _report(source: Source) -> dict[str, Any]:
 
 
 def _described(name: str, path: Path) -> OutputFile:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return OutputFile(name, path.stat().st_size, digest)
+        return OutputFile(name, os.fstat(file.fileno()).st_size, digest)
 
 
 def _digest(files: tuple[OutputFile, ...]) -> str:

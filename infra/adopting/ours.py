@@ -174,8 +174,12 @@ def _newest_config(paths: StagePaths) -> RecipeConfig | None:
 
 def _output_damage(paths: StagePaths) -> str | None:
     result = from_json(StageResult, atomic.read_json(paths.result))
+    folder = paths.data / result.output_dir
+    for path in (folder, *(folder / file.path for file in result.files)):
+        if not path.resolve().is_relative_to(paths.data.resolve()):
+            return f"its output {path} lies elsewhere"
     for file in result.files:
-        path = paths.data / result.output_dir / file.path
+        path = folder / file.path
         if not path.is_file() or path.stat().st_size != file.bytes:
             return f"its output {path} is gone or cut short"
     return None

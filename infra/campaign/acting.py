@@ -2,23 +2,26 @@
 
 In: the reconciler's actions, one round at a time. Out: files in the workspace and calls of the
 dispatchers; each may fail or be cut short at any point, and whoever looks next goes on from what is
-recorded. What could not be done is kept for the next round's decision.
+recorded. What could not be done is kept for the next round's decision; an outage on the way is
+raised once everything else was tried, and nothing is recorded because of it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from infra.campaign.actions import CloseAttempt, Launch, Release
+from infra.campaign.outage import one_by_one
 from infra.campaign.reconcile import Seen
 from infra.campaign.room_keeping import Rooms
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
-from infra.jobs.failures import CLASSES, classify, outcome_of
+from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
 from infra.jobs.niceness import gives_way
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
 from infra.store.workspace import Claim, Workspace
@@ -58,24 +61,40 @@ class Actor:
     _stop_sent: dict[AttemptRef, float] = field(default_factory=dict)
     _killed: set[AttemptRef] = field(default_factory=set)
     _released: dict[AttemptRef, int] = field(default_factory=dict)
+    _unsure: dict[AttemptRef, str] = field(default_factory=dict)
 
     # ------------------------------------------------------------ beginning
 
     def launch(self, actions: Iterable[Launch], records: Mapping[str, StageRecord]) -> None:
         """Claim an attempt at each stage and submit them, those of one executor together."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
-        for action in actions:
-            executor = self.router.executor_for(action.stage)
-            attempt = self._claim(action, executor)
-            if attempt is not None:
-                request = self._request(action.stage, attempt, records.get(action.stage.id))
-                groups.setdefault(executor, []).append((action.stage, request))
-        for executor, members in groups.items():
-            failed = self.router.submit(executor, [request for _, request in members])
+        with one_by_one() as each:
+            for action in actions:
+                with each():
+                    executor = self.router.executor_for(action.stage)
+                    # Before the claim: what is claimed is to be submitted.
+                    save_s = self.workspace.longest_save_s(action.stage.id)
+                    attempt = self._claim(action, executor)
+                    if attempt is not None:
+                        record = records.get(action.stage.id)
+                        request = self._request(action.stage, attempt, record, save_s)
+                        groups.setdefault(executor, []).append((action.stage, request))
+            for executor, members in groups.items():
+                requests = [request for _, request in members]
+                with each():
+                    self.router.submit(executor, requests, partial(self._submitted, members))
+
+    def _submitted(
+        self,
+        members: Sequence[tuple[PlannedStage, JobRequest]],
+        failed: Mapping[AttemptRef, Exception],
+    ) -> None:
+        with one_by_one() as each:
             for stage, request in members:
-                if error := failed.get(request.ref):
-                    self._not_submitted(stage, request, error)
-                else:
+                with each():
+                    if error := failed.get(request.ref):
+                        self._not_submitted(stage, request, error)
+                        continue
                     self.note({"event": "submit", "stage": stage.name, "attempt": request.attempt})
 
     def _claim(self, action: Launch, executor: str) -> Attempt | None:
@@ -93,7 +112,7 @@ class Actor:
         return attempt
 
     def _request(
-        self, stage: PlannedStage, attempt: Attempt, record: StageRecord | None
+        self, stage: PlannedStage, attempt: Attempt, record: StageRecord | None, save_s: float
     ) -> JobRequest:
         before = record.attempts if record is not None else ()
         bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
@@ -106,7 +125,7 @@ class Actor:
             needs_network=stage.needs_network,
             code=self.code,
             threads=self.plan.config.model.cpu_threads,
-            save_s=self.workspace.longest_save_s(stage.id),
+            save_s=save_s,
             avoid=tuple(dict.fromkeys(node for node in bad if node)),
             nice=self.plan.config.dispatch.nice if gives_way(self.plan, stage) else 0,
         )
@@ -117,9 +136,13 @@ class Actor:
         level = logging.DEBUG if isinstance(error, RefinerError) else logging.WARNING
         log.log(level, "submitting %s failed", stage.title, exc_info=error)
         outcome = classify(error, self.workspace.root)
-        if self._give_up(request.ref, outcome) and outcome.decision == "stop":
-            self.refused.setdefault(stage.id, outcome)
         message = outcome.message
+        if outcome.failure != "disk_full" and isinstance(error, OSError) and is_outage(error):
+            # No process could be started, or a file not be read: nobody knows whether there is a
+            # job now. The next looks tell, and close the attempt if there is none.
+            self._unsure[request.ref] = message
+        elif self._give_up(request.ref, outcome) and outcome.decision == "stop":
+            self.refused.setdefault(stage.id, outcome)
         self.note({"event": "refused", "stage": stage.name, "message": message})
 
     def _give_up(self, ref: AttemptRef, outcome: Outcome) -> bool:
@@ -129,22 +152,24 @@ class Actor:
                 return False
             self.workspace.close_attempt(*ref, outcome)
         except OSError as error:
-            self._unwritten(ref.stage_id, error)
+            self._unwritten(ref, outcome, error)
         return True
 
-    def _unwritten(self, stage_id: str, error: OSError) -> None:
-        """A full disk: the attempt stays open, and is closed when there is room."""
-        outcome = classify(error, self.workspace.root)
-        if outcome.failure == "disk_full":
-            self.rooms.blocked[stage_id] = str(error)
-        else:
-            self.refused[stage_id] = outcome
+    def _unwritten(self, ref: AttemptRef, end: Outcome, error: OSError) -> None:
+        """The attempt stays open: on a full disk it is closed when there is room, and after an
+        outage by another round; with the end that was found now."""
+        self.rooms.unwritten[ref] = end
+        if classify(error, self.workspace.root).failure != "disk_full":
+            raise error
+        self.rooms.blocked[ref.stage_id] = str(error)
 
     # ------------------------------------------------------------ ending
 
     def close(self, action: CloseAttempt, attempt: OpenAttempt) -> None:
         """Write the outcome of an attempt that ended without one; a hung one is killed first."""
         outcome = action.outcome
+        if attempt.ref in self._unsure and attempt.started is None:
+            outcome = outcome_of("system_outage", self._unsure[attempt.ref])
         if outcome.failure == "hung" and not self.router.kill(attempt):
             return  # it may still run: the next round tries again
         if attempt.started is None:
@@ -160,7 +185,7 @@ class Actor:
         try:
             return self.workspace.close_attempt(*ref, outcome)
         except OSError as error:
-            self._unwritten(ref.stage_id, error)
+            self._unwritten(ref, outcome, error)
             return False
 
     def release(self, action: Release, attempt: OpenAttempt, limit: int) -> None:

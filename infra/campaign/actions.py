@@ -28,7 +28,7 @@ class Launch:
 class Wait:
     """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
 
-    ``unseen``: nobody can say just now how the attempt is.
+    ``unseen``: nobody can say just now how the attempt is; ``short``: its worker waits for room.
     """
 
     stage: PlannedStage
@@ -36,6 +36,7 @@ class Wait:
     attempt: int = 0
     queued: bool = False
     unseen: bool = False
+    short: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Brings the world to a plan: looks, reconciles, acts, and says how it stands.
 
-In: a plan, a workspace, a router of dispatchers. Out: a :class:`StageView` per stage, for terminals
-and UIs, and an event log beside the run's record. The loop runs in a thread, or round by round for
-who has a clock of their own (:meth:`Campaign.begin`, :meth:`Campaign.step`); it may die at any
-point with its process, and the next campaign on the plan goes on from what is recorded.
+In: a plan, a workspace, a router of dispatchers. Out: a :class:`StageView` per stage, and an event
+log beside the run's record. The loop runs in a thread, or round by round (:meth:`Campaign.step`);
+it may die at any point, and the next campaign on the plan goes on from what is recorded.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from infra.campaign.acting import Actor, StopWish
 from infra.campaign.actions import Action, CloseAttempt, Launch, Release, Serve
 from infra.campaign.diary import Diary, news_of, stage_event
 from infra.campaign.observe import Observer, Patience
+from infra.campaign.outage import Backoff, Outage, one_by_one, with_patience
 from infra.campaign.reconcile import Observed, Policy, Taken, reconcile
-from infra.campaign.room_keeping import SMALL_BYTES, Keeper, ProbingKeeper, Rooms
+from infra.campaign.room_keeping import Keeper, ProbingKeeper, Rooms
 from infra.campaign.together import Together
-from infra.campaign.views import view_of
+from infra.campaign.views import view_of, views_in_outage
 from infra.host.processes import ProcessId
 from infra.host.waiting import wait_for
 from infra.jobs.dispatch import Router
-from infra.jobs.failures import CLASSES, outcome_of, without_progress
-from infra.jobs.protocol import AttemptRef
+from infra.jobs.failures import is_outage
 from infra.store.holds import Holds
 from infra.store.leases import CallLeases, held_by_others
 from infra.store.orchestrators import wanted_by_others
+from infra.store.snapshot import require_snapshot
 from infra.store.workspace import Workspace
+from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.services import is_service
@@ -40,7 +41,6 @@ from refiner_core.contract.views import StageView
 log = logging.getLogger(__name__)
 #: Looking and showing may cost this share of a core, or the next round comes later.
 _LOOK_SHARE = 0.04
-_LONGEST_PAUSE_S = 900.0
 
 
 class Campaign:
@@ -95,16 +95,18 @@ class Campaign:
         self._holds = Holds(plan, workspace.layout)
         self._leases = CallLeases(workspace, run.run, clock)
         self._together = together
+        self._outage = Outage(self._settings.poll_s, clock, self._diary.note)
+        self._observed = Observed()
         self._own = tuple(dict.fromkeys(s.id for s in (*plan.given, *plan.stages)))
         self._ended_before: dict[str, int] | None = None
         self._done_before: frozenset[str] = frozenset()
         self._stop: StopWish | None = None
+        self._stop_at = 0.0
         self._cancelled: dict[str, StopWish] = {}
         self._spared: Mapping[str, str] = {}
-        self._ready_at: dict[AttemptRef, float] = {}
+        self._backoff = Backoff(self._settings.backoff_s, clock)
         self._views: dict[str, StageView] = {}
         self._look_s = 0.0
-        self._any_room: bool | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -119,6 +121,8 @@ class Campaign:
         ------
         NoSpaceError
             Not even the run's record fits.
+        WorkspaceError
+            The run's code is gone, or is not what was pinned.
         """
         self.begin()
         self._thread.start()
@@ -126,19 +130,21 @@ class Campaign:
     def begin(self) -> None:
         """Record the call and look, for who calls :meth:`step` themselves; errors as for
         :meth:`start`."""
-        recorded = self.workspace.layout.run(self.run.run).record.exists()
-        if not recorded or self.workspace.read_run(self.run.run) != self.run:
-            self.workspace.write_run(self.run)  # not again: a full disk must not end a retaken call
+        with_patience(self._record)
         self._diary.write_orchestrator("running", None)
         self._round(act=False)
 
+    def _record(self) -> None:
+        self.workspace.keep_run(self.run)
+        if self.run.code:  # after the record, which keeps it from being reclaimed
+            require_snapshot(self.workspace, self.run.code)
+
     def step(self) -> bool:
-        """One round: look, decide, act. True when every stage is in a terminal state."""
+        """One round: look, decide, act; nothing in an outage. True when all stages have ended."""
         return self._round()
 
     def give_up(self, error: BaseException) -> None:
-        """Say that nobody works on the run any more, though this process may live on; for who calls
-        :meth:`step` themselves, and will not again. What it has begun goes on."""
+        """Say that nobody works on the run any more; what it has begun goes on."""
         try:
             self._leases.keep(())
         except OSError as trouble:
@@ -152,7 +158,9 @@ class Campaign:
 
     def wake_after(self) -> float:
         """Seconds until the next round is due."""
-        return max(self._settings.poll_s, min(self._look_s / _LOOK_SHARE, 10.0))
+        look_s = min(self._look_s / _LOOK_SHARE, 10.0)
+        pause_s = self._outage.pause_s if self._stop is None else 0.0
+        return max(self._settings.poll_s, look_s, pause_s)
 
     def wait(self, stage_name: str, timeout_s: float | None = None) -> StageView:
         """Wait until the stage is in a terminal state, or for ``timeout_s``; its view either way.
@@ -190,6 +198,7 @@ class Campaign:
         if self._stop is None:
             self._spared = {**self._spared, **(spared or {})}
             self._stop = StopWish(reason, failure, grace_s=self._settings.grace_s)
+            self._stop_at = self._clock()
             self._diary.note({"event": "stop", "reason": reason})
         self._wake.set()
 
@@ -231,10 +240,37 @@ class Campaign:
             self._changed.notify_all()
 
     def _round(self, act: bool = True) -> bool:
+        if self._outage.pause_s and self._stop is None:
+            return False
+        try:
+            over = self._look_and_act(act)
+        except Exception as error:
+            self._outage.met(error)
+            return self._wait_out()
+        self._outage.is_over()
+        return over
+
+    def _wait_out(self) -> bool:
+        """Show that no round can be made now. Who wants it to end is waited for no longer than
+        jobs get to save: they are asked, as far as they are known."""
+        self._look_s, reason = 0.0, self._outage.reason
+        asked = self._stop is not None or all(s.id in self._cancelled for s in self.plan.stages)
+        try:
+            self._stop_jobs(self._observed)
+        except Exception as error:
+            if not is_outage(error):
+                raise
+        waited_s = self._clock() - max(self._stop_at, self._outage.since)
+        leaves = asked and waited_s > self._settings.grace_s
+        if leaves:
+            self.give_up(Interrupted(reason, fix="run the same command again"))
+        return self._publish(views_in_outage(self.plan, self._views, reason, leaves=leaves))
+
+    def _look_and_act(self, act: bool) -> bool:
         began = time.thread_time()
-        self._any_room = None
         self._hear_cancel()
         records, observed = self._observer.look(self._own)
+        self._observed = observed
         self._diary.record_ends(self._observer.sights)
         self._note_beginning(records, observed)
         done = {i for i, r in records.items() if r.result is not None}
@@ -269,7 +305,7 @@ class Campaign:
             ended_before=self._ended_before or {},
             refused=self._actor.refused,
             now=self._clock(),
-            not_before=self._pauses(records),
+            not_before=self._backoff.not_before(records, self._ended_before or {}),
             gave_up=self._rooms.gave_up(),
             runs_local=self._runs_local,
             taken=self._together.taken(self._own) if self._together else Taken(),
@@ -285,30 +321,6 @@ class Campaign:
         live = {i for i, s in observed.attempts.items() if s.local and s.sight in ("live", "hung")}
         begun = {a.stage.id for a in actions if isinstance(a, Launch) and self._runs_local(a.stage)}
         self._together.note_busy(self.run.run, [i for i in live | begun if not is_service(i)])
-
-    def _pauses(self, records: Mapping[str, StageRecord]) -> dict[str, float]:
-        """Until when stages pause whose last attempt ended in a way that time may mend."""
-        found: dict[str, float] = {}
-        for stage_id, record in records.items():
-            last = record.attempts[-1] if record.attempts else None
-            if record.result is not None or last is None or last.outcome is None:
-                continue
-            failure = last.outcome.failure
-            if last.number <= (self._ended_before or {}).get(stage_id, 0):
-                continue
-            count = without_progress(record.attempts, failure)
-            if failure == "disk_full":
-                count -= 1  # room has been looked for; only a second one in a row is strange
-            elif CLASSES[failure].remedy != "pause, then resume":
-                continue
-            if count < 1:
-                continue
-            pause_s = min(self._settings.backoff_s * 2 ** (count - 1), _LONGEST_PAUSE_S)
-            ready = self._ready_at.setdefault(
-                AttemptRef(stage_id, last.number), self._clock() + pause_s
-            )
-            found[stage_id] = ready
-        return found
 
     def _note_beginning(self, records: Mapping[str, StageRecord], observed: Observed) -> None:
         """What had ended when this call began is history: it neither counts nor fails it."""
@@ -331,26 +343,17 @@ class Campaign:
     # ------------------------------------------------------------ acting
 
     def _act(self, actions: tuple[Action, ...], records: Mapping[str, StageRecord]) -> None:
-        self._actor.launch([a for a in actions if isinstance(a, Launch)], records)
-        for action in actions:
-            if isinstance(action, CloseAttempt):
-                attempt = self._observer.open[action.stage.id]
-                self._actor.close(self._with_the_disk_in_mind(action), attempt)
-            elif isinstance(action, Release):
-                limit = self._settings.retries.launch_failure
-                self._actor.release(action, self._observer.open[action.stage.id], limit)
-
-    def _with_the_disk_in_mind(self, action: CloseAttempt) -> CloseAttempt:
-        """A worker on a full disk may not even be able to leave a word: then that is why."""
-        outcome = action.outcome
-        if outcome.failure not in ("killed", "launch_failure"):
-            return action
-        if self._any_room is None:  # once a round: a thousand jobs may end together
-            self._any_room = self._keeper.make_room(SMALL_BYTES) is not None
-        if self._any_room:
-            return action
-        message = f"{outcome.message}; there is no room on the disk, not even for its last word"
-        return replace(action, outcome=outcome_of("disk_full", message))
+        with one_by_one() as each:
+            with each():
+                self._actor.launch([a for a in actions if isinstance(a, Launch)], records)
+            for action in actions:
+                with each():
+                    if isinstance(action, CloseAttempt):
+                        attempt = self._observer.open[action.stage.id]
+                        self._actor.close(self._rooms.minded(action), attempt)
+                    elif isinstance(action, Release):
+                        limit = self._settings.retries.launch_failure
+                        self._actor.release(action, self._observer.open[action.stage.id], limit)
 
     def _hear_cancel(self) -> None:
         """Whether somebody has cancelled this run, or stages of it, with `refiner cancel`."""
@@ -367,6 +370,7 @@ class Campaign:
         new = [s for s in wanted if s.id not in self._cancelled]
         self._cancelled |= {s.id: wish for s in new}
         if new:
+            self._stop_at = self._clock()
             names = [s.name for s in new]
             self._diary.note({"event": "cancel", "reason": reason, "stages": names})
 
@@ -421,6 +425,10 @@ class Campaign:
                 else:
                     view = replace(view, state="interrupted", message=message, exit_code=6)
             views[stage.name] = view
+        return self._publish(views)
+
+    def _publish(self, views: dict[str, StageView]) -> bool:
+        """Tell what is news of the views; whether all of them are final."""
         with self._changed:
             changed = [v for n, v in views.items() if v != self._views.get(n)]
             news = [v for v in changed if news_of(v) != news_of(self._views.get(v.name))]

@@ -34,6 +34,7 @@ class Diary:
     def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
         self._workspace, self._run, self._owner = workspace, run, owner
         self._log_works = True
+        self._unwritten: set[AttemptRef] = set()  # ends that were complained of
 
     def note(self, event: Mapping[str, Any]) -> None:
         """One line in the run's event log."""
@@ -63,8 +64,10 @@ class Diary:
             if sight.sight == "dead" and sight.facts:
                 try:
                     self._workspace.note_scheduler(*ref, sight.facts)
-                except OSError as error:
-                    log.warning("what the scheduler said of %s is lost: %s", ref, error)
+                except OSError as error:  # tried again in each round, until its outcome is written
+                    if ref not in self._unwritten:
+                        log.warning("what the scheduler says of %s cannot be kept: %s", ref, error)
+                    self._unwritten.add(ref)
 
 
 def news_of(view: StageView | None) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 from infra.campaign.observe import Observer, Patience
 from infra.jobs.dispatch import Router, router_to_look
 from infra.store.workspace import Workspace
-from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.planned import stage_changes
 from refiner_core.contract.records import StageRecord, StageSpec
 from refiner_core.contract.services import is_service
 
@@ -129,11 +130,14 @@ def _why_run(
 
 def differences(old: StageSpec, new: PlannedStage) -> list[str]:
     """In what a planned stage differs from a recorded one, one line each."""
-    lines = _changed("", old.identity, new.identity)
+    lines = []
+    if old.stage_version != new.version:
+        why = stage_changes(new.kind, new.version, since=old.stage_version)
+        said = f" ({why})" if why else ""
+        lines.append(f"stage version: {old.stage_version} → {new.version}{said}")
+    lines += _changed("", old.identity, new.identity)
     lines += _changed("source ", old.sources, new.sources, short=True)
     lines += _changed("input ", old.input_fingerprints, new.input_fingerprints, short=True)
-    if old.stage_version != STAGE_VERSIONS[new.kind]:
-        lines.append(f"stage version: {old.stage_version} → {STAGE_VERSIONS[new.kind]}")
     return lines
 
 

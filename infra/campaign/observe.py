@@ -7,21 +7,27 @@ its attempt was seen dead, so its last word is in it).
 Liveness goes by process or scheduler first. Whether a job that runs does anything goes by whether
 its heartbeat's *counter*, and more slowly its *progress*, move, timed by this process's own clock:
 clocks are never compared.
+
+What was there a moment ago does not vanish: a look that finds less than the last one is no look but
+an outage (``OSError``), as is one that could not read.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.campaign.reconcile import Observed, Seen
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
-from infra.jobs.failures import classify_silent_end
+from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
 from infra.store.workspace import Workspace
+from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
 
@@ -32,6 +38,9 @@ class Patience:
 
     heartbeat_s: float = 900.0
     progress_s: float = 7200.0
+    #: For how long a heartbeat speaks against a scheduler that knows no such job: file systems of
+    #: clusters show a change to other nodes up to a minute late.
+    lost_s: float = 180.0
 
 
 class _Sign(NamedTuple):
@@ -56,6 +65,8 @@ class Observer:
         self.patience, self._clock = patience or Patience(), clock
         self._signs: dict[tuple[AttemptRef, str], _Sign] = {}
         self._done: dict[str, StageRecord] = {}  # a result never changes
+        self._last: dict[str, StageRecord] = {}
+        self._ready: set[tuple[str, int]] = set()
         self.open: dict[str, OpenAttempt] = {}
         self.sights: Mapping[AttemptRef, JobSight] = {}
 
@@ -63,7 +74,7 @@ class Observer:
         """Records of the stages that have one, and what is seen of their newest attempts."""
         records = {}
         for stage_id in dict.fromkeys(stage_ids):
-            record = self._done.get(stage_id) or self.workspace.read_record(stage_id)
+            record = self._done.get(stage_id) or self._read(stage_id)
             if record is not None:
                 records[stage_id] = record
         self.open = {
@@ -76,28 +87,43 @@ class Observer:
         for stage_id, attempt in self.open.items():
             look = self._see(attempt, self.sights[attempt.ref])
             if look.sight != "live":
-                records[stage_id] = self.workspace.read_record(stage_id) or records[stage_id]
+                records[stage_id] = self._read(stage_id) or records[stage_id]
             if _open_number(records[stage_id]) == attempt.ref.number:
                 seen[stage_id] = look
         self._done |= {i: r for i, r in records.items() if r.result is not None}
-        ready = {
+        self._ready |= {
             (stage_id, attempt.number)
             for stage_id, record in records.items()
             if is_service(stage_id)
             for attempt in record.attempts
+            if (stage_id, attempt.number) not in self._ready
             if self.workspace.layout.attempt(stage_id, attempt.number).endpoint.exists()
         }
-        return records, Observed(seen, ready=frozenset(ready))
+        return records, Observed(seen, ready=frozenset(self._ready))
+
+    def _read(self, stage_id: str) -> StageRecord | None:
+        """The record of a stage, which only ever grows."""
+        record, before = self.workspace.read_record(stage_id), self._last.get(stage_id)
+        lacks = before is not None and (record is None or _lacks(record, before))
+        if lacks and not self.workspace.has_damaged(stage_id):
+            folder = self.workspace.layout.stage(stage_id).control
+            raise _vanished(folder)
+        if record is not None:
+            self._last[stage_id] = record
+        return record
 
     def open_attempt(self, stage_id: str, record: StageRecord) -> OpenAttempt | None:
         """The newest attempt, if it has neither outcome nor result."""
         number = _open_number(record)
         if number is None:
             return None
-        started = self.workspace.read_control(
+        started = self.workspace.read_or_set_aside(
             self.workspace.layout.attempt(stage_id, number).started
         )
-        return OpenAttempt(AttemptRef(stage_id, number), record.attempts[-1], started)
+        last = record.attempts[-1]
+        if started is None and last.started_at is not None:
+            raise _vanished(self.workspace.layout.attempt(stage_id, number).started)
+        return OpenAttempt(AttemptRef(stage_id, number), last, started)
 
     def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
         number, started = attempt.ref.number, attempt.started
@@ -108,6 +134,8 @@ class Observer:
             return Seen(number, "dead", job.local, job.end, note)
         sight = self._sight(attempt, job)
         end = job.end
+        if sight == "dead" and end is None and self._is_mine(attempt) and started is None:
+            end = outcome_of("system_outage", "claimed, and its job could not be submitted")
         if sight == "dead" and end is None:
             end = classify_silent_end(started is not None, "")
         return Seen(number, sight, job.local, end, note, job.held, job.running)
@@ -116,13 +144,13 @@ class Observer:
         owner = ProcessId.parse(attempt.attempt.owner)
         submitted = attempt.attempt.job_id is not None or attempt.started is not None
         if not submitted and owner.here:
-            mine = attempt.attempt.owner == str(ProcessId.of())  # and I do not submit while I look
+            mine = self._is_mine(attempt)  # and I do not submit while I look
             if owner.alive and not mine and job.sight in ("unknown", "dead"):
                 return "live"  # it is being submitted
             if job.sight == "unknown" and attempt.attempt.executor == "local":
                 return "dead"  # claimed, and whoever did died, or failed, before it was submitted
         if job.sight == "dead":
-            return "dead"
+            return "unknown" if job.lost and self._shows_life(attempt) else "dead"
         if job.sight == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue, and who cannot be asked cannot end it either
         if job.sight == "live" and not job.running:
@@ -130,13 +158,33 @@ class Observer:
             return "live"
         return "hung" if self._silent_for_too_long(attempt) else "live"
 
+    def _is_mine(self, attempt: OpenAttempt) -> bool:
+        return attempt.attempt.owner == str(ProcessId.of())
+
     def _silent_for_too_long(self, attempt: OpenAttempt) -> bool:
+        silent = self._silent_s(attempt)
+        heart, progress = (0.0, 0.0) if silent is None else silent
+        return heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+
+    def _shows_life(self, attempt: OpenAttempt) -> bool:
+        """Whether a worker that has begun may be alive, whatever the scheduler knows of its job."""
+        if attempt.started is None:
+            return False
+        silent = self._silent_s(attempt)
+        return silent is None or silent[0] < self.patience.lost_s
+
+    def _silent_s(self, attempt: OpenAttempt) -> tuple[float, float] | None:
+        """For how long there was neither heartbeat nor progress; None if that cannot be read."""
         ref = attempt.ref
-        beat = self.workspace.read_heartbeat(*ref) or {}
+        try:
+            beat = self.workspace.read_control(self.workspace.layout.attempt(*ref).heartbeat) or {}
+        except WorkspaceError as error:
+            if error.errno is not None:
+                return None
+            beat = {}
         begun = (attempt.attempt.job_id, attempt.started is not None)
         heart = self._unchanged_s(ref, "heart", (*begun, beat.get("counter")))
-        progress = self._unchanged_s(ref, "progress", (*begun, beat.get("told")))
-        return heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+        return heart, self._unchanged_s(ref, "progress", (*begun, beat.get("told")))
 
     def _unchanged_s(self, ref: AttemptRef, name: str, value: tuple[Any, ...]) -> float:
         """For how long, as far as this process knows, a sign of life has not changed."""
@@ -149,6 +197,28 @@ class Observer:
     def _forget(self, ref: AttemptRef) -> None:
         for name in ("heart", "progress"):
             self._signs.pop((ref, name), None)
+
+
+def _vanished(path: Path) -> WorkspaceError:
+    error = WorkspaceError(
+        f"{path} is not what it was a moment ago: something of it is not there",
+        expected="a mount that is there, and records that nobody deletes while they are in use",
+        fix="look whether `ls` shows the folder; who has deleted it, ends the run and begins it "
+        "again",
+    )
+    error.errno = errno.ENOENT
+    return error
+
+
+def _lacks(record: StageRecord, before: StageRecord) -> bool:
+    """Whether something is missing that was recorded before."""
+    if len(record.attempts) < len(before.attempts) or (before.result and not record.result):
+        return True
+    return any(
+        getattr(new, name) is None and getattr(old, name) is not None
+        for new, old in zip(record.attempts, before.attempts, strict=False)
+        for name in ("job_id", "started_at", "outcome")
+    )
 
 
 def _open_number(record: StageRecord) -> int | None:

@@ -29,11 +29,12 @@ from infra.campaign.actions import (
     Serve,
     Wait,
 )
+from infra.campaign.timeline import first_line
 from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
 from infra.jobs.protocol import Sight
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.plan import Plan, PlannedStage
-from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
 from refiner_core.contract.services import is_service
 
 
@@ -114,8 +115,13 @@ class Policy:
     taken: Taken = field(default_factory=Taken)
 
 
+#: A live worker's, by its own word.
+NO_ROOM = "the disk is full: it waits for room, and goes on by itself"
+#: Ends that say no more than that nobody knows why. A full disk keeps a job from saying so.
+SILENT: tuple[FailureClass, ...] = ("killed", "launch_failure", "system_outage")
 _OVER = (Done, Fail, Block, Rest)
-_PAUSES = "pauses after"
+#: How the words begin for what waits for another try.
+PAUSES = "pauses after"
 
 
 def reconcile(
@@ -262,6 +268,8 @@ class _Step:
             return Wait(stage, seen.note or "nobody can say how it is", last.number, unseen=True)
         if seen.sight == "live" and seen.held:
             return Release(stage, last.number, seen.note)
+        if seen.sight == "live" and seen.running and last.has_room is False:
+            return Wait(stage, NO_ROOM, last.number, short=True)
         if seen.sight == "live":
             return Wait(stage, seen.note or "runs", last.number, queued=not seen.running)
         if paused := self._pause(stage):
@@ -270,6 +278,9 @@ class _Step:
             outcome = outcome_of("hung", "it runs, but has made no progress for too long")
         else:
             outcome = seen.silent_end or classify_silent_end(last.started_at is not None, "")
+        if last.has_room is False and outcome.failure in SILENT:
+            message = f"{outcome.message}; it had no room on the disk, not even for its last word"
+            outcome = outcome_of("disk_full", message)
         return CloseAttempt(stage, last.number, outcome)
 
     def _after_end(
@@ -340,8 +351,12 @@ class _Step:
             return paused
         pause_s = self.policy.not_before.get(stage.id, self.policy.now) - self.policy.now
         if pause_s > 0:
-            failure = last.outcome.failure if last is not None and last.outcome else ""
-            return Wait(stage, f"{_PAUSES} {failure.replace('_', ' ')}, {pause_s:.0f} s more")
+            outcome = last.outcome if last is not None else None
+            failure = outcome.failure if outcome is not None else ""
+            why = f"{PAUSES} {failure.replace('_', ' ')}, {pause_s:.0f} s more"
+            if outcome is not None and failure == "system_outage":
+                return Pause(stage, f"{why}: {first_line(outcome.message)}")
+            return Wait(stage, why)
         if stage.id in self.launched:
             return Wait(stage, "the same stage under another name is about to run")
         takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
@@ -378,7 +393,7 @@ class _Step:
 def paused_after(message: str) -> str:
     """The failure class after which a stage waits before it is tried again, by what is said of it;
     empty where it waits for something else."""
-    head, _, rest = message.partition(f"{_PAUSES} ")
+    head, _, rest = message.partition(f"{PAUSES} ")
     return "" if head or not rest else rest.partition(",")[0].replace(" ", "_")
 
 

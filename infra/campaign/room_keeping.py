@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from infra.jobs.failures import without_progress
+from infra.campaign.actions import CloseAttempt
+from infra.campaign.reconcile import SILENT
+from infra.jobs.failures import outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
-from infra.store.room import has_room
+from infra.store.room import has_room, out_of_inodes
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import StageRecord
+from refiner_core.contract.records import Outcome, StageRecord
 
 _RECHECK_S = 5.0
 #: What a stage needs that has never saved anything: its control files and a log.
@@ -38,6 +40,10 @@ class Keeper(Protocol):
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
         """Reclaim what the policy allows, if need be; None when it still does not fit, else a
         value with ``bytes`` and ``items`` of what was reclaimed."""
+        ...
+
+    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
+        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
         ...
 
 
@@ -63,6 +69,10 @@ class ProbingKeeper:
         layout = self._workspace.layout
         fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
         return self.Nothing() if fits else None
+
+    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
+        """Bytes: a write that fails says no more."""
+        return f"{need_bytes / 2**20:,.1f} MiB"
 
 
 @dataclass
@@ -95,11 +105,15 @@ class Rooms:
     note: Callable[[Mapping[str, Any]], None]
     #: Stages for which a small control file could not be written just now.
     blocked: dict[str, str] = field(default_factory=dict)
+    #: Ends of attempts that could not be written down.
+    unwritten: dict[AttemptRef, Outcome] = field(default_factory=dict)
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _any: bool | None = None
     _served: dict[str, int] = field(default_factory=dict)
 
     def short(self, records: Mapping[str, StageRecord]) -> dict[str, str]:
         """Stages that have to wait now, and why."""
+        self._any = None
         found: dict[str, str] = {}
         for stage_id, number in self._in_question(records).items():
             if reason := self._look(stage_id, number, self._need(stage_id, records)):
@@ -107,6 +121,21 @@ class Rooms:
         for stage_id in [i for i in self._waiting if i not in found]:
             del self._waiting[stage_id]
         return found
+
+    def minded(self, action: CloseAttempt) -> CloseAttempt:
+        """With the disk in mind: a worker on a full one may not even be able to leave a word, and
+        then that is why. What was found of an end when it could not be written down counts later,
+        too, when there is room again and the scheduler has forgotten the job."""
+        ref = AttemptRef(action.stage.id, action.attempt)
+        outcome = self.unwritten.get(ref, action.outcome)
+        if ref in self.unwritten or outcome.failure not in SILENT:
+            return replace(action, outcome=outcome)
+        if self._any is None:  # once a round: a thousand jobs may end together
+            self._any = self.keeper.make_room(SMALL_BYTES) is not None
+        if self._any:
+            return action
+        message = f"{outcome.message}; the disk took no writes, not even its last word"
+        return replace(action, outcome=outcome_of("disk_full", message))
 
     def gave_up(self) -> frozenset[str]:
         """Stages that have waited for ``disk.wait_min``."""
@@ -130,14 +159,15 @@ class Rooms:
         """Bytes that must be free before the stage is tried again.
 
         What was written in vain is only the least that was needed, so each failure in a row asks
-        for twice as much more.
+        for twice as much more; up to twice of it, for a disk that others fill again and again is
+        no sign that the next save is larger.
         """
         if stage_id in self.blocked or stage_id not in records:
             return SMALL_BYTES
         attempts = records[stage_id].attempts
         in_vain = (attempts[-1].outcome.need_bytes if attempts[-1].outcome else None) or 0
         times = without_progress(attempts, "disk_full")
-        margin = in_vain // 4 * (1 << max(0, times - 1))
+        margin = in_vain // 4 * (1 << min(2, max(0, times - 1)))
         return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
@@ -146,10 +176,14 @@ class Rooms:
         pause_s = min(_RECHECK_S, self.config.watch_s)
         if waiting is not None and now - waiting.looked_at < pause_s:
             return waiting.reason
-        made = self.keeper.make_room(need, AttemptRef(stage_id, number) if number else None)
+        ref = AttemptRef(stage_id, number) if number else None
+        made = self.keeper.make_room(need, ref)
         if made is None:
-            where = self.workspace.layout.data
-            reason = f"waits for room: {need / 2**20:,.1f} MiB are needed in {where}"
+            layout = self.workspace.layout
+            reason = f"waits for room: {self.keeper.lacking(need, ref)} are needed in {layout.data}"
+            for folder in (layout.control, layout.data):
+                if out_of_inodes(folder):
+                    reason = f"waits for room: no inode is free for another file in {folder}"
             if waiting is None:
                 self.note({"event": "short", "stage_id": stage_id, "need_bytes": need})
             since = now if waiting is None else waiting.since

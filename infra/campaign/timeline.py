@@ -34,6 +34,7 @@ WHAT: dict[FailureClass, str] = {
     "time_limit": "time limit reached",
     "node_failure": "node failed",
     "launch_failure": "could not be started",
+    "system_outage": "scheduler or file system did not answer",
     "killed": "killed, no last word",
     "out_of_memory": "host memory ran out",
     "gpu_out_of_memory": "GPU memory ran out",
@@ -41,6 +42,7 @@ WHAT: dict[FailureClass, str] = {
     "disk_full": "no room on the disk",
     "hung": "hung",
     "judge_outage": "judge did not answer",
+    "judge_unusable": "judge gave no usable scores",
     "environment_outage": "environment or user failed",
     "hub_outage": "Hub did not answer",
     "hub_refused": "Hub refused",
@@ -220,6 +222,10 @@ def _onward(attempt: Attempt, outcome: Outcome, after: Attempt | None) -> list[s
     else:
         how = "started over"
     pause = seconds_between(attempt.ended_at, after.started_at)
+    if after.restart > attempt.restart and attempt.seconds is not None:
+        # Slurm started the same job again: its end was noted by whoever went on, as it began.
+        since = seconds_between(attempt.started_at, after.started_at)
+        pause = pause if since is None else max(pause or 0.0, since - attempt.seconds)
     return [how if pause is None else f"{how} after {rough(pause)}"]
 
 

@@ -58,14 +58,21 @@ class Room:
     @property
     def share(self) -> float:
         """The larger of the used shares of bytes and inodes, 0 to 1."""
-        shares = [0.0]
-        for used, limit in (
-            (self.used_bytes, self.limit_bytes),
-            (self.used_inodes, self.limit_inodes),
-        ):
-            if used is not None and limit:
-                shares.append(used / limit)
-        return max(shares)
+        return max(self._shares)
+
+    @property
+    def inodes_are_scarcer(self) -> bool:
+        """Whether more of the inodes than of the bytes is used."""
+        of_bytes, of_inodes = self._shares
+        return of_inodes > of_bytes
+
+    @property
+    def _shares(self) -> tuple[float, float]:
+        pairs = ((self.used_bytes, self.limit_bytes), (self.used_inodes, self.limit_inodes))
+        of_bytes, of_inodes = (
+            used / most if used is not None and most else 0.0 for used, most in pairs
+        )
+        return of_bytes, of_inodes
 
 
 def quota_room(name: str, quota: Quota) -> Room | None:

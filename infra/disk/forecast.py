@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from infra.disk.history import History, history_of
+from infra.disk.history import SCRIPT, History, history_of
 from infra.disk.judged import (
     evaluation_samples,
     judgement_bytes,
@@ -52,7 +52,8 @@ class StageNeed(NamedTuple):
 
     ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
     that once its checkpoints were reclaimed. Bytes; ``inodes`` at the peak. ``basis`` says what the
-    figures rest on; ``known`` is False where nothing did.
+    figures rest on; ``known`` is False where nothing did. ``sure`` is what it cannot do without,
+    whatever else turns out smaller: checkpoints and the final weights.
     """
 
     stage: PlannedStage
@@ -62,6 +63,7 @@ class StageNeed(NamedTuple):
     inodes: int
     basis: str
     known: bool = True
+    sure: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ class Forecast:
         return self.least_bytes if self.reclaim else self.peak_bytes
 
     @property
+    def sure_bytes(self) -> int:
+        """What the largest stage alone cannot do without; no guess that errs on the large side."""
+        return max((s.sure for s in self.stages), default=0)
+
+    @property
     def inodes(self) -> int:
         """Files and folders."""
         return sum(s.inodes for s in self.stages)
@@ -129,15 +136,16 @@ class Knowledge:
 
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
         self.workspace, self._size_of_model = workspace, size_of_model
-        self._histories: dict[tuple[str, str | None], History] = {}
+        self._histories: dict[tuple[str, str | None, str | None], History] = {}
         self._sizes: dict[str, ModelSize] = {}
         self._done: dict[str, bool] = {}
 
-    def history(self, kind: str, model: str | None) -> History:
-        """What stages of a kind took that started at that model (its digest)."""
-        if (kind, model) not in self._histories:
-            self._histories[kind, model] = history_of(self.workspace, kind, model)
-        return self._histories[kind, model]
+    def history(self, stage: PlannedStage) -> History:
+        """What stages of its kind took that started at its model and run its script."""
+        key = (stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
+        if key not in self._histories:
+            self._histories[key] = history_of(self.workspace, *key)
+        return self._histories[key]
 
     def size(self, config: RecipeConfig) -> ModelSize:
         """How large a recipe's model is."""
@@ -170,9 +178,11 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
 
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     config, model = plan.config_of(stage), known.size(plan.config)
-    history = known.history(stage.kind, stage.sources.get("model"))
+    history = known.history(stage)
     if stage.kind in STAGES:
         return _training_need(stage, plan, model, history)
+    if stage.kind == "command":
+        return _command_need(stage, config, history)
     if stage.kind == "export":
         return _export_need(stage, plan, known)
     if stage.kind == "sample":
@@ -198,6 +208,18 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
     total = (size if size is not None else guess or 0) + _CONTROL_BYTES
     is_known = size is not None or guess is not None
     return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, is_known)
+
+
+def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
+    """Another trainer saves as often as it likes; older ones are deleted when room is short. Only
+    what lies there tells how large one is."""
+    known, most = history.checkpoint_bytes is not None, config.command.keep + 1
+    rest = (history.output_bytes or 0) + _CONTROL_BYTES
+    saved = most * (history.checkpoint_bytes or 0) + rest
+    inodes = most * (history.checkpoint_inodes or 0) + (history.output_inodes or _MOST_FILES)
+    inodes, sure = inodes + _CONTROL_INODES, saved if known else 0
+    basis = "measured" if known else "only its first checkpoint will tell"
+    return StageNeed(stage, saved, saved, rest, inodes, basis, known, sure)
 
 
 def _sampling_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
@@ -245,7 +267,7 @@ def _publish_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNee
 
 def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
     """Bytes of the weights that a training stage makes, and what that rests on."""
-    measured = known.history(made.kind, made.sources.get("model")).output_bytes
+    measured = known.history(made).output_bytes
     if measured is not None:
         return measured, "measured"
     model = known.size(plan.config)
@@ -286,6 +308,9 @@ def _training_need(
         + _CONTROL_INODES,
         basis="measured" if measured else model.source,
         known=measured or model.parameters is not None,
+        sure=min(saves, 2)
+        * (history.checkpoint_bytes or int(parameters * (STATE_BYTES[dtype] - _MUON_SAVES)))
+        + parameters * _WEIGHT_BYTES[dtype],
     )
 
 

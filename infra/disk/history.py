@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from infra.disk.usage import size_of
+from infra.foreign.recorded import recorded_checkpoints
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
@@ -21,6 +22,8 @@ from refiner_core.contract.records import StageRecord
 log = logging.getLogger(__name__)
 N = TypeVar("N", int, float)
 
+#: What tells other people's trainers apart, in the identity of a stage.
+SCRIPT = "command.run"
 #: Ends that say something about the machines, and not about the recipe or the person.
 _BREAKDOWNS = (
     *("preempted", "node_failure", "killed", "out_of_memory", "gpu_out_of_memory"),
@@ -62,11 +65,15 @@ class Failures:
         return self.seconds / self.count if self.count and self.seconds > 0 else None
 
 
-def history_of(workspace: Workspace, kind: str, model: str | None = None) -> History:
+def history_of(
+    workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
+) -> History:
     """What stages of a kind have taken; ``model`` (the digest among a plan's sources) restricts it
-    to those of that model."""
+    to those of that model, ``script`` to those of that `command.run`."""
     found = History()
     for stage_id, record in _alike(workspace, kind, model):
+        if script is not None and record.spec.identity.get(SCRIPT) != script:
+            continue
         measured = _of_stage(workspace, stage_id, record)
         found = History(*map(_larger, found, measured))
     return found
@@ -127,7 +134,9 @@ def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
 
 def _of_stage(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
     paths = workspace.layout.stage(stage_id)
+    theirs = recorded_checkpoints(workspace, stage_id).found
     saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
+    saved += [size_of(c.path) for c in theirs if not c.damage]
     output = None
     if record.result is not None:
         output = size_of(paths.data / record.result.output_dir)

@@ -10,26 +10,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.caches import find_caches
 from infra.disk.copies import FreshLook
 from infra.disk.figures import Room
+from infra.disk.history import SCRIPT
 from infra.disk.ledger import Ledger, Need
 from infra.disk.modelsize import STATE_BYTES, model_size
 from infra.disk.probe import Prober, Used
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
 from infra.disk.stock import Stock, read_stock
 from infra.disk.usage import Item, measure, size_of
+from infra.foreign.recorded import recorded_checkpoints
 from infra.host.mounts import existing, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store.checkpoints import CheckpointStore
-from infra.store.room import PROBE_BYTES, has_room
+from infra.store.ownership import doubtful_folder
+from infra.store.room import PROBE_BYTES, no_space_error, refusal
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
@@ -87,13 +92,16 @@ class DiskKeeper:
         self.workspace, self.config = workspace, config
         self.ledger = Ledger(workspace, _folder(config.ledger))
         self._clock, self._sleep, self._stop_asked = clock, sleep, stop_asked
-        self._prober = Prober(workspace.layout.data, config, measure=self._used)
+        self._prober = Prober(
+            workspace.layout.data, _known_tools(workspace, config), measure=self._used
+        )
         self._look = FreshLook(clock)
         self._lock = threading.RLock()
         self._cached: _Cached | None = None
         self._wrote: tuple[float, int] | None = (
             None  # when a probe write went through, and its size
         )
+        self._read_only = False  # as the last probe write has found
         self._random = random.Random()
         self._good_for_s = min(config.watch_s / 4, _LONGEST_CACHE_S)
         self._models: dict[str, str | None] = {}  # what a stage is never changes
@@ -115,23 +123,35 @@ class DiskKeeper:
         others = self.ledger.others(ref)
         return Need(sum(r.outstanding for r in others), sum(r.need.inodes for r in others))
 
-    def shortage(self, need_bytes: int, ref: AttemptRef | None = None) -> int:
+    def shortage(
+        self, need_bytes: int, ref: AttemptRef | None = None, *, fresh: bool = False
+    ) -> int:
         """Bytes that are missing for ``need_bytes``, after the margin and what others have
         reserved; 0: it fits. A lack of inodes counts as bytes too."""
-        return self._shortage(need_bytes, ref, fresh=False)
+        return self._shortage(need_bytes, ref, fresh=fresh)
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else the
         largest newest one of a stage of its kind and model, else what the model's size tells, else
         a small floor."""
-        sizes = [size_of(c.path).bytes for c in self._checkpoints(stage_id)]
+        sizes = [size_of(path).bytes for path in self._checkpoints(stage_id)]
         known = max(sizes, default=0) or self._newest_alike(stage_id)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
+    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
+        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
+        inodes = self._missing_inodes(self.room(), ref)
+        if inodes:
+            return f"{inodes} more files and folders (inodes)"
+        return f"{need_bytes / 2**20:,.1f} MiB"
+
     def status_line(self) -> str:
-        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``."""
+        """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; inodes where these are
+        scarcer."""
         room, reserved = self.room(), self.reserved().bytes
-        if room.used_bytes is None or room.limit_bytes is None:
+        if room.inodes_are_scarcer:
+            text = f"{room.used_inodes:,} of {room.limit_inodes:,} files and folders (inodes) used"
+        elif room.used_bytes is None or room.limit_bytes is None:
             text = f"{gib(room.free_bytes)} free"
         else:
             used, limit = room.used_bytes / _GIB, room.limit_bytes / _GIB
@@ -209,6 +229,8 @@ class DiskKeeper:
     # ------------------------------------------------------------ parts
 
     def _reclaim_once(self, missing: int, inodes: int) -> Reclaimed:
+        if self._read_only:
+            return Reclaimed()  # room is not what is missing, and it may come back any moment
         try:
             wanted = plan_reclaim(self.stock(), missing, inodes)
             return self.carry_out(wanted) if wanted else Reclaimed()
@@ -250,6 +272,7 @@ class DiskKeeper:
         return True
 
     def _shortage(self, need_bytes: int, ref: AttemptRef | None, *, fresh: bool) -> int:
+        self._read_only = False
         room = self.room(fresh=fresh)
         margin = int(self.config.margin_gb * _GIB)
         missing = need_bytes + margin + self.reserved(ref).bytes - room.free_bytes
@@ -273,12 +296,13 @@ class DiskKeeper:
             for s in self.workspace.stage_ids()
             if s.startswith(f"{kind}-") and self._model_of(s) == model
         )
-        sizes = (size_of(c.path).bytes for s in alike for c in self._checkpoints(s)[-1:])
+        sizes = (size_of(path).bytes for s in alike for path in self._checkpoints(s)[-1:])
         self._alike[kind, model] = found = _Size(max(sizes, default=0), now)
         return found.bytes
 
     def _model_of(self, stage_id: str) -> str | None:
-        """The digest of the model that a stage started from; None where it names none."""
+        """The digest of the model that a stage started from, and the script that it runs; None
+        where it names neither."""
         if stage_id not in self._models:
             self._models[stage_id] = self._read_model(stage_id)
         return self._models[stage_id]
@@ -290,7 +314,8 @@ class DiskKeeper:
             log.debug("%s", error)
             return None
         model = (spec.get("sources") or {}).get("model")
-        return None if model is None else str(model)
+        script = (spec.get("identity") or {}).get(SCRIPT)
+        return None if model is None and script is None else f"{model} {script}"
 
     def _estimate(self, stage_id: str) -> int:
         """What a checkpoint of a training stage takes that has never saved; 0: nothing says."""
@@ -323,7 +348,9 @@ class DiskKeeper:
                 return True
         layout = self.workspace.layout
         roots = {existing(layout.control): 4096, existing(layout.data): size}
-        fits = all(has_room(folder, bytes_) for folder, bytes_ in roots.items())
+        refused = [refusal(folder, bytes_) for folder, bytes_ in roots.items()]
+        fits = refused.count(None) == len(refused)
+        self._read_only = errno.EROFS in refused
         self._wrote = (now, size) if fits else None
         return fits
 
@@ -338,24 +365,25 @@ class DiskKeeper:
         size = measure(self.workspace.layout)
         return Used(size.bytes, size.inodes)
 
-    def _checkpoints(self, stage_id: str) -> list[_Complete]:
+    def _checkpoints(self, stage_id: str) -> list[Path]:
+        """Complete ones, oldest step first; of another's trainer, too."""
         store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
-        return [_Complete(c.step, c.path) for c in store.complete()]
+        theirs = recorded_checkpoints(self.workspace, stage_id).found
+        return [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
 
     def _no_space(self, need_bytes: int, ref: AttemptRef) -> NoSpaceError:
         room = self.room()
-        missing = self.shortage(need_bytes, ref)
+        if self._read_only:
+            why = OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return no_space_error(self.workspace.layout.data, "waiting for room", why)
+        inodes = self._missing_inodes(room, ref)
+        missing = self.lacking(0, ref) if inodes else gib(self.shortage(need_bytes, ref))
         return NoSpaceError(
-            f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {gib(missing)} are "
+            f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
             f"missing ({self.status_line()}, by {room.source}{_also(room.note)})",
             expected="room on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
-
-
-class _Complete(NamedTuple):
-    step: int
-    path: Path
 
 
 def gib(size: int) -> str:
@@ -368,6 +396,14 @@ def gib(size: int) -> str:
 
 def _also(note: str) -> str:
     return f"; {note}" if note else ""
+
+
+def _known_tools(workspace: Workspace, config: DiskConfig) -> DiskConfig:
+    """Whoever looks at a stranger's workspace runs no program that is named there."""
+    if not config.probe.startswith("command:") or doubtful_folder(workspace.layout)[0] is None:
+        return config
+    log.warning("disk.probe is left out: it names a program, and %s is another's", workspace.root)
+    return replace(config, probe="auto")
 
 
 def _folder(text: str | None) -> Path | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.usage import size_of
+from infra.host.reading import exists, make_folder, names_in
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
 from infra.store.workspace import Workspace
@@ -67,7 +68,7 @@ class Ledger:
         OSError
             Not even that fits, or the folder refuses.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         layout = self.workspace.layout
         value = {
             "workspace": str(layout.control),
@@ -101,7 +102,7 @@ class Ledger:
 
     def _entries(self) -> Iterator[Reservation]:
         try:
-            paths = sorted(p for p in self.folder.iterdir() if p.suffix == ".json")
+            paths = [self.folder / n for n in names_in(self.folder) if n.endswith(".json")]
         except OSError:
             return
         for path in paths:
@@ -119,7 +120,7 @@ class Ledger:
         owner = own if entry.workspace == own.layout.control else Workspace(entry.workspace)
         paths = owner.layout.stage(entry.ref.stage_id)
         try:
-            if paths.result.exists() or not paths.attempt(entry.ref.number).intent.exists():
+            if exists(paths.result) or not exists(paths.attempt(entry.ref.number).intent):
                 return True
             return owner.is_stale(*entry.ref)
         except OSError as error:  # somebody else's workspace, closed to us

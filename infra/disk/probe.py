@@ -29,6 +29,7 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
+from infra.host.environment import environment
 from infra.host.mounts import Mount, btrfs_subvolume, existing, mount_of, project_id
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -58,7 +59,7 @@ def run_tool(command: Sequence[str]) -> str:
     ToolFailed
         It is not there, or does not end.
     """
-    environment = {**os.environ, "LC_ALL": "C"}
+    variables = {**environment(), "LC_ALL": "C"}
     try:
         done = subprocess.run(
             list(command),
@@ -67,7 +68,7 @@ def run_tool(command: Sequence[str]) -> str:
             stderr=subprocess.STDOUT,
             timeout=_TOOL_TIMEOUT_S,
             check=False,
-            env=environment,
+            env=variables,
         )
     except FileNotFoundError as error:
         raise ToolFailed(f"{command[0]} is not installed") from error

@@ -9,8 +9,9 @@ order                  what protects it
 leftovers              half-written, by attempts that can make nothing visible any more
 superseded outputs     of attempts that did not make the stage's result
 finished checkpoints   the stage has its result, so nobody resumes from them
-older checkpoints      of unfinished stages: the newest complete one always stays; of neither go
-                       those that a publication waits for
+older checkpoints      of unfinished stages: the newest complete one always stays, of another's
+                       trainer ``command.keep`` of them; of neither go those that a publication
+                       waits for
 code snapshots         only those that finished runs alone have used
 published weights      only with a verified copy elsewhere, that no unfinished stage will read
 caches                 only when asked for
@@ -24,18 +25,27 @@ Nothing of a pinned stage, and no output that a running attempt reads, is ever a
 from __future__ import annotations
 
 import enum
+import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.copies import FreshLook
-from infra.disk.stock import StageFacts, Stock, Weights, protection_of
+from infra.disk.stock import (
+    StageFacts,
+    Stock,
+    Weights,
+    idle_code,
+    protection_of,
+    spare_of,
+)
 from infra.disk.usage import Item
+from infra.foreign.layout import work_folder
 from infra.judgements.segments import SEALED
 from infra.store import atomic
-from infra.store.checkpoints import MARKER, CheckpointStore
+from infra.store.checkpoints import MARKER, CheckpointStore, Complete, damage_of
 from infra.store.holds import held_steps
 from infra.store.marks import Reason, pins, write_reclaimed
 from infra.store.room import is_no_space
@@ -100,22 +110,15 @@ def plan_reclaim(
     if need_bytes is None:
         order = [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
         return order + list(_unfinished_judgements(stock)) if judgements else order
-    chosen: list[Candidate] = []
-    for candidate in order:
-        if _sum_bytes(chosen) >= need_bytes and _sum_inodes(chosen) >= need_inodes:
-            return chosen
-        chosen.append(candidate)
-    if _sum_bytes(chosen) >= need_bytes and _sum_inodes(chosen) >= need_inodes:
-        return chosen
-    return [c for c in chosen if c.rank < Rank.WEIGHTS]
-
-
-def _sum_bytes(candidates: Iterable[Candidate]) -> int:
-    return sum(c.bytes for c in candidates)
-
-
-def _sum_inodes(candidates: Iterable[Candidate]) -> int:
-    return sum(c.inodes for c in candidates)
+    gained_bytes = gained_inodes = 0
+    for count, candidate in enumerate(order):
+        if gained_bytes >= need_bytes and gained_inodes >= need_inodes:
+            return order[:count]
+        gained_bytes += candidate.bytes
+        gained_inodes += candidate.inodes
+    if gained_bytes >= need_bytes and gained_inodes >= need_inodes:
+        return order
+    return [c for c in order if c.rank < Rank.WEIGHTS]
 
 
 def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
@@ -133,6 +136,11 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
             yield _candidate(Rank.SUPERSEDED, item, "of an attempt that did not make the result")
     yield from _checkpoints(stock)
     for stage_id, facts in stock.stages.items():
+        for item in () if facts.pinned else facts.spare:
+            if item.kind == "temporary":
+                yield _candidate(Rank.LEFTOVER, item, "a save that its trainer has not finished")
+            else:
+                yield _candidate(Rank.OLDER, item, "newer complete ones are there")
         if facts.weights is not None and may_go(facts):
             yield _weights_candidate(stage_id, facts.weights)
     for item in stock.caches if caches else ():
@@ -235,10 +243,10 @@ def carry_out(
     remembers which Hub cannot be reached.
     """
     total, items = 0, []
-    look = look or FreshLook()
+    look, is_whole = look or FreshLook(), functools.cache(_is_whole)
     for candidate in candidates:
         try:
-            if not _still_may_go(workspace, candidate):
+            if not _still_may_go(workspace, candidate, is_whole):
                 continue
             _delete(workspace, candidate, look)
         except (OSError, ValueError, RefinerError) as error:
@@ -251,17 +259,34 @@ def carry_out(
     return Reclaimed(total, tuple(items))
 
 
-def _still_may_go(workspace: Workspace, candidate: Candidate) -> bool:
+def _is_whole(checkpoint: Complete) -> bool:
+    """By reading all of it."""
+    damage = damage_of(checkpoint)
+    if damage is not None:
+        log.warning("%s is damaged: %s; none before it goes", checkpoint.path, damage.description)
+    return damage is None
+
+
+def _still_may_go(
+    workspace: Workspace, candidate: Candidate, is_whole: Callable[[Complete], bool]
+) -> bool:
     stage = workspace.layout.stage(candidate.stage_id)
     if candidate.stage_id in pins(workspace.layout):
         return False
+    if work_folder(stage) in candidate.path.parents:
+        record = workspace.read_record(candidate.stage_id)
+        spare = () if record is None else spare_of(workspace, candidate.stage_id, record)
+        return candidate.path in {item.path for item in spare}
     if candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step in held_steps(stage):
         return False
+    if candidate.rank is Rank.CODE:
+        return candidate.path.name in idle_code(workspace)
     if candidate.rank is Rank.FINISHED:
         return stage.result.exists()
     if candidate.rank is Rank.OLDER:
         complete = CheckpointStore(stage.checkpoints, 0).complete()
-        return bool(complete) and complete[-1].step > (candidate.step or 0)
+        newer = bool(complete) and complete[-1].step > (candidate.step or 0)
+        return newer and is_whole(complete[-1])
     if candidate.rank is Rank.SUPERSEDED:
         result = workspace.read_result(candidate.stage_id)
         return result is None or result.attempt != candidate.attempt
@@ -275,11 +300,20 @@ def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None
     elif candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step is not None:
         _delete_checkpoint(workspace, candidate)
     elif candidate.rank is Rank.CODE:
-        hidden = atomic.temporary_name(path)
-        path.rename(hidden)
-        atomic.remove_tree(hidden)
+        _delete_code(workspace, path)
     else:
         atomic.remove_tree(path)
+
+
+def _delete_code(workspace: Workspace, path: Path) -> None:
+    """Out of sight first, then one more look at who uses it: a run records itself, and then sees to
+    it that its code is there."""
+    hidden = atomic.temporary_name(path)
+    path.rename(hidden)
+    if path.name not in idle_code(workspace) and not path.exists():
+        hidden.rename(path)
+        return
+    atomic.remove_tree(hidden)
 
 
 def _delete_checkpoint(workspace: Workspace, candidate: Candidate) -> None:

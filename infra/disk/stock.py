@@ -15,6 +15,8 @@ from typing import NamedTuple
 from infra.disk.copies import WEIGHTS, Copy, copies_of
 from infra.disk.held import Hold, read_holds
 from infra.disk.usage import Item, size_of, take_stock
+from infra.foreign.checkpoints import older, unfinished
+from infra.foreign.recorded import recorded_checkpoints
 from infra.store.checkpoints import DAMAGED, MARKER, read_checkpoint
 from infra.store.marks import pins
 from infra.store.workspace import Workspace
@@ -25,6 +27,9 @@ from refiner_core.contract.records import OutputFile, RunRecord, StageRecord, fr
 from refiner_core.contract.services import is_service
 
 log = logging.getLogger(__name__)
+
+_MOST_EDGES = 10_000
+_EDGES: dict[tuple[str, ...], dict[str, tuple[str, ...]] | None] = {}
 
 
 class Weights(NamedTuple):
@@ -64,6 +69,8 @@ class StageFacts:
         An unfinished stage of a recorded run that will read its output; empty: none.
     weights
         What it exported.
+    spare
+        Another trainer's checkpoints that may go: see :func:`spare_of`.
     """
 
     kind: str = ""
@@ -76,6 +83,7 @@ class StageFacts:
     held: frozenset[int] = frozenset()
     needed_by: str = ""
     weights: Weights | None = None
+    spare: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,7 @@ def read_stock(
                 ),
                 "needed_by": needed.get(stage_id, ""),
                 "weights": weights,
+                "spare": spare_of(workspace, stage_id, records[stage_id]),
             }
         )
     items = [_looked_at(item) for item in take_stock(workspace.layout)]
@@ -147,6 +156,26 @@ def protection_of(workspace: Workspace, stage_id: str) -> str:
     if stage_id in leased:
         return "a running attempt reads it"
     return f"{needed[stage_id]} needs it" if stage_id in needed else ""
+
+
+def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[Item, ...]:
+    """Checkpoints of an unfinished `command` stage that may go: saves that were cut off
+    (``temporary``), and what is older than its ``command.keep`` complete ones. While it may be at
+    work, its newest is taken for one that is just being written."""
+    if record.result is not None:
+        return ()
+    found, keep = recorded_checkpoints(workspace, stage_id)
+    remains = [] if _is_open(record) else unfinished(found)
+    saved = found[:-1] if _is_open(record) else [c for c in found if c not in remains]
+    return (
+        *(Item(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
+        *(Item(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),
+    )
+
+
+def idle_code(workspace: Workspace) -> frozenset[str]:
+    """Snapshots that may go, by another look at all runs."""
+    return _idle_code(_runs(workspace), _records(workspace))
 
 
 def _readers(
@@ -237,14 +266,13 @@ def _needed(
 ) -> dict[str, str]:
     """Stage id -> an unfinished stage that will read its output."""
     needed = {s: reader for reader, read in inputs.items() for s in read}
+    done = {stage_id for stage_id, record in records.items() if record.result is not None}
     for run in runs:
         if run is None:  # whatever it needs, it may be any of them
             return dict.fromkeys(records, "a run whose record cannot be read") | needed
-        edges = edges_of(run)
-        for name, stage_id in run.stages.items():
-            record = records.get(stage_id)
-            if record is not None and record.result is not None:
-                continue
+        left = [n for n, i in run.stages.items() if i not in done and not is_service(i)]
+        edges = edges_of(run) if left else None  # what is over needs nothing, and is not planned
+        for name in left:
             read: Iterable[str] = () if edges is None else edges.get(name, ())
             if edges is None:  # a call about some stages alone may read any of the others
                 read = records if run.config.get("only") else run.stages.values()
@@ -253,7 +281,19 @@ def _needed(
 
 
 def edges_of(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
-    """Stage name -> ids of the stages that it reads; None where the record does not tell."""
+    """Stage name -> ids of the stages that it reads; None where the record does not tell.
+
+    A record never changes, so a run is planned once only in a process.
+    """
+    key = (run.run, run.started_at, *run.stages.values())
+    if key not in _EDGES:
+        if len(_EDGES) >= _MOST_EDGES:
+            _EDGES.clear()
+        _EDGES[key] = _planned_edges(run)
+    return _EDGES[key]
+
+
+def _planned_edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
     if not run.config:
         return None
     try:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from infra.host.reading import again, names_in
 from infra.store import atomic
 from infra.store.layout import AttemptPaths, Layout, StagePaths
 
@@ -72,16 +73,16 @@ def size_of(path: Path, seen: Seen | None = None) -> Size:
     """What a file or folder takes on the disk, itself included; nothing if it is not there."""
     seen = set() if seen is None else seen
     try:
-        status = path.lstat()
+        status = again(path.lstat)
     except OSError:
         return Size()
     total = _size(status, seen)
-    if not path.is_dir() or path.is_symlink():
+    if not _is_folder(status):
         return total
     stack = [str(path)]
     while stack:
         try:
-            with os.scandir(stack.pop()) as entries:
+            with again(os.scandir, stack.pop()) as entries:
                 for entry in entries:
                     try:
                         total = total.plus(_size(entry.stat(follow_symlinks=False), seen))
@@ -194,7 +195,7 @@ def _is_temporary(path: Path) -> bool:
 
 def _entries(folder: Path) -> list[Path]:
     try:
-        return sorted(folder.iterdir())
+        return [folder / name for name in names_in(folder)]
     except OSError:
         return []
 

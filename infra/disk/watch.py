@@ -85,7 +85,10 @@ class DiskWatch:
             return
         self._short = bool(missing)
         if missing:
-            self._tell("short", f"{gib(missing)} are missing for the next saves", missing)
+            what = gib(missing)
+            if room.inodes_are_scarcer:
+                what = self.keeper.lacking(need)
+            self._tell("short", f"{what} are missing for the next saves", missing)
         else:
             self._tell("room", f"there is room again: {self.keeper.status_line()}", 0)
 

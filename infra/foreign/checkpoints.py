@@ -1,14 +1,21 @@
 """Checkpoints in somebody else's layout: found by pattern, ordered by number, whole or not.
 
 In: a folder that another trainer writes into, and a :class:`CheckpointRule`. Out: its checkpoints,
-oldest step first, each with what is wrong with it. Nothing here writes, but for the one small file
-by which ``quiet:SECONDS`` asks the file server for the time.
+oldest step first, each with what is wrong with it, and which of them may go. Looking writes
+nothing, but for the one small file by which ``quiet:SECONDS`` asks the file server for the time.
+
+A trainer that dies in a save leaves whole weights and no optimizer: so a checkpoint must have what
+most of its siblings have, by name (any number stands for any other: steps, ranks, times) and, for
+files of tensors, by size.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +26,13 @@ from infra.store import atomic
 from refiner_core.contract.config import CommandConfig
 
 log = logging.getLogger(__name__)
+
+#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
+_SIZE_SHARE = 0.9
+#: Files of which each process writes one: another number of processes is no damage.
+_OF_RANKS = ("rng_state*", "random_states*")
+#: What Hugging Face's Trainer writes last.
+_TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,8 @@ def find_checkpoints(folder: Path, rule: CheckpointRule) -> list[ForeignCheckpoi
         number = next((g for g in match.groups() if g), "")
         if number.isdigit():
             found.append(_checked(int(number), path, rule.complete))
-    return sorted(found, key=lambda c: (c.step, c.path.name))
+    found.sort(key=lambda c: (c.step, c.path.name))
+    return _beside_siblings(found) if rule.complete == "weights" else found
 
 
 def newest_complete(found: list[ForeignCheckpoint]) -> ForeignCheckpoint | None:
@@ -73,31 +88,43 @@ def newest_complete(found: list[ForeignCheckpoint]) -> ForeignCheckpoint | None:
     return None
 
 
-def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
-    """Delete what no trainer can go on from; returns how many. Call it while none writes.
+def unfinished(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
+    """Checkpoints that no trainer can go on from, while none writes.
 
     These are the ones with broken files, and the newest one if it lacks its sign of completeness: a
     trainer dies in the middle of one save. Older ones without a sign stay, in case that the rule is
     at fault and not they.
     """
-    newest = found[-1] if found else None
-    gone = [c for c in found if c.damage and (c.certain or c is newest)]
+    return [c for c in found if c.damage and (c.certain or c is found[-1])]
+
+
+def older(found: list[ForeignCheckpoint], keep: int) -> list[ForeignCheckpoint]:
+    """Those before the newest ``keep`` (at least 1) complete ones, complete or not. Leave out what
+    may be being written: it would count."""
+    complete = [c for c in found if not c.damage][-max(1, keep) :]
+    return [c for c in found if complete and c.step < complete[0].step]
+
+
+def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
+    """Delete what no trainer can go on from; returns how many. Call it while none writes."""
+    gone = unfinished(found)
     for checkpoint in gone:
         log.warning("deleting unfinished checkpoint %s: %s", checkpoint.path, checkpoint.damage)
-        atomic.remove_tree(checkpoint.path)
-    if gone:  # some file systems give room back with the next commit only
-        sync_file_system(gone[0].path.parent)
-    return len(gone)
+    return _remove(gone)
 
 
 def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
-    """Delete the oldest complete checkpoints down to ``keep`` (at least 1); returns how many."""
-    complete = [c for c in found if not c.damage]
-    gone = complete[: max(0, len(complete) - max(1, keep))]
+    """Delete what is older than ``keep`` complete checkpoints (at least 1); returns how many."""
+    gone = older(found, keep)
     for checkpoint in gone:
         log.warning("deleting checkpoint %s to make room", checkpoint.path)
+    return _remove(gone)
+
+
+def _remove(gone: list[ForeignCheckpoint]) -> int:
+    for checkpoint in gone:
         atomic.remove_tree(checkpoint.path)
-    if gone:
+    if gone:  # some file systems give room back with the next commit only
         sync_file_system(gone[0].path.parent)
     return len(gone)
 
@@ -108,10 +135,11 @@ def size_of(path: Path) -> int:
     return sum(_size(f) for f in files)
 
 
-def signature(folder: Path) -> tuple[int, int, int]:
-    """Number, size and newest change of all files below ``folder``: differs once one is written."""
+def signature(path: Path) -> tuple[int, int, int]:
+    """Number, size and newest change of a file, or of all below a folder: differs once one is
+    written."""
     count = total = newest = 0
-    for file in weights.files_below(folder):
+    for file in weights.files_below(path) if path.is_dir() else (path,):
         try:
             found = file.stat()
         except OSError:
@@ -133,6 +161,104 @@ def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
     if rule == "quiet" and (age := _age_s(path)) < float(value):
         return ForeignCheckpoint(step, path, f"changed {age:.0f} s ago, less than {value} s")
     return ForeignCheckpoint(step, path)
+
+
+def is_half(path: Path) -> bool:
+    """Whether a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
+    return (path / "training_args.bin").exists() and not (path / _TRAINER_STATE).exists()
+
+
+def steps_to_take(path: Path) -> int:
+    """How many steps Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
+    try:
+        state = json.loads((path / _TRAINER_STATE).read_bytes())
+        return int(state["max_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+class PassedOver:
+    """A checkpoint that looks whole and cannot be gone on from: out of sight until the trainer has
+    begun from another one, which is the proof, and then deleted."""
+
+    _MARK = f"{atomic.TEMPORARY}passed-over-"
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.hidden = path, path.with_name(f"{self._MARK}{path.name}")
+        try:
+            path.rename(self.hidden)
+        except OSError as error:  # a full quota may refuse even a new name
+            log.warning("%s stays in sight: %s", path, error)
+
+    def give_back(self) -> None:
+        """It was not at fault."""
+        if self.hidden.exists():
+            self.hidden.rename(self.path)
+
+    def remove(self) -> None:
+        """It was."""
+        log.warning("deleting %s: the trainer could not go on from it", self.path)
+        atomic.remove_tree(self.hidden)
+
+    @classmethod
+    def bring_back(cls, output: Path, rule: CheckpointRule) -> None:
+        """What a worker has left that did not live to see the proof."""
+        folder = rule.pattern.rpartition("/")[0]
+        for hidden in output.glob("/".join(filter(None, (folder, f"{cls._MARK}*")))):
+            path = hidden.with_name(hidden.name.removeprefix(cls._MARK))
+            if path.exists():
+                atomic.remove_tree(hidden)
+            else:
+                hidden.rename(path)
+
+
+class _File(NamedTuple):
+    """All files of a checkpoint whose names differ in numbers only: one of the names, and their
+    bytes where these tell anything."""
+
+    name: str
+    bytes: int
+
+
+def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
+    contents = {c.path: _contents(c.path) for c in found if not c.damage}
+    compared = []
+    for checkpoint in found:
+        if not checkpoint.damage:
+            others = {p.name: files for p, files in contents.items() if p != checkpoint.path}
+            checkpoint = checkpoint._replace(damage=_lacking(contents[checkpoint.path], others))
+        compared.append(checkpoint)
+    return compared
+
+
+def _lacking(own: Mapping[str, _File], others: Mapping[str, Mapping[str, _File]]) -> str:
+    """The first thing that more than half of the others have and this one has not; empty: none."""
+    for shape in sorted({shape for files in others.values() for shape in files}):
+        having = [(files[shape], name) for name, files in others.items() if shape in files]
+        if 2 * len(having) <= len(others):
+            continue
+        usual, sibling = sorted(having, key=lambda h: h[0].bytes)[len(having) // 2]
+        if shape not in own:
+            return f"there is no {usual.name}, which {sibling} has"
+        if own[shape].bytes < _SIZE_SHARE * usual.bytes:
+            return f"{own[shape].bytes} bytes of {own[shape].name}, {usual.bytes} in {sibling}"
+    return ""
+
+
+def _contents(path: Path) -> dict[str, _File]:
+    """Shape of a name (every number is ``#``) -> what there is of it."""
+    if not path.is_dir():
+        return {"": _File(path.name, _size(path))}
+    found: dict[str, _File] = {}
+    for file in weights.files_below(path):
+        name = file.relative_to(path).as_posix()
+        shape = re.sub(r"\d+", "#", name)
+        counts = weights.is_weights(file) and not any(
+            fnmatch.fnmatch(file.name, pattern) for pattern in _OF_RANKS
+        )
+        before = found[shape].bytes if shape in found else 0
+        found[shape] = _File(name, before + (_size(file) if counts else 0))
+    return found
 
 
 def _age_s(path: Path) -> float:

@@ -7,6 +7,7 @@ class of, with the trainer's own line in it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import signal
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from refiner_core.contract.errors import (
     ConfigurationError,
     KilledError,
     NotFiniteError,
-    StageFailed,
+    ScriptFailed,
 )
 
 #: Lines from the end that are looked at: what went well long before says nothing about the end.
@@ -123,13 +124,15 @@ def _counts_of_groups(root: Path) -> list[Path]:
     return found
 
 
-def _failed(ending: Ending, line: str, lines: Sequence[str]) -> StageFailed:
+def _failed(ending: Ending, line: str, lines: Sequence[str]) -> ScriptFailed:
     tail = "\n".join(lines[-_SHOWN:])
-    return StageFailed(
+    error = ScriptFailed(
         f"The trainer ended with exit code {ending.code}: {line}",
         expected="exit code 0",
         fix=f"look at its log (`refiner logs STAGE`). Its last lines:\n{tail}",
     )
+    error.signature = hashlib.sha256(line.encode()).hexdigest()[:16]
+    return error
 
 
 def _no_room(ending: Ending, lines: Sequence[str]) -> bool:

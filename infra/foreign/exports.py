@@ -2,7 +2,8 @@
 
 In: a checkpoint's folder or file. Out: ``output/model`` with its weights, configuration and
 tokenizer: as links where the file system has them, else as copies. States of an optimiser and the
-like stay behind.
+like stay behind. Whoever wrote the checkpoint may have put links into it: those that lead out of it
+are refused, for what they lead to would be published.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import errno
 import fnmatch
 import os
 import shutil
+from io import BufferedReader
 from pathlib import Path
 
 from infra.foreign.checkpoints import ForeignCheckpoint, newest_complete
 from infra.foreign.weights import damage
-from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.errors import ConfigurationError, StageFailed
 
 #: What only goes on from; not part of a model.
 _STATE = (
@@ -35,6 +37,7 @@ COMPANIONS = (
     *("added_tokens.json", "vocab.*", "merges.txt", "chat_template.*", "*.model", "*.tiktoken"),
 )
 _NEEDED = ("config.json", "tokenizer_config.json", "*.safetensors")
+_CHUNK = 4 << 20
 
 
 def find_export(work: Path, exports: str, found: list[ForeignCheckpoint]) -> Path:
@@ -66,26 +69,55 @@ def find_export(work: Path, exports: str, found: list[ForeignCheckpoint]) -> Pat
     return path
 
 
-def model_files(source: Path, companions: Path | None = None) -> dict[str, Path]:
-    """Name -> file of the model at ``source`` (a folder, or a file of weights).
+def model_files(
+    source: Path, companions: Path | None = None, *, within: Path | None = None
+) -> dict[str, Path]:
+    """Name -> file (no link) of the model at ``source`` (a folder, or a file of weights).
 
-    ``companions`` is where its configuration and tokenizer come from, if ``source`` has none.
+    ``companions`` is where its configuration and tokenizer come from, if ``source`` has none;
+    ``within`` the folder that links of ``source`` may lead to (none: itself).
+
+    Raises
+    ------
+    ConfigurationError
+        A link leads elsewhere.
     """
+    files: dict[str, Path] = {}
     if source.is_dir():
-        own = [p for p in source.iterdir() if p.is_file() and not _matches(p.name, _STATE)]
-        files = {path.name: path for path in own}
+        for path in source.iterdir():
+            if path.is_file() and not _matches(path.name, _STATE):
+                files[path.name] = _real_file(path, within or source)
     else:
-        files = {"model.safetensors" if source.suffix == ".safetensors" else source.name: source}
+        name = "model.safetensors" if source.suffix == ".safetensors" else source.name
+        files[name] = _real_file(source, within or source.parent)
     for path in companions.iterdir() if companions is not None and companions.is_dir() else ():
-        if path.is_file() and _matches(path.name, COMPANIONS):
-            files.setdefault(path.name, path)
+        if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
+            assert companions is not None
+            files[path.name] = _real_file(path, companions)
     return files
 
 
-def make_model(source: Path, target: Path, companions: Path | None = None) -> list[str]:
-    """Fill ``target`` with the model at ``source``; returns what it still lacks."""
+def _real_file(path: Path, within: Path) -> Path:
+    """Where the file itself lies; a snapshot in the Hub's cache has links to its blobs."""
+    real, home = path.resolve(), within.resolve()
+    repository = home.parent.parent
+    if home.parent.name == "snapshots" and repository.name.startswith("models--"):
+        home = home if real.is_relative_to(home) else repository / "blobs"
+    if real.is_relative_to(home):
+        return real
+    raise ConfigurationError(
+        f"{path} is a link that leads out of {within}, to {real}",
+        expected="a checkpoint that holds its own files",
+        fix="if that file belongs to the model, put a copy of it in the place of the link, and run "
+        "the same command again",
+    )
+
+
+def make_model(source: Path, target: Path, companions: Path | None, *, within: Path) -> list[str]:
+    """Fill ``target`` with the model at ``source``; returns what it still lacks. Errors, and
+    ``within``, as of :func:`model_files`."""
     target.mkdir(parents=True, exist_ok=True)
-    for name, path in sorted(model_files(source, companions).items()):
+    for name, path in sorted(model_files(source, companions, within=within).items()):
         link_or_copy(path, target / name)
     return missing_files(target)
 
@@ -134,16 +166,37 @@ def link_or_copy(source: Path, target: Path) -> None:
         There is no room, or it may not be read.
     """
     if not link(source, target):
-        shutil.copyfile(source, target)
+        copy(source, target)
+
+
+def copy(source: Path, target: Path) -> None:
+    """A copy of a file that is no link; errors as of :func:`link_or_copy`."""
+    with open_file(source) as reading, target.open("wb") as writing:
+        shutil.copyfileobj(reading, writing, _CHUNK)
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file to read, and no link that was put in its place.
+
+    Raises
+    ------
+    OSError
+        It is a link, or may not be read.
+    """
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
 
 def link(source: Path, target: Path) -> bool:
-    """A hard link; False where there can be none (another file system, another user's file)."""
+    """A hard link; False where there can be none (another file system, another user's file, a link
+    in its place)."""
     try:
-        os.link(source.resolve(), target)
+        os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST):
             raise
+        return False
+    if target.is_symlink():
+        target.unlink()
         return False
     return True
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 #: A line without an end is cut after this many bytes.
 _LINE_LIMIT = 1 << 16
+#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
+_MOST_WAITING = 16
+#: Seconds after which whoever takes lines may look at something else.
+_TURN_S = 0.5
 _LAST_WORDS_S = 5.0
 
 
@@ -42,7 +47,9 @@ class TrainerProcess:
     """A started trainer; a context manager that leaves none of its processes behind."""
 
     def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
-        self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
+        self._waiting: queue.Queue[list[Line]] = queue.Queue(_MOST_WAITING)
+        self._taken: deque[Line] = deque()
+        self._left = threading.Event()
         # -I and -S: the settings are the trainer's, and must not change what minds it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(minder.__file__)), command],
@@ -61,6 +68,7 @@ class TrainerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._left.set()
 
     @property
     def code(self) -> int | None:
@@ -69,16 +77,28 @@ class TrainerProcess:
         return code if code is None or code >= 0 else 128 - code
 
     def lines(self, timeout_s: float) -> Iterator[Line]:
-        """What was printed since the last call; waits up to ``timeout_s`` for the first line."""
+        """What was printed since the last call, as far as it can be taken in half a second; waits
+        up to ``timeout_s`` for the first line."""
         with contextlib.suppress(queue.Empty):
-            yield self._lines.get(timeout=timeout_s)
+            if not self._taken:
+                self._taken.extend(self._waiting.get(timeout=timeout_s))
+            turn_ends = time.monotonic() + _TURN_S
             while True:
-                yield self._lines.get_nowait()
+                while self._taken:
+                    yield self._taken.popleft()
+                    if time.monotonic() > turn_ends:
+                        return
+                self._taken.extend(self._waiting.get_nowait())
 
     def last_lines(self) -> Iterator[Line]:
         """What is left once it has ended."""
-        self._reader.join(_LAST_WORDS_S)
-        yield from self.lines(0.0)
+        give_up = time.monotonic() + _LAST_WORDS_S
+        while self._reader.is_alive() and time.monotonic() < give_up:
+            yield from self.lines(0.05)
+        while self._taken or not self._waiting.empty():
+            yield from self.lines(0.05)
+            if self._reader.is_alive():  # somebody whom nothing ends goes on printing
+                return
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all its processes."""
@@ -102,22 +122,28 @@ class TrainerProcess:
         with self._process.stdout as pipe:
             while chunk := os.read(pipe.fileno(), 1 << 16):
                 *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
-                for line in whole:
-                    self._put(line)
                 *redrawn, rest = rest.split(b"\r")
-                for line in redrawn:
-                    self._lines.put(Line(_text(line), redrawn=True))
+                lines = [line for part in whole for line in _lines(part)]
+                lines += [Line(_text(line), redrawn=True) for line in redrawn]
                 if len(rest) > _LINE_LIMIT:
-                    self._put(rest)
+                    lines += _lines(rest)
                     rest = b""
+                self._put(lines)
         if rest:
-            self._put(rest)
+            self._put(_lines(rest))
 
-    def _put(self, line: bytes) -> None:
-        *redrawn, last = line.split(b"\r")
-        for part in redrawn:
-            self._lines.put(Line(_text(part), redrawn=True))
-        self._lines.put(Line(_text(last)))
+    def _put(self, lines: list[Line]) -> None:
+        """Hand lines over as soon as there is room for them; to nobody once nobody takes them."""
+        put = not lines
+        while not put and not self._left.is_set():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(lines, timeout=0.2)
+                put = True
+
+
+def _lines(text: bytes) -> list[Line]:
+    *redrawn, last = text.split(b"\r")
+    return [*(Line(_text(part), redrawn=True) for part in redrawn), Line(_text(last))]
 
 
 def kill_leftovers(output: Path, patience_s: float = 30.0) -> int:

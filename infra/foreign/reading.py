@@ -14,6 +14,10 @@ from typing import NamedTuple
 from refiner_core.contract.types import Progress
 
 PHASE = "train"
+_NOTHING = Progress(0, 0, PHASE)
+#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
+_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
+_BAR = re.compile(r"\b(\d+)/\d+ \[")
 
 
 class Reading(NamedTuple):
@@ -27,10 +31,10 @@ class Reading(NamedTuple):
 class LineReader:
     """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
 
-    def __init__(self, pattern: str, logged_step: int = 0) -> None:
+    def __init__(self, pattern: str, told: Progress = _NOTHING) -> None:
         self._pattern = re.compile(pattern)
-        self._logged_step = logged_step
-        self.progress = Progress(logged_step, 0, PHASE)
+        self._logged_step = told.done + 1 if told.done else 0
+        self.progress = told
 
     def read(self, line: str) -> Reading | None:
         """What the line says of the training; None if nothing."""
@@ -55,6 +59,12 @@ class LineReader:
         if metrics:
             self._logged_step = done
         return Reading(self.progress, done, metrics)
+
+
+def says_that_it_moves(line: str, first_step: int) -> bool:
+    """Whether a line is of a training that has got beyond ``first_step``, whatever its pattern."""
+    bar = _BAR.search(line)
+    return bool(_NUMBERS.search(line)) or (bar is not None and int(bar.group(1)) > first_step)
 
 
 def _number(text: str) -> float | None:

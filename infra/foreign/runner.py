@@ -8,43 +8,59 @@ stays silence, so that a hung trainer is seen as one.
 The folder it writes into is one for all attempts, because its checkpoints lie there. Three things
 keep attempts apart: before a start, whatever an earlier one has left running here is killed; a
 trainer dies with its worker; and a worker that is no longer the newest stops its trainer.
+
+An attempt may start the trainer more than once: from the checkpoint before, where the newest cannot
+be gone on from though it looks whole; and again, where it ends well before its last step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from infra.attempt.stage_io import AttemptIO
 from infra.foreign.calling import Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
     ForeignCheckpoint,
+    PassedOver,
     find_checkpoints,
+    is_half,
     newest_complete,
     remove_older,
     remove_unfinished,
     signature,
     size_of,
+    steps_to_take,
 )
 from infra.foreign.endings import Ending, error_of, kernel_oom_kills
 from infra.foreign.process import Line, TrainerProcess, kill_leftovers
-from infra.foreign.reading import LineReader
+from infra.foreign.reading import PHASE, LineReader, says_that_it_moves
+from infra.foreign.trainer_log import TrainerLog
 from infra.store.checkpoints import Complete
 from refiner_core.contract.config import CommandConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
-from refiner_core.contract.types import Progress
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    Interrupted,
+    NoSpaceError,
+    ScriptFailed,
+)
+from refiner_core.contract.plan import uses
+from refiner_core.contract.types import Progress, SavedCheckpoint
+
+if TYPE_CHECKING:
+    from infra.attempt.stage_io import AttemptIO
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+#: Seconds between looks for new checkpoints, at most.
+_SAVES_S = 1.0
 _FENCE_S = 5.0
 #: A bar that redraws itself is logged this often.
 _REDRAW_S = 30.0
@@ -79,10 +95,12 @@ class TrainerJob:
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """A trainer that has ended well: its checkpoints, and the last numbers that it printed."""
+    """A trainer that has ended well: its checkpoints, the last step and numbers that it printed,
+    and how many steps it had spoken of (0: of none)."""
 
     checkpoints: list[ForeignCheckpoint]
     step: int
+    total: int
     resumed_from: int | None
     values: dict[str, float] = field(default_factory=dict)
 
@@ -94,17 +112,71 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
     ------
     Interrupted
         Somebody asked to stop; the trainer was told, and has ended.
-    NoSpaceError, MemoryError, NotFiniteError, ConfigurationError, StageFailed
+    NoSpaceError, MemoryError, NotFiniteError, ConfigurationError, ScriptFailed
         Why it ended otherwise (:mod:`infra.foreign.endings`).
     """
     _check_workdir(job.call.workdir)
     job.call.output.mkdir(parents=True, exist_ok=True)
     kill_leftovers(job.call.output)
     job.check_fence()
-    start = _where_to_start(job, io)
-    job = _with_checkpoint(job, start)
-    at_work = _AtWork(job, io, 0 if start is None else start.step)
-    code = at_work.until_end()
+    PassedOver.bring_back(job.call.output, job.rule)
+    start = newest_complete(_tidied(job))
+    _go_on_from(job, io, start)
+    try:
+        return _run(job, io, start)
+    except ScriptFailed as failed:
+        if start is None or not failed.before_first_step:
+            raise
+        earlier = _before(job, start)
+        if earlier is None and not is_half(start.path):
+            raise
+        why = f"the trainer has failed before its first step from it: {failed.what}"
+    log.warning("%s is passed over for %s: %s", start.path, _named(earlier), why)
+    passed_over = PassedOver(start.path)
+    io.close()
+    io.pass_over(SavedCheckpoint(start.step, start.path), why)
+    _go_on_from(job, io, earlier)
+    try:
+        return _run(job, io, earlier, passed_over)
+    except ScriptFailed as failed:
+        if failed.before_first_step:
+            passed_over.give_back()
+        raise
+
+
+def _run(
+    job: TrainerJob,
+    io: AttemptIO,
+    start: ForeignCheckpoint | None,
+    passed_over: PassedOver | None = None,
+) -> TrainerReport:
+    """Run a trainer from a checkpoint to its end; more than once where it ends well before its last
+    step and can go on."""
+    told, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
+    while True:
+        at_work = _AtWork(_with_checkpoint(job, start), io, told, passed_over)
+        at_work.moves = ended_at >= 0  # it has once
+        found = _to_its_end(at_work)
+        told = at_work.progress_with(found)
+        can_resume = uses(job.command, "resume") and job.command.resume_arguments
+        if told.done >= told.total or told.done <= ended_at or not can_resume:
+            return TrainerReport(found, told.done, told.total, io.resumed_step, dict(told.values))
+        start, ended_at = newest_complete(found), told.done
+        log.warning(
+            "the trainer has ended well at step %d of %d; it is started again from %s, to see "
+            "whether it goes on",
+            *(told.done, told.total, _named(start)),
+        )
+
+
+def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
+    """Start the trainer once; its checkpoints, if it ends well."""
+    job = at_work.job
+    try:
+        code = at_work.until_end()
+    except NoSpaceError:  # ours; nobody writes any more
+        _tidied(job, short=True)
+        raise
     found = find_checkpoints(job.call.output, job.rule)
     if at_work.stopped and not (code == 0 and at_work.is_at_end):
         remove_unfinished(found)
@@ -114,45 +186,69 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
             fix="run the same command again",
         )
     if code != 0:
-        ending = at_work.ending(code)
+        error = error_of(at_work.ending(code))
+        if all(c.damage for c in found):  # nothing else tells what a save takes
+            at_work.io.checkpoints.lost_bytes = sum(size_of(c.path) for c in found)
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
-        error = error_of(ending)
-        remove_unfinished(found)
+        found = _tidied(job, short=isinstance(error, NoSpaceError))
         at_work.flush_log()
+        if isinstance(error, ScriptFailed):
+            error.before_first_step = not at_work.has_begun(found)
+        at_work.io.progress(at_work.progress_with(found))
         raise error
-    step = at_work.reader.progress.done
-    values = dict(at_work.reader.progress.values)
-    return TrainerReport(found, step, None if start is None else start.step, values)
+    at_work.flush_log()
+    return found
 
 
-def _where_to_start(job: TrainerJob, io: AttemptIO) -> ForeignCheckpoint | None:
+def _tidied(job: TrainerJob, *, short: bool = False) -> list[ForeignCheckpoint]:
+    """The trainer's checkpoints while it does not run: without saves that were cut off, and no more
+    than ``command.keep`` complete ones where room is short."""
     found = find_checkpoints(job.call.output, job.rule)
     if remove_unfinished(found):
         found = find_checkpoints(job.call.output, job.rule)
-    start = newest_complete(found)
+    largest = max((size_of(c.path) for c in found if not c.damage), default=0)
+    if (short or (largest and job.shortage(largest))) and remove_older(found, job.command.keep):
+        found = find_checkpoints(job.call.output, job.rule)
+    return found
+
+
+def _before(job: TrainerJob, start: ForeignCheckpoint) -> ForeignCheckpoint | None:
+    """The newest complete checkpoint before another one."""
+    found = find_checkpoints(job.call.output, job.rule)
+    return newest_complete([c for c in found if c.step < start.step])
+
+
+def _go_on_from(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> None:
     if start is None:
-        return None
+        return
     before = [n for n in io.stage.attempt_numbers() if n < job.call.attempt]
     with_metrics = [n for n in before if io.stage.attempt(n).metrics.exists()]
     made_by = (with_metrics or before or [job.call.attempt])[-1]
     io.go_on_from(Complete(start.step, made_by, start.path))
-    return start
 
 
 class _AtWork:
     """The loop around one started trainer."""
 
-    def __init__(self, job: TrainerJob, io: AttemptIO, first_step: int) -> None:
+    def __init__(
+        self, job: TrainerJob, io: AttemptIO, told: Progress, passed_over: PassedOver | None
+    ) -> None:
         self.job, self.io = job, io
-        self.reader = LineReader(job.command.progress_pattern, first_step)
+        self.reader = LineReader(job.command.progress_pattern, told)
         self.stopped = False
+        self._first_step = told.done if job.call.checkpoint is not None else 0
+        #: Whether it has shown that it trains.
+        self.moves = False
+        self._passed_over = passed_over
         self._lines: deque[str] = deque(maxlen=400)
-        self._log = _Log()
+        self._log = TrainerLog()
         self._oom_before = kernel_oom_kills()
         self._stop_deadline = float("inf")
         self._last_redraw = float("-inf")
         self._signature = signature(job.call.output)
-        self._due = dict.fromkeys(("fence", "files", "room"), time.monotonic() + 1.0)
+        self._names: frozenset[Path] = frozenset()
+        self._signatures: dict[Path, tuple[int, int, int]] = {}
+        self._due = dict.fromkeys(("fence", "files", "saves", "room"), time.monotonic() + 1.0)
 
     @property
     def is_at_end(self) -> bool:
@@ -160,14 +256,32 @@ class _AtWork:
         progress = self.reader.progress
         return 0 < progress.total <= progress.done
 
+    def has_begun(self, found: list[ForeignCheckpoint]) -> bool:
+        """Whether it has done a step since it was started, by what it has printed and saved."""
+        return (
+            self.moves
+            or self.reader.progress.done > self._first_step
+            or any(c.step > self._first_step for c in found)
+        )
+
+    def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
+        """How far it is by its lines, and by its newest checkpoint where they do not say."""
+        told, newest = self.reader.progress, newest_complete(found)
+        if newest is None:
+            return told
+        total = told.total
+        if not total and self.job.command.exports == "auto":
+            total = steps_to_take(newest.path)
+        return replace(told, done=max(told.done, newest.step), total=total)
+
     def ending(self, code: int) -> Ending:
         """How it ended, for who says why."""
         kills = kernel_oom_kills() - self._oom_before
         return Ending(code, tuple(self._lines), self.job.call.output, kills)
 
     def flush_log(self) -> None:
-        """Write what did not go in while the disk was full."""
-        self._log.flush()
+        """Write what did not go in so far."""
+        self._log.flush(last=True)
 
     def until_end(self) -> int:
         """Start it and wait for its end; returns its exit code."""
@@ -200,6 +314,7 @@ class _AtWork:
             self._log.write(line.text)
         if line.text:
             self._lines.append(line.text)
+        self.moves = self.moves or says_that_it_moves(line.text, self._first_step)
         reading = self.reader.read(line.text)
         if reading is not None and reading.metrics:
             self.io.log_metrics(reading.step, reading.metrics)
@@ -219,8 +334,11 @@ class _AtWork:
             if now != self._signature:
                 self._signature = now
                 self._tell()
-        if self._is_due("room", self.job.watch_s):
-            self._make_room()
+        if self._is_due("saves", min(_SAVES_S, self.job.watch_s)):
+            try:
+                self._look_at_saves()
+            except OSError as error:
+                log.warning("the checkpoints cannot be looked at now: %s", error)
 
     def _tell(self) -> None:
         progress = self.reader.progress
@@ -241,13 +359,28 @@ class _AtWork:
             for line in process.lines(_POLL_S):
                 self._log.write(line.text)
 
-    def _make_room(self) -> None:
-        """For the next save. Its own older checkpoints go first, then what the policy allows."""
-        found = find_checkpoints(self.job.call.output, self.job.rule)
+    def _look_at_saves(self) -> None:
+        """Room for the next save: own older checkpoints go first, then what the policy allows.
+
+        Whenever there is a new one, and every ``watch_s`` besides. One that has changed since the
+        last look may be just being written: it is left alone, and does not count.
+        """
+        output, rule = self.job.call.output, self.job.rule
+        names = frozenset(output.glob(rule.pattern))
+        if not self._is_due("room", self.job.watch_s) and names == self._names:
+            return
+        found = find_checkpoints(output, rule)
+        before, self._signatures = self._signatures, {c.path: signature(c.path) for c in found}
+        settled = [c for c in found if self._signatures[c.path] == before.get(c.path)]
+        if len(settled) == len(found):
+            self._names = names
+        if self._passed_over is not None and self.has_begun(found):
+            self._passed_over.remove()
+            self._passed_over = None
         largest = max((size_of(c.path) for c in found if not c.damage), default=0)
         need = int(_ROOM_FOR * largest)
         if need and self.job.shortage(need):
-            remove_older(found, self.job.command.keep)
+            remove_older(settled, self.job.command.keep)
             self.job.make_room(need)
 
     def _is_due(self, name: str, every_s: float) -> bool:
@@ -270,25 +403,6 @@ def _check_workdir(folder: Path) -> None:
             expected="the folder that the trainer starts in, seen from where the job runs",
             fix="correct command.workdir",
         )
-
-
-class _Log:
-    """The attempt's log. One that is full is no reason to end the training: lines that do not go
-    in wait for the next that does."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[str] = deque(maxlen=400)
-
-    def write(self, text: str) -> None:
-        self._waiting.append(text)
-        self.flush()
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._waiting:
-                sys.stdout.write(self._waiting[0] + "\n")
-                sys.stdout.flush()
-                self._waiting.popleft()
 
 
 def _named(checkpoint: ForeignCheckpoint | None) -> str:

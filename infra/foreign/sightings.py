@@ -1,7 +1,7 @@
 """What lies in the folder of a dead run of anybody's: checkpoints, of which layout, and how whole.
 
-In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Only names and headers
-are read.
+In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Names and headers are
+read, and of the one to be taken all its numbers (:func:`prove`).
 
 ================ =========================================== ====================================
 layout           recognised by                               can be published and evaluated
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.foreign.checkpoints import size_of
+from infra.foreign.contents import contents_damage
 from infra.foreign.weights import damage, files_below
 from refiner_core.contract.errors import ConfigurationError
 
@@ -95,6 +96,26 @@ def sight(folder: Path) -> list[Sighting]:
             fix="name the folder that holds them",
         )
     return sorted(found, key=lambda s: (s.step, s.path.name))
+
+
+def prove(found: list[Sighting], step: int | None) -> list[Sighting]:
+    """The same sightings; the one that :func:`choose` takes has been read from end to end, and
+    newer ones in which that has shown damage say so.
+
+    Raises
+    ------
+    OSError
+        A file cannot be read.
+    """
+    proved = list(found)
+    for number, sighting in reversed([*enumerate(found)]):
+        if not sighting.usable or step not in (None, sighting.step):
+            continue
+        damage = contents_damage(sighting.path)
+        if damage is None:
+            break
+        proved[number] = sighting._replace(damage=damage)
+    return proved
 
 
 def choose(found: list[Sighting], step: int | None) -> Sighting:

@@ -14,6 +14,7 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,12 +29,15 @@ from refiner_core.contract.errors import (
     HubRefused,
     Interrupted,
     JudgeOutage,
+    JudgeUnusable,
     KilledError,
     LaunchError,
     NoSpaceError,
     NotFiniteError,
     RefinerError,
+    ScriptFailed,
     StageFailed,
+    SystemOutage,
     UnsupportedError,
     WorkspaceError,
 )
@@ -96,7 +100,13 @@ CLASSES: dict[FailureClass, ClassRule] = {
         "pause, then resume",
         1,
         "failed",
-        "Slurm BOOT_FAIL, `launch failed requeued held`, exit code 0:53; sbatch not answered",
+        "Slurm BOOT_FAIL, `launch failed requeued held`, exit code 0:53; refused by sbatch",
+    ),
+    "system_outage": ClassRule(
+        "pause, then resume",
+        7,
+        "interrupted",
+        "no Slurm controller for sbatch; EIO, ESTALE or EROFS of the file system",
     ),
     "killed": ClassRule("resume", 1, "failed", "the process is gone and left no word"),
     "out_of_memory": ClassRule(
@@ -107,11 +117,17 @@ CLASSES: dict[FailureClass, ClassRule] = {
         "resume elsewhere", 1, "failed", "CUDA, cuDNN, NCCL or ECC error in the traceback"
     ),
     "disk_full": ClassRule(
-        "make room, then resume", 5, "interrupted", "EDQUOT or ENOSPC by number, text or a probe"
+        "make room, then resume",
+        5,
+        "interrupted",
+        "EDQUOT or ENOSPC by number, text or a probe; silence of who had no room",
     ),
     "hung": ClassRule("resume", 1, "failed", "no heartbeat, or a heartbeat without progress"),
     "judge_outage": ClassRule(
         "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
+    ),
+    "judge_unusable": ClassRule(
+        "resume", 7, "failed", "JudgeUnusable: most of the failed judgements were answered"
     ),
     "environment_outage": ClassRule(
         "pause, then resume",
@@ -145,11 +161,13 @@ CLASSES: dict[FailureClass, ClassRule] = {
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (NoSpaceError, "disk_full"),
     (Interrupted, "interrupted"),
+    (JudgeUnusable, "judge_unusable"),
     (JudgeOutage, "judge_outage"),
     (EnvironmentOutage, "environment_outage"),
     (HubOutage, "hub_outage"),
     (HubRefused, "hub_refused"),
     (LaunchError, "launch_failure"),
+    (SystemOutage, "system_outage"),
     (KilledError, "killed"),
     (UnsupportedError, "unsupported"),
     (ConfigurationError, "bad_configuration"),
@@ -169,7 +187,13 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
     8: "unsupported",
     9: "hub_refused",
 }
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+#: A file system that fails over is read-only, or answers nothing, for a while.
+_AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)
+_AWAY_TEXTS = (
+    *("input/output error", "stale file handle", "read-only file system"),
+    *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
+)
 #: Errors that another attempt can only repeat, however far this one had come.
 _STATIC = (ImportError, SyntaxError, NameError)
 _GPU_MEMORY = (
@@ -204,15 +228,27 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
             return outcome_of(failure, _message(error))
     if isinstance(error, Exception) and is_no_space(error, folder):
         return outcome_of("disk_full", _message(error))
+    if isinstance(error, OSError) and error.errno in _AWAY:
+        return outcome_of("system_outage", _message(error))
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
         return Outcome("bug", "stop", _message(_not_allowed(error)), WorkspaceError.exit_code)
     if spoken := _by_text(error):
         return outcome_of(spoken, _message(error))
+    if isinstance(error, ScriptFailed):
+        return outcome_of("bug", _message(error), error.exit_code)
     if isinstance(error, StageFailed | WorkspaceError):
         return Outcome("bug", "stop", _message(error), error.exit_code)
     if isinstance(error, _STATIC):
         return replace(outcome_of("bug", _message(error)), decision="stop")
     return outcome_of("bug", _message(error))
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error says only that something could not be asked or done just now: it is tried
+    again, and nothing follows from it. A damaged file is none; it would be found so again."""
+    if isinstance(error, SystemOutage | NoSpaceError):
+        return True
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def _by_text(error: BaseException) -> FailureClass | None:
@@ -231,6 +267,8 @@ def class_of_text(text: str) -> FailureClass | None:
         return "gpu_out_of_memory"
     if any(t in lowered for t in _GPU_ERROR):
         return "gpu_error"
+    if any(t in lowered for t in _AWAY_TEXTS):
+        return "system_outage"
     return "out_of_memory" if any(t in lowered for t in _OUT_OF_MEMORY) else None
 
 
@@ -298,7 +336,12 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
         return False
     # A stop that nobody here asked for is as good as a kill.
     budget = getattr(retries, outcome.failure, retries.killed)
-    return budget < 0 or without_progress(attempts, outcome.failure) <= budget
+    if outcome.failure == "judge_unusable":  # what is done up to then says nothing of the judge
+        ended = (a.outcome is not None and a.outcome.failure for a in reversed(attempts))
+        spent = len(list(takewhile(lambda failure: failure == outcome.failure, ended)))
+    else:
+        spent = without_progress(attempts, outcome.failure)
+    return budget < 0 or spent <= budget
 
 
 def _same_bug(one: Outcome, other: Outcome | None) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.host.environment import environment
 from infra.host.processes import ProcessId
 from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, Sight
@@ -72,7 +73,7 @@ class LocalDispatcher:
         with output.open("ab") as printed:
             done = subprocess.run(
                 [self.worker.python, "-P", "-m", "infra.launch_local", json.dumps(order)],
-                env={**os.environ, **job_settings(request.threads, request.code)},
+                env={**environment(), **job_settings(request.threads, request.code)},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
@@ -118,7 +119,7 @@ class LocalDispatcher:
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker alone: submitit's processes would swallow or kill, not save."""
-        worker = self._process(attempt.ref, "started")
+        worker = self._worker(attempt)
         return worker is not None and worker.terminate()
 
     def kill(self, attempt: OpenAttempt) -> bool:
@@ -133,8 +134,12 @@ class LocalDispatcher:
         """Nothing holds a local job back."""
 
     def _processes(self, attempt: OpenAttempt) -> list[ProcessId]:
-        found = (self._process(attempt.ref, name) for name in ("started", "job"))
+        found = (self._worker(attempt), self._process(attempt.ref, "job"))
         return [p for p in found if p is not None]
+
+    def _worker(self, attempt: OpenAttempt) -> ProcessId | None:
+        known = (attempt.started or {}).get("process")
+        return ProcessId.parse(known) if known else self._process(attempt.ref, "started")
 
     def _process(self, ref: AttemptRef, name: str) -> ProcessId | None:
         path: Path = getattr(self.workspace.layout.attempt(*ref), name)

@@ -83,6 +83,9 @@ class JobSight:
         What the scheduler said about the end (states, exit codes, nodes), to be recorded.
     node
         Where it runs or ran.
+    lost
+        It is ``dead`` because nobody knows it any more: a worker that shows signs of life knows
+        better.
     """
 
     sight: Sight
@@ -94,6 +97,7 @@ class JobSight:
     end: Outcome | None = None
     facts: Mapping[str, str] | None = None
     node: str = ""
+    lost: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.jobs.protocol import JobRequest
+from infra.store.ownership import SHARED
 
 #: Settings of a job that must not look for the internet.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -53,6 +54,8 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
         "TQDM_DISABLE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+    if shared := os.environ.get(SHARED):
+        settings[SHARED] = shared  # a site may have jobs begin without their user's environment
     # An empty or relative part would put the working directory in front of everything.
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [p for p in given if p and Path(p).is_absolute()]

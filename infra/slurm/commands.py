@@ -6,7 +6,6 @@ by a control character that no name contains, so a job called ``a|b c=d`` breaks
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from refiner_core.contract.errors import RefinerError, UnsupportedError
+from infra.host.environment import environment
+from refiner_core.contract.errors import SystemOutage, UnsupportedError
 
 #: ASCII "unit separator".
 _PART = "\x1f"
@@ -23,6 +23,7 @@ _QUEUE = {
     "state": "%T",
     "reason": "%r",
     "node": "%N",
+    "user": "%U",
     "name": "%j",
 }
 _ACCOUNT = {
@@ -31,6 +32,7 @@ _ACCOUNT = {
     "exit_code": "ExitCode",
     "reason": "Reason",
     "node": "NodeList",
+    "user": "UID",
     "name": "JobName",
 }
 _CONTROL = {
@@ -38,6 +40,7 @@ _CONTROL = {
     "array_id": "ArrayJobId",
     "array_index": "ArrayTaskId",
     "name": "JobName",
+    "user": "UserId",
     "state": "JobState",
     "reason": "Reason",
     "restarts": "Restarts",
@@ -62,10 +65,9 @@ _SINCE = "now-30days"
 Row = Mapping[str, str]
 
 
-class SlurmUnavailable(RefinerError, RuntimeError):
-    """A command gave no answer: the controller is away, or overloaded. A state, not a failure."""
-
-    resumable = True
+class SlurmUnavailable(SystemOutage):
+    """A command gave no answer: the controller is away or overloaded, or no process could be
+    started to ask it. A state, not a failure."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class SlurmCommands(Protocol):
 
     def queue(self, users: Iterable[str]) -> list[Row]:
         """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
-        ``state``, ``reason``, ``node``, ``name``."""
+        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
         ...
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
@@ -117,6 +119,7 @@ class RealSlurm:
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
+        self._accounting = _found("sacct")
         absent = [c for c in ("sbatch", "srun", "squeue", "scontrol", "scancel") if not _found(c)]
         if absent:
             raise UnsupportedError(
@@ -146,7 +149,7 @@ class RealSlurm:
 
     def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
         """What sacct prints; see :class:`SlurmCommands`."""
-        if not _found("sacct"):
+        if not self._accounting:
             return Accounts(False)
         rows: list[Row] = []
         for select in _selections(ids, names):
@@ -189,7 +192,7 @@ class RealSlurm:
     def _run(self, *command: str) -> tuple[int, str, str]:
         # Site settings of these would change what is printed.
         prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+        env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
         try:
             done = subprocess.run(
                 command,
@@ -203,6 +206,8 @@ class RealSlurm:
             )
         except subprocess.TimeoutExpired as error:
             raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
+        except OSError as error:  # not there for a moment, or no more processes may be started
+            raise _unavailable(command[0], str(error)) from error
         return done.returncode, done.stdout, done.stderr.strip()
 
 
@@ -233,6 +238,9 @@ def _control_row(line: str) -> Row:
         value = found[1] if found else ""
         row[name] = "" if value in ("(null)", "None", "N/A", "Unknown") else value
     array, index = row.pop("array_id"), row.pop("array_index")
+    # name(number); who has put another one into a job's name is not believed any.
+    one = line.count(" UserId=") == 1
+    row["user"] = row["user"].rpartition("(")[2].rstrip(")") if one else ""
     row["id"] = f"{array}_{index}" if array and index else row["raw_id"]
     return row
 

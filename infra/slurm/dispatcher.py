@@ -199,10 +199,11 @@ class SlurmDispatcher:
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All jobs by one round of queries, or none where the last one is recent enough."""
-        wanted = {a.ref: self._wanted(a) for a in attempts}
+        copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
+        wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
         answers = self._view.look(list(wanted.values()))
-        seen = {}
-        for attempt in attempts:
+        seen = {ref: _of_the_original(other) for ref, other in copied.items()}
+        for attempt in (a for a in attempts if a.ref not in copied):
             answer = answers[wanted[attempt.ref].key]
             if answer.facts is not None and wanted[attempt.ref].job_id is None and self._adopt:
                 self._adopt_job(attempt, answer.facts.job_id)
@@ -226,7 +227,10 @@ class SlurmDispatcher:
         if answer.lost:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)
-            return JobSight("dead", running=False, state="unknown to Slurm", end=end)
+            why = "its heartbeat tells" if started else ""
+            return JobSight(
+                "dead", running=False, state="unknown to Slurm", reason=why, end=end, lost=True
+            )
         return JobSight("unknown", running=started, reason="Slurm has not said yet")
 
     def _without_blame(self, sight: JobSight, job_id: str) -> JobSight:
@@ -284,7 +288,10 @@ class SlurmDispatcher:
         self._view.released(job_id)
 
     def _id_of(self, attempt: OpenAttempt) -> str | None:
-        """The id as it was noted, or of the job that bears the name."""
+        """The id as it was noted, or of the job that bears the name; none of a job that is not
+        ours to end."""
+        if self._original(attempt.ref):
+            return None
         if attempt.attempt.job_id is not None:
             return attempt.attempt.job_id
         noted = self.workspace.read_control(self._paths(attempt.ref).job)
@@ -302,6 +309,21 @@ class SlurmDispatcher:
             write_missing_pickle(batch.folder, job_id, batch.command)
         task = None if batch is None else batch.task
         self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
+
+    def _original(self, ref: AttemptRef) -> Path | None:
+        """The workspace that this one was copied from while the attempt's job was under way: the
+        job works there, and nothing of it will be seen here. None if it is none.
+
+        The same folder under another name, or one that cannot be seen from here, is no copy.
+        """
+        batch = self._batch_of_job(ref)
+        words = [] if batch is None else batch.command
+        if "--workspace" not in words:
+            return None
+        named = Path(words[words.index("--workspace") + 1])
+        if named == self.workspace.root or not named.exists():
+            return None
+        return None if named.samefile(self.workspace.root) else named
 
     def _batch_of_job(self, ref: AttemptRef) -> _Batch | None:
         """That of the attempt which submitted the job: Slurm may have started it again since, for
@@ -326,3 +348,9 @@ class SlurmDispatcher:
 
     def _paths(self, ref: AttemptRef) -> AttemptPaths:
         return self.workspace.layout.attempt(*ref)
+
+
+def _of_the_original(other: Path) -> JobSight:
+    why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
+    end = outcome_of("interrupted", why)
+    return JobSight("dead", running=False, state="not ours", reason=why, end=end)

@@ -9,7 +9,6 @@ machine where `refiner` runs.
 from __future__ import annotations
 
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from importlib import resources as package_files
 from pathlib import Path
 from typing import Any, Literal
 
+from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.loading import suggest
@@ -46,10 +46,6 @@ _OURS = {
     "exclude": "set `exclude`",
     "nodelist": "set `nodelist`",
 }
-# The last word counts: `HUB_TOKEN` is a secret, `MAX_TOKEN_LENGTH` is not.
-_SECRET = r"(?:\w*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)"
-_SECRET_NAME = re.compile(rf"(?i){_SECRET}")
-_SECRET_LINE = re.compile(rf"(?i)\b({_SECRET})=(?!\s*$|\$)")
 
 
 @dataclass(frozen=True)
@@ -347,7 +343,7 @@ def _check_values(profile: Profile, path: Path) -> None:
 
 
 def _secrets(profile: Profile) -> Iterable[str]:
-    yield from (name for name in profile.env if _SECRET_NAME.fullmatch(name))
-    for line in profile.setup:
-        if found := _SECRET_LINE.search(line):
-            yield found[1]
+    yield from (name for name in profile.env if is_secret_name(name))
+    options = map(str, (*profile.sbatch.values(), *profile.cpu.sbatch.values()))
+    for line in (*profile.setup, profile.container.command, *options):
+        yield from (found.name for found in given_secrets(line) if found.is_set)

@@ -135,7 +135,7 @@ class SchedulerView:
     def _in_queue(self, wanted: Wanted) -> JobFacts | None:
         if wanted.job_id is not None:
             return self._live.get(wanted.job_id)
-        return _one_of(self._by_name.get(wanted.name, ()), wanted.task)
+        return _one_of(self._by_name.get(wanted.name, ()), wanted)
 
     # ------------------------------------------------------------ one round of queries
 
@@ -223,13 +223,14 @@ class SchedulerView:
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
     if wanted.job_id is not None:
         return next((j for j in jobs if j.job_id == wanted.job_id), None)
-    return _one_of([j for j in jobs if j.name == wanted.name], wanted.task)
+    return _one_of([j for j in jobs if j.name == wanted.name], wanted)
 
 
-def _one_of(jobs: Sequence[JobFacts], task: int | None) -> JobFacts | None:
-    """The job itself, or the task of an array."""
+def _one_of(jobs: Sequence[JobFacts], wanted: Wanted) -> JobFacts | None:
+    """The job itself, or the task of an array. Names are for all to see and to take, so it must be
+    a job of the same user."""
     for job in jobs:
         _, _, number = job.job_id.partition("_")
-        if number == ("" if task is None else str(task)):
+        if job.user == wanted.user and number == ("" if wanted.task is None else str(wanted.task)):
             return job
     return None

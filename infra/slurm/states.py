@@ -95,6 +95,8 @@ NEVER: dict[str, str] = {
     "JobHeldUser": "held by a user; `scontrol release` lets it go on",
     "JobHeldAdmin": "held by an administrator, who alone can release it",
 }
+#: Limits on all jobs of an account or QOS together: on what runs at a time, and on what is used up.
+_GROUP = re.compile(r"(?P<whose>Assoc|QOS)Grp(?P<what>\w*?)(?P<budget>Minutes|Wall)?(?:Limit)?")
 _LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
 _LAUNCH_FAILED = re.compile(r"JobLaunchFailure|launch[ _]failed", re.IGNORECASE)
 _NODE_REASON = re.compile(r"NodeDown|NodeFail|SystemFailure|Node_?failure", re.IGNORECASE)
@@ -114,9 +116,9 @@ _NO_LAUNCH = (0, 53)
 class JobFacts:
     """One job as Slurm tells it.
 
-    ``exit_code`` and ``signal`` are the two halves of Slurm's ``a:b``; ``steps`` maps a step's name
-    to its state; ``preempted`` says that Slurm had asked it to make room; ``source`` is the command
-    that told.
+    ``user`` is the number of whose it is; ``exit_code`` and ``signal`` are the two halves of
+    Slurm's ``a:b``; ``steps`` maps a step's name to its state; ``preempted`` says that Slurm had
+    asked it to make room; ``source`` is the command that told.
     """
 
     job_id: str
@@ -124,6 +126,7 @@ class JobFacts:
     reason: str = ""
     node: str = ""
     name: str = ""
+    user: str = ""
     exit_code: int = 0
     signal: int = 0
     restarts: int = 0
@@ -172,6 +175,7 @@ def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
         reason=row.get("reason", "").strip().replace("None", ""),
         node=row.get("node", "").replace("None assigned", ""),
         name=row.get("name", ""),
+        user=row.get("user", ""),
         exit_code=code,
         signal=number,
         restarts=int(row.get("restarts") or 0),
@@ -240,8 +244,23 @@ def waiting_for(job: JobFacts) -> str:
     key = job.reason.split(",")[0]
     if job.rule.running or _LAUNCH_HELD.search(job.reason):
         return key
-    hint = NEVER.get(key) or ("" if job.state == "PENDING" else job.rule.words)
+    hint = NEVER.get(key) or _group_hint(key)
+    hint = hint or ("" if job.state == "PENDING" else job.rule.words)
     return ": ".join(filter(None, (key, hint)))
+
+
+def _group_hint(reason: str) -> str:
+    """What a limit of a whole account or QOS means for a job that waits for it."""
+    found = _GROUP.fullmatch(reason)
+    if found is None:
+        return ""
+    whose = "account" if found["whose"] == "Assoc" else "QOS"
+    if found["budget"] and not found["what"].endswith("Run"):
+        return f"the {whose} has used up its budget, which no waiting brings back; ask for more"
+    return (
+        f"the {whose} has as much as it may at a time; it passes when other jobs of it end, and "
+        "never where this job alone asks for more: then lower its `resources`"
+    )
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
@@ -278,7 +297,8 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
     """Why a job ended that nobody knows any more, or that never came to be."""
     if job_id is None:
-        return outcome_of("launch_failure", "Slurm knows no such job: it was never submitted")
+        why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
+        return outcome_of("system_outage", why)
     if (spoken := printed_end(printed)) is not None:
         return outcome_of(spoken, f"job {job_id} is gone; it printed as much")
     silent = classify_silent_end(started, printed)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.host.environment import environment
 from infra.jobs.protocol import JobRequest
+from infra.slurm.commands import SlurmUnavailable
 from infra.slurm.profiles import Profile
 from infra.store import atomic
 from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
@@ -38,6 +40,12 @@ _REFUSED = re.compile(
 _NO_SUCH_NODES = re.compile(r"requested node configuration is not available", re.IGNORECASE)
 #: sbatch gave up waiting; the controller may have taken the job all the same.
 _PERHAPS = re.compile(r"timed out|zero bytes were transmitted|unexpected message", re.IGNORECASE)
+#: There was nobody to take the job: certainly there is none.
+_AWAY = re.compile(
+    r"unable to contact slurm controller|connection refused|connect failure|standby mode"
+    r"|no route to host|network is unreachable|munge",
+    re.IGNORECASE,
+)
 #: Settings of the job that `refiner` itself runs in, or of its user, that would bend ours.
 _NOT_PASSED_ON = re.compile(
     r"(?:SLURM|SRUN|SLURMD|SUBMITIT)_(?!CONF$)\w+"
@@ -137,7 +145,7 @@ class Submitter:
                 text=True,
                 errors="replace",
                 timeout=timeout_s,
-                env={k: v for k, v in os.environ.items() if not _NOT_PASSED_ON.fullmatch(k)},
+                env={k: v for k, v in environment().items() if not _NOT_PASSED_ON.fullmatch(k)},
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
@@ -304,17 +312,23 @@ def _refusal(stage_id: str, profile: str, said: str) -> RefinerError:
             expected="an answer that names the job",
             fix="nothing: the queue is asked whether it has the job before it is tried again",
         )
+    if _AWAY.search(said):
+        return SlurmUnavailable(
+            what,
+            expected="a controller that answers",
+            fix="nothing: it is tried until there is one; `scontrol ping` shows how Slurm is",
+        )
     return LaunchError(
         what,
         expected="a scheduler that takes jobs",
-        fix="nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is",
+        fix="nothing: it is tried again a few times; `sinfo` and `scontrol ping` show how Slurm is",
     )
 
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
     """Without the settings of a job that we may run in ourselves: sbatch and srun obey them."""
-    hidden = {k: v for k, v in os.environ.items() if _NOT_PASSED_ON.fullmatch(k)}
+    hidden = {k: v for k, v in environment().items() if _NOT_PASSED_ON.fullmatch(k)}
     for name in hidden:
         del os.environ[name]
     try:
