@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.doctor.finding import Finding, State
+from infra.host.environment import environment
 from infra.slurm.profiles import Profile, load_profile
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.placement import STAGES, section_of
@@ -234,7 +235,7 @@ def ask(
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**(os.environ if env is None else env), "LC_ALL": "C"},
+            env={**(environment() if env is None else env), "LC_ALL": "C"},
             cwd=cwd,
             start_new_session=True,
         )

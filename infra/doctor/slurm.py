@@ -6,7 +6,6 @@ here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is as
 
 from __future__ import annotations
 
-import getpass
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, ask, doubtful
 from infra.doctor.scratch import scratch_in
 from infra.doctor.slurm_config import SLURM_S, slurm_settings
+from infra.host.processes import user_name
 from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Place
 from infra.slurm.submission import Submission, Submitter
@@ -184,7 +184,7 @@ def _named(look: Look, place: Place, needed: bool) -> Iterator[Finding]:
             )
     if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
         return
-    me = getpass.getuser()
+    me = user_name()
     asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={me}")
     for field, value in (("account", place.account), ("qos", place.qos)):
         found = _words(*asked, f"format={field}") if value else None

@@ -24,6 +24,7 @@ from infra.doctor.look import Check, Look, ask, doubtful, gib
 from infra.doctor.scratch import scratch_in
 from infra.host.mounts import existing, mount_of
 from infra.store import atomic
+from infra.store.ownership import refuse_doubtful
 from infra.store.workspace import FORMAT, Workspace
 
 _AREA = "workspace"
@@ -54,6 +55,7 @@ def _folder(look: Look) -> Iterator[Finding]:
         where = "is made by the first run" if not root.exists() else "has no run yet"
         yield Finding(_AREA, "folder", "ok", f"{root} {where}; {place} can be written to")
         return
+    refuse_doubtful(room.layout)
     runs = len(room.run_ids())
     held = f"{runs} run{'s' * (runs != 1)}"
     yield Finding(_AREA, "folder", "ok", f"{root}: {held}, format {FORMAT} is understood")

@@ -41,6 +41,8 @@ _FINAL = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
 #: The client repeats this one at once and for ever; here it is waited for.
 _BUSY = "another conflicting operation is in progress"
 _RATE_LIMIT = re.compile(r'"\w+"\s*;\s*r\s*=\s*0+\s*;\s*t\s*=\s*(\d+)')
+#: Longer than anybody waits, and still a moment that a calendar has.
+_MOST_S = 366 * 86_400.0
 #: The client has one session in a process, so one publication at a time uses it.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -147,10 +149,10 @@ def asked_wait(response: httpx2.Response) -> float | None:
     """Seconds that the Hub asks to wait: its rate limit's reset, or ``Retry-After`` (seconds, or a
     date, which is compared with the Hub's own clock)."""
     if match := _RATE_LIMIT.search(response.headers.get("ratelimit", "")):
-        return float(match.group(1))
+        return min(float(match.group(1)), _MOST_S)
     value = response.headers.get("retry-after", "").strip()
-    if value.isdigit():
-        return float(value)
+    if value.isdecimal():
+        return min(float(value), _MOST_S)
     try:
         until = email.utils.parsedate_to_datetime(value)
         there = email.utils.parsedate_to_datetime(response.headers.get("date", ""))

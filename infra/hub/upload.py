@@ -82,7 +82,7 @@ class _Addition(CommitOperationAdd):  # type: ignore[misc]
         small = file.source is None or file.bytes <= READ_BYTES
         super().__init__(file.name, _checked(file) if small else file.source)
         self.is_large = not small
-        if small or trusted:
+        if trusted:
             self.upload_info.sha256 = bytes.fromhex(file.sha256)
         self._file, self._sending = file, sending
 
@@ -137,7 +137,7 @@ def operations(
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     *,
-    trusted: bool = True,
+    trusted: bool,
 ) -> list[Any]:
     """Operations that send ``wanted`` and delete ``gone``.
 

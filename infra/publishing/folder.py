@@ -30,7 +30,7 @@ from infra.publishing.targets import FileToPublish, Publication, Published, step
 from infra.store import atomic
 from infra.store.published import CARD, EVIDENCE, MARKER, Lying, lying_at
 from infra.store.room import no_space_guard
-from infra.store.swap import swap_in
+from infra.store.swap import put_back, swap_in
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.records import OutputFile
@@ -57,6 +57,8 @@ class FolderTarget:
         """See :class:`infra.publishing.targets.Target`."""
         revision = step_revision(self._config, publication.step, final=publication.final)
         place, main = (self._place(publication.repo_id, r) for r in (revision, "main"))
+        for folder in (place, main):
+            put_back(folder)
         before = _known(main)
         work = _Bringing(publication, progress, should_stop)
         if place == main:

@@ -14,10 +14,10 @@ The first ``sync`` starts the servers, on the very weights that it is given; it 
 return when every server has proven that it has them. ``sync`` and ``generate`` may be called from
 different threads: each waits for the other, so no sample is of two versions.
 
-What is open: servers listen on loopback and ask for a key under ``/v1``. vLLM asks nobody for it on
-the routes that pause it and load weights (``/pause``, ``/resume``, ``/collective_rpc``,
-``/update_weights`` …), nor on ``/metrics``: whoever has an account on the node can call them while
-the stage runs. ``/collective_rpc`` runs methods of vLLM's workers, and under ``ipc`` the server
-unpickles what it is sent. On nodes that are shared with people who are not trusted, give the job
-nodes of its own (``--exclusive``), or a container with a network of its own.
+Who can reach them: servers listen on loopback and ask for a key on every route. vLLM asks for it
+under ``/v1`` alone, and leaves those that pause it, load weights, run methods of its workers or
+unpickle (``/pause``, ``/collective_rpc``, ``/update_weights`` …) to everybody with an account on
+the node; a middleware that the servers are started with (:mod:`refiner_vllm_extension`) closes
+them. A server that lets somebody in without the key is not used, and the key goes to nobody but a
+process that this stage has started.
 """

@@ -20,6 +20,8 @@ from refiner_core.generation.vllm.wire import MODEL
 
 #: Class that completes a reload; its module is on the server's import path and needs vLLM alone.
 EXTENSION = "refiner_vllm_extension.CompleteReload"
+#: Class beside it that asks for the key on the routes on which vLLM does not.
+MIDDLEWARE = "refiner_vllm_extension.KeyOnEveryRoute"
 #: How long a server that is asked to end goes on with what it has, seconds.
 SHUTDOWN_S = 5
 #: Tokens that a server without GPUs takes in one pass.
@@ -80,7 +82,7 @@ def rollout_server_text(
         words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
     if grpo.vllm_tensor_parallel_size > 1:
         words += ["--tensor-parallel-size", str(grpo.vllm_tensor_parallel_size)]
-    words += ["--worker-extension-cls", EXTENSION]
+    words += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
     if transfer is not None:
         words += ["--weight-transfer-config", f'{{"backend": "{transfer}"}}']
     words += ["--shutdown-timeout", str(SHUTDOWN_S), "--disable-uvicorn-access-log"]

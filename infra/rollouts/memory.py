@@ -25,10 +25,8 @@ from refiner_core.contract.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 
-#: Where a system keeps shared memory (``shm_open``).
-_SHARED = Path("/dev/shm")
 _PREFIX = "refiner-rollouts"
-_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+\.\d+)")
+_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
 
 
 @contextmanager
@@ -42,7 +40,8 @@ def memory_folder(parent: Path) -> Iterator[Path]:
     """
     remove_leftovers(parent)
     me = ProcessId.of()
-    folder = parent / f"{_PREFIX}-{_where()}-{me.pid}-{me.started:.2f}"
+    started = f"{me.started:.0f}" if me.boot else f"{me.started:.2f}"
+    folder = parent / f"{_PREFIX}-{_where()}-{me.pid}-{started}"
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -70,9 +69,11 @@ def remove_leftovers(parent: Path) -> None:
     """Remove folders of processes of this user on this machine that are no more."""
     for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
         found = _NAME.fullmatch(folder.name)
-        if found is None:
+        if found is None or not sweeper.is_private(str(folder)):
             continue
-        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]))
+        # Ticks since this boot, which memory does not outlive; older versions wrote a time.
+        boot = "" if "." in found["started"] else ProcessId.of().boot
+        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]), boot)
         if not owner.alive:
             log.warning("removing %s, which a process that is gone has left", folder)
             sweeper.remove(str(folder))
@@ -88,13 +89,13 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
         with contextlib.suppress(OSError):  # gone, or another system than Linux
             for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(f"{_SHARED}/"):
+                if len(fields) == 6 and fields[5].startswith(f"{sweeper.MEMORY}/"):
                     numbers.add(int(fields[4]))
     found: set[Path] = set()
     if numbers:
-        for path in _SHARED.iterdir():
+        for path in Path(sweeper.MEMORY).iterdir():
             with contextlib.suppress(OSError):
-                if path.stat().st_ino in numbers and path.is_file():
+                if path.lstat().st_ino in numbers and sweeper.is_own_file(str(path)):
                     found.add(path)
     return found
 

@@ -3,7 +3,7 @@
 In: the recipe and what each server has for itself. Out: addresses on loopback, once they answer.
 Each runs under :mod:`infra.foreign.minder` in a session of its own, so that none outlives the
 trainer, however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which opens the routes
-that change weights; see :mod:`infra.rollouts` for what that leaves open.
+that change weights, and with a middleware of ours that asks for the key on all of them.
 """
 
 from __future__ import annotations
@@ -132,9 +132,14 @@ class LocalRolloutServers:
             not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
             "`vllm` known in grpo.rollout_server.setup",
             mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
+            container="grpo.rollout_server.container",
         )
-        prefix = f"[rollouts {index}] " if many else "[rollouts] "
-        return ServerProcess(words, key=self._places[index].key, prefix=prefix)
+        return ServerProcess(
+            words,
+            key=self._places[index].key,
+            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
+            by_daemon=bool(self._config.grpo.rollout_server.container),
+        )
 
     def _end(self, index: int, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
@@ -164,12 +169,12 @@ class LocalRolloutServers:
             bash = bool(self._config.grpo.rollout_server.setup)
             server.launch(text, rollout_environment(place), bash=bash)
             try:
-                self._wait_until_ready(server, at)
-            except PortTaken:
+                self._wait_until_ready(server, at, place.key)
+            except PortTaken as taken:
                 server.stop(0.0)
                 if not left:
                     raise
-                log.warning("its port was taken meanwhile; trying another one")
+                log.warning("%s; trying another one", taken.what)
             except BaseException:
                 server.stop(0.0)
                 raise
@@ -178,7 +183,7 @@ class LocalRolloutServers:
                 return Endpoint(at.url, place.key)
         raise AssertionError("unreachable")
 
-    def _wait_until_ready(self, server: ServerProcess, at: Listening) -> None:
+    def _wait_until_ready(self, server: ServerProcess, at: Listening, key: str) -> None:
         began = time.monotonic()
         limit_s = self._config.grpo.rollout_server.start_timeout_s
         while True:
@@ -189,7 +194,7 @@ class LocalRolloutServers:
                     f"{server.words.name} was asked to end before it answered",
                     fix="run the same command again; the stage goes on from its last checkpoint",
                 )
-            if _status(at, "/health") == 200:
+            if server.listens_at(at.port) and _status(at, "/health", key) == 200:
                 break
             waited_s = time.monotonic() - began
             if waited_s > limit_s:
@@ -202,7 +207,13 @@ class LocalRolloutServers:
             with self._telling:
                 self._tell(waited_s)
             time.sleep(_POLL_S)
-        if _status(at, "/is_paused") != 200:
+        if _status(at, "/is_paused") == 200:
+            raise ConfigurationError(
+                f"{server.words.name} lets everybody on this machine load weights into it.",
+                expected="a server that asks for its key on every route",
+                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
+            )
+        if _status(at, "/is_paused", key) != 200:
             raise ConfigurationError(
                 f"{server.words.name} runs, but has no routes for new weights.",
                 expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
@@ -211,12 +222,13 @@ class LocalRolloutServers:
             )
 
 
-def _status(at: Listening, route: str) -> int:
+def _status(at: Listening, route: str, key: str = "") -> int:
     """The status of a GET; 0 where nobody answers."""
     parts = urlsplit(at.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_S)
     try:
-        connection.request("GET", route)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request("GET", route, headers=headers)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return 0

@@ -1,8 +1,10 @@
-"""The key of a server: who has it may ask.
+"""The key of a server that refiner starts: who has it may ask.
 
-In: a service's folder and the variable that may hold a key of the user's own. Out: the key. Without
-the variable a random one is made once, in a file that only its owner can read, and used by every
-server of that service from then on. A key is in no record, log or command line.
+In: a service's folder. Out: the key: that in ``REFINER_SERVER_KEY`` of the environment, with which
+the users of a group share a server, or a random one, made once, in a file that only its owner can
+read, and used by every server of that service from then on. The key of the user's own judge
+(``judge.api_key_env``) is for the address that they name, and goes to no server of ours. A key is
+in no record, log or command line.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
+from infra.services.command import KEY_VARIABLES
 from infra.store import atomic
 from refiner_core.contract.errors import ConfigurationError
 
+#: Where users may set a key of their choice.
+VARIABLE = KEY_VARIABLES["command"]
 _NAME = "key"
 #: How often the making of a key is tried, should somebody else's be half there.
 _TRIES = 3
 
 
-def service_key(
-    folder: Path, variable: str, given: Mapping[str, str] = os.environ
-) -> tuple[str, str]:
+def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """The key, and where it comes from: ``environment`` or ``file``.
 
     Raises
@@ -30,17 +33,17 @@ def service_key(
     ConfigurationError
         The file is another user's, or the variable's value can be no key.
     """
-    if own := given.get(variable, "").strip():
+    if own := given.get(VARIABLE, "").strip():
         if not (own.isascii() and own.isprintable() and " " not in own):
             raise ConfigurationError(
-                f"The judge's key in {variable} has characters that no header may carry.",
+                f"The key in {VARIABLE} has characters that no header may carry.",
                 expected="printable ASCII without blanks",
-                fix=f"export {variable}=…, or unset it for a key that refiner makes",
+                fix=f"export {VARIABLE}=…, or unset it for a key that refiner makes",
             )
         return own, "environment"
     path = folder / _NAME
     for _ in range(_TRIES):
-        if key := _read(path, variable):
+        if key := _read(path):
             return key, "file"
         _make(path)
     raise ConfigurationError(
@@ -50,7 +53,7 @@ def service_key(
     )
 
 
-def known_key(folder: Path, source: str, variable: str) -> str:
+def known_key(folder: Path, source: str) -> str:
     """The key of a server that runs, by where it says that its key comes from; nothing is made.
 
     Raises
@@ -59,20 +62,20 @@ def known_key(folder: Path, source: str, variable: str) -> str:
         It cannot be had here.
     """
     if source == "file":
-        return _read(folder / _NAME, variable)
+        return _read(folder / _NAME)
     if source != "environment":
         return ""
-    own = os.environ.get(variable, "").strip()
+    own = os.environ.get(VARIABLE, "").strip()
     if not own:
         raise ConfigurationError(
-            f"The judge's server was started with the key in {variable}, which is not set here.",
+            f"The judge's server was started with the key in {VARIABLE}, which is not set here.",
             expected="the same key for who asks it",
-            fix=f"export {variable}=…, or end the server with `refiner judge stop`",
+            fix=f"export {VARIABLE}=…, or end the server with `refiner judge stop`",
         )
     return own
 
 
-def _read(path: Path, variable: str) -> str:
+def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -81,8 +84,8 @@ def _read(path: Path, variable: str) -> str:
         raise ConfigurationError(
             f"The key of the judge's server in {path} is another user's.",
             expected="to be who has started the server, or to share a key with them",
-            fix=f"export {variable}=… with a key of your own, the same for all who share the "
-            "server, and end the one that runs",
+            fix=f"export {VARIABLE}=… with a key that is for this alone, the same for all who "
+            "share the server, and end the one that runs",
         ) from error
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.foreign import minder
+from infra.host.listeners import holder_of
 from infra.host.processes import ProcessId
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
@@ -57,12 +58,13 @@ class Words:
     """What a server is called in messages, and what its user can change.
 
     ``not_found`` and ``mistake`` are what mends a command that is not there and arguments or a
-    model that the engine does not take.
+    model that the engine does not take; ``container`` is the field that names a container.
     """
 
     name: str
     not_found: str
     mistake: str
+    container: str
 
 
 class PortTaken(KilledError):
@@ -82,12 +84,21 @@ class ServerProcess:
         Put before each line of its output.
     log_file
         Where its output is, for messages.
+    by_daemon
+        Whether a container's daemon may be who starts it.
     """
 
     def __init__(
-        self, words: Words, *, key: str = "", prefix: str = "", log_file: str = ""
+        self,
+        words: Words,
+        *,
+        key: str = "",
+        prefix: str = "",
+        log_file: str = "",
+        by_daemon: bool = False,
     ) -> None:
         self.words, self._key, self._prefix, self._log_file = words, key, prefix, log_file
+        self._by_daemon = by_daemon
         self._process: subprocess.Popen[bytes] | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._reader: threading.Thread | None = None
@@ -120,6 +131,27 @@ class ServerProcess:
         )
         self._reader = threading.Thread(target=self._read, name="server-output", daemon=True)
         self._reader.start()
+
+    def listens_at(self, port: int) -> bool:
+        """Whether it listens there; to be asked before it is sent its key.
+
+        Raises
+        ------
+        PortTaken
+            Somebody else does.
+        """
+        if self._process is None:
+            return False
+        holder = holder_of(port, self._process.pid, by_daemon=self._by_daemon)
+        if holder == "another":
+            raise PortTaken(
+                f"Port {port} was given to {self.words.name.lower()}, and a process that it has "
+                "not started listens there",
+                expected="that nobody takes a port between two looks",
+                fix=f"run the same command again; if a container's daemon starts the server, set "
+                f"{self.words.container}",
+            )
+        return holder == "ours"
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
@@ -208,7 +240,8 @@ class ServerProcess:
                 if self._key:
                     line = line.replace(self._key, MASK)
                 self._tail.append(line)
-                print(f"{self._prefix}{line}", flush=True)
+                with contextlib.suppress(OSError):  # a log on a full disk must not stop the server
+                    print(f"{self._prefix}{line}", flush=True)
 
 
 def error_line(lines: list[str]) -> str:

@@ -23,7 +23,7 @@ from infra.services.keys import known_key
 from infra.store import atomic
 from infra.store.leases import holders
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.config import DispatchConfig, JudgeConfig
+from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.records import StageRecord, from_json
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import Endpoint
@@ -79,7 +79,7 @@ def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **
     atomic.create_json(workspace.layout.attempt(*ref).endpoint, value)
 
 
-def live_endpoints(workspace: Workspace, service_id: str, judge: JudgeConfig) -> list[Endpoint]:
+def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
     """Where a service answers now, by its records; empty while it is being started or replaced.
 
     Raises
@@ -95,7 +95,7 @@ def live_endpoints(workspace: Workspace, service_id: str, judge: JudgeConfig) ->
     if found is None or paths.outcome.exists():
         return []
     folder = workspace.layout.service(service_id)
-    key = known_key(folder, str(found.get("key_from")), judge.api_key_env)
+    key = known_key(folder, str(found.get("key_from")))
     return [Endpoint(str(found["url"]), key)]
 
 

@@ -61,6 +61,7 @@ _WORDS = Words(
     not_found="set judge.serve.python to the interpreter that has the engine, or make the "
     "command known in judge.serve.setup",
     mistake="correct judge.model, judge.revision or judge.serve.args",
+    container="judge.serve.container",
 )
 
 
@@ -119,8 +120,13 @@ class Server:
         self.order = order
         self._should_stop, self._tell = should_stop, tell
         self._running = ServerProcess(
-            _WORDS, key=order.key, prefix=order.prefix, log_file=order.log
+            _WORDS,
+            key=order.key,
+            prefix=order.prefix,
+            log_file=order.log,
+            by_daemon=bool(order.judge.serve.container) or engine_of(order.judge) == "command",
         )
+        self._port = 0
         self._answered_at = 0.0
         self.endpoint = Endpoint("")
 
@@ -159,10 +165,10 @@ class Server:
             self._launch()
             try:
                 self._wait_until_ready()
-            except PortTaken:
+            except PortTaken as taken:
                 if not left:
                     raise
-                log.warning("its port was taken meanwhile; trying another one")
+                log.warning("%s; trying another one", taken.what)
                 self.stop(0.0)
             else:
                 return
@@ -171,6 +177,7 @@ class Server:
         order = self.order
         at = Listening(order.host, free_port(order.host))
         text = server_text(order.judge, at, order.weights)
+        self._port = at.port
         self.endpoint = Endpoint(at.url, order.key)
         environment = server_environment(engine_of(order.judge), order.key, str(order.mark))
         self._running.launch(text, environment, bash=bool(order.judge.serve.setup))
@@ -208,9 +215,12 @@ class Server:
         ------
         NotReady
             Not yet.
+        PortTaken
+            Somebody else listens at its port.
         ConfigurationError
             It says no, or lets strangers in.
         """
+        self._check_port()
         judge = self.order.judge
         asked = Asked(judge.model, judge.max_tokens_field)
         listed: list[str] = []
@@ -237,6 +247,10 @@ class Server:
             )
         self._answered_at = time.monotonic()
 
+    def _check_port(self) -> None:
+        if not self._running.listens_at(self._port):
+            raise NotReady(f"it does not listen at {self.endpoint.url}")
+
     def _is_open_to_others(self) -> bool:
         return not self.order.host.startswith(("127.", "localhost", "::1"))
 
@@ -248,13 +262,14 @@ class Server:
         Raises
         ------
         KilledError, StageFailed
-            It has ended, or has not answered for long.
+            It has ended, has not answered for long, or lost its port.
         """
         if self._running.code is not None:
             raise self._running.ended("while it served")
         if not ask:
             return
         try:
+            self._check_port()
             check_health(self.endpoint, engine_of(self.order.judge))
             self._answered_at = time.monotonic()
         except NotReady as error:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.host.environment import environment
 from infra.store import atomic
 from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
@@ -185,14 +186,14 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
     """What wandb has said, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
         (Path(folder) / "wandb").mkdir()
-        environment = {**os.environ, "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
-        environment.pop("WANDB_MODE", None)  # `offline` would keep it from sending
-        environment.pop("WANDB_SILENT", None)
+        variables = {**environment(), "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
+        variables.pop("WANDB_MODE", None)  # `offline` would keep it from sending
+        variables.pop("WANDB_SILENT", None)
         try:
             done = subprocess.run(
                 sync_command(batch),
                 cwd=folder,
-                env=environment,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
