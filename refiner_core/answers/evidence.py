@@ -43,10 +43,12 @@ class ParsedEvidence:
     """What may be cited.
 
     ``texts`` maps an id to its text, tags taken out; an id that stands at several places has their
-    texts joined by line breaks. Ids are case-sensitive.
+    texts joined by line breaks. Ids are case-sensitive. ``differing`` counts ids whose texts are
+    not the same at all their places: a source that writes tags can so add to another's.
     """
 
     texts: Mapping[str, str]
+    differing: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.texts)
@@ -134,8 +136,14 @@ def parse_evidence(prompt: str) -> ParsedEvidence:
         position = tag.end
     reader.text(prompt[position:])
     texts: dict[str, list[str]] = {}
+    known: dict[str, str] = {}
+    differing: set[str] = set()
     for element in reader.finish():
         text = "".join(element.pieces).strip()
+        text = known.setdefault(text, text)  # so that equal ones are told without reading them
         for name in element.ids:
-            texts.setdefault(name, []).append(text)
-    return ParsedEvidence(_Joined(texts))
+            parts = texts.setdefault(name, [])
+            if parts and parts[0] is not text:
+                differing.add(name)
+            parts.append(text)
+    return ParsedEvidence(_Joined(texts), len(differing))

@@ -28,6 +28,7 @@ from refiner_core.cards.settings import grpo_flags, own_settings
 from refiner_core.cards.setup import before_lines, earlier_stages, setup_lines
 from refiner_core.cards.template import render
 from refiner_core.cards.usage import output_format, usage_code
+from refiner_core.contract.planned import stage_changes
 
 _ALGORITHMS = {
     "sft": "Supervised fine-tuning (SFT)",
@@ -188,6 +189,8 @@ def _provenance(facts: CardFacts) -> list[str]:
     known, lines = facts.provenance, []
     if known.get("commit"):
         dirty = " with uncommitted changes" if known.get("dirty") else ""
+        if known.get("dirty", False) is None:
+            dirty = " (whether with uncommitted changes, git did not say)"
         lines.append(f"Code: commit `{known['commit']}`{dirty}.")
     packages = known.get("packages") or {}
     if packages:
@@ -200,6 +203,11 @@ def _provenance(facts: CardFacts) -> list[str]:
     ]
     if digests:
         lines.append(f"Data: {', '.join(digests)}.")
+    for stage, version in facts.versions.items():
+        found = stage_changes(stage, version)
+        lines.append(
+            f"Stage `{stage}` by version {version} of its rules{': ' if found else ''}{found}."
+        )
     for stage, address in sorted(facts.tracking.items()):
         lines.append(f"Training log of `{stage}`: [{address.rpartition('/')[2]}]({address}).")
     return lines or ["Nothing was recorded of the code behind this checkpoint."]

@@ -21,6 +21,8 @@ from typing import Any
 from refiner_core.cards.facts import AttemptNote, CardFacts, file_digest, public_name
 from refiner_core.cards.public import (
     is_public,
+    named_tree,
+    plain_name,
     public_address,
     public_command,
     public_config,
@@ -43,6 +45,8 @@ _OF_EVALUATIONS = (
     *("stage", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n"),
     *("numerator", "denominator", "interval", "samples_file", "under"),
 )
+#: Facts that came later: without any, the evidence is as before there were such.
+_ONLY_WHERE_ANY = ("proof", "versions")
 _FIX = "take the refiner.json that lies beside the card"
 
 
@@ -69,13 +73,16 @@ def facts_to_json(facts: CardFacts) -> dict[str, Any]:
         "config": public_config(facts.config, {facts.stage, *facts.reports}),
         "command": public_command(facts.command),
         "reports": public_reports(facts.reports),
-        "description": public_text(facts.description.strip()),
+        "description": public_text(facts.description).strip(),
         "recipe_file": None if facts.recipe_file is None else file_digest(facts.recipe_file),
         "tracking": {stage: address for stage, address in tracking.items() if address},
         "template": facts.template,
         "repo_id": facts.repo_id,
-        "base_model": None if facts.base_model is None else public_name(facts.base_model),
+        "base_model": None
+        if facts.base_model is None
+        else plain_name(public_name(facts.base_model)),
         "attempts": [public_tree(note._asdict()) for note in facts.attempts],
+        "static_rubric_titles": named_tree(list(facts.static_rubric_titles)),
         "evaluations": [_evaluation(entry) for entry in facts.evaluations],
         "records": {fact: public_text(record) for fact, record in facts.records.items()},
     }
@@ -84,12 +91,12 @@ def facts_to_json(facts: CardFacts) -> dict[str, Any]:
         if f.name in special
         else public_tree(to_json(getattr(facts, f.name)))
         for f in dataclasses.fields(facts)
-        if f.name != "proof" or facts.proof  # as before there were any
+        if f.name not in _ONLY_WHERE_ANY or getattr(facts, f.name)
     }
 
 
 def _evaluation(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: public_tree(entry[key]) for key in _OF_EVALUATIONS if key in entry}
+    return {key: named_tree(entry[key]) for key in _OF_EVALUATIONS if key in entry}
 
 
 def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
@@ -177,7 +184,7 @@ def load_evidence(text: str) -> Evidence:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"The evidence is not JSON ({error})", expected="a refiner.json", fix=_FIX
         ) from error

@@ -116,6 +116,9 @@ class CardFacts:
     proof
         What `refiner prove-resume` has found of the stage that trained the model, last (see
         :mod:`refiner_core.cards.resume`); empty where it was not asked.
+    versions
+        Of the stages behind it, by name, those whose kind has changed what it does: the version of
+        the kind that made them (:data:`refiner_core.contract.planned.STAGE_CHANGES`).
     records
         Where each fact was read: the front of its dotted path (``reports.data``,
         ``evaluations.0``, by the position in ``evaluations`` as given) to
@@ -149,6 +152,7 @@ class CardFacts:
     template: str | None = None
     stopped: Mapping[str, Any] = field(default_factory=dict)
     proof: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -39,11 +39,13 @@ _FAILURES = {
     "out_of_memory": "it ran out of memory",
     "cancelled": "somebody cancelled it",
     "launch_failure": "the scheduler could not start it",
+    "system_outage": "the scheduler or the file system did not answer",
     "gpu_out_of_memory": "the GPU's memory did not suffice",
     "gpu_error": "a GPU failed",
     "disk_full": "the disk or its quota was full",
     "hung": "it hung and was stopped",
     "judge_outage": "the judge did not answer often enough",
+    "judge_unusable": "the judge's answers were no judgements",
     "environment_outage": "its environment or user failed too often",
     "hub_outage": "the Hub did not answer",
     "hub_refused": "the Hub refused it",
@@ -62,6 +64,7 @@ def known_notes(facts: CardFacts) -> list[Line]:
         *_adopted(facts),
         *_interruptions(facts),
         *_stopped(facts),
+        *_ended_early(facts),
         *_changed_processes(facts),
         *_lost_time(facts),
         *resume_notes(facts),
@@ -112,6 +115,17 @@ def _stopped(facts: CardFacts) -> list[Line]:
     why = _FAILURES.get(str(failure), str(failure).replace("_", " "))
     text = text + f", because {why}; it had not been taken up again. This checkpoint is step "
     return [text + number(facts.step, "step") + " of it, saved before that."]
+
+
+def _ended_early(facts: CardFacts) -> list[Line]:
+    """Another's trainer that ended well, and before the last step that it had spoken of."""
+    report, path = facts.reports.get(facts.stage, {}), f"reports.{facts.stage}"
+    steps, planned = report.get("steps"), report.get("steps_planned")
+    if not isinstance(planned, int) or not isinstance(steps, int) or steps >= planned:
+        return []
+    text = Line("Training ended by itself before its last step: this checkpoint is step ")
+    text = text + number(steps, f"{path}.steps") + " of the "
+    return [text + number(planned, f"{path}.steps_planned") + " that the trainer had spoken of."]
 
 
 def _changed_processes(facts: CardFacts) -> list[Line]:

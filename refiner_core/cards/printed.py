@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 #: What stands where there is no number.
 MISSING = "—"
 _DIGITS = re.compile(r"\d+(?:\.\d+)?")
+#: What no card may hold: characters that end a line where no reader of the source sees one, turn
+#: the direction of text, or command a terminal.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class Printed(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import json
 import re
 import shlex
 from collections.abc import Collection, Mapping
@@ -16,7 +17,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from refiner_core.cards.facts import finite, is_local, public_name
+from refiner_core.cards.printed import CONTROLS
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
+from refiner_core.contract.checks.secrets import is_secret_name
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
@@ -52,23 +55,36 @@ SHOWN_OF_REPORTS: Mapping[str, tuple[str, ...]] = {
         *(f"judge.{key}" for key in _OF_JUDGE),
         *_PROCESSES,
     ),
-    "command": ("steps", "final", "source", "adopted", "base_model"),
+    "command": ("steps", "steps_planned", "final", "source", "adopted", "base_model"),
 }
 #: Settings of a command that say where it ran, and nothing of what it made.
 _PLACES = ("dispatch.", "disk.", "tracking.")
 _SHOWN_TEXTS = ("recipe", "description", "command.resume_arguments", "command.checkpoints")
 _TEXT_DIGEST = "(text with SHA-256 {}…)"
+_DIGESTED = re.compile(r"\(text with SHA-256 [0-9a-f]{12}…\)")
+#: Texts of a request's further fields that are no secret: `high`, `gold standard`.
+_PLAIN_WORDS = re.compile(r"(?=.{1,24}\Z)[A-Za-z]+(?:[ _-][A-Za-z]+)*")
 #: Texts that look like paths and are none.
 _NO_PATHS = ("grpo.stop_strings",)
 
 #: An absolute path, or one from a home folder; the group is its last part.
 _FOLDERS = re.compile(r"(?<![\w./-])(?:~|/(?!/))[\w.~+-]*(?:/[\w.~+-]+)*/([\w.~+-]+)")
 _WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:\\(?:[^\\\s]+\\)*([^\\\s]+)")
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
+#: Signs of Markdown and HTML with which a name could end a line or a cell, or begin a link, and
+#: what stands for them: names come from rows, trainers and evaluations.
+_MARKS = str.maketrans({"|": "¦", "`": "'", "<": "‹", ">": "›", "[": "(", "]": ")"})
+
+
+def plain_name(text: str) -> str:
+    """A name that can forge nothing: no control characters, nor signs of Markdown and HTML."""
+    return " ".join(CONTROLS.sub(" ", text).split("\n")).translate(_MARKS)
 
 
 def public_text(text: str) -> str:
-    """A sentence or a shell command without the folders of the machine, nor logins in addresses."""
+    """A sentence or a shell command without the folders of the machine, nor logins in addresses,
+    nor control characters."""
+    text = CONTROLS.sub(" ", text)
     while True:
         shorter = _CREDENTIALS.sub("", text)
         shorter = _WINDOWS.sub(lambda m: m.group(1), shorter)
@@ -82,6 +98,31 @@ def short_text(text: str) -> str:
     """Text of several lines by its digest, as cards name it; any other text as it is."""
     if "\n" not in text:
         return text
+    return _digest(text)
+
+
+def public_body(text: str) -> str:
+    """Further fields of a judge's requests (JSON), with a digest for each text that could be a
+    secret: services put keys there, under names that nobody can know."""
+    try:
+        value = json.loads(text or "null")
+    except ValueError:
+        return _digest(text)
+    shown = _public_leaves(value, is_secret=False)
+    return text if shown == value else json.dumps(shown, ensure_ascii=False)
+
+
+def _public_leaves(value: Any, *, is_secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _public_leaves(v, is_secret=is_secret_name(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_public_leaves(v, is_secret=is_secret) for v in value]
+    if not isinstance(value, str) or _DIGESTED.fullmatch(value):
+        return value
+    return _digest(value) if is_secret or not _PLAIN_WORDS.fullmatch(value) else value
+
+
+def _digest(text: str) -> str:
     return _TEXT_DIGEST.format(hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
@@ -115,6 +156,8 @@ def is_place(override: str) -> bool:
 
 def _public_word(word: str) -> str:
     key, equals, value = word.partition("=")
+    if key == "judge.extra_body" and value.startswith('{"'):
+        return f"{key}={public_body(value)}"
     if equals and is_local(value):
         return f"{key}={public_name(value)}"
     return public_name(word) if is_local(word) else public_text(word)
@@ -157,6 +200,8 @@ def _public_value(path: str, value: Any) -> Any:
         return [_public_value(path, v) for v in value]
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
+    if path == "judge.extra_body":
+        return public_body(value)
     if path.startswith("command."):
         return public_text(value)
     return public_text(public_name(short_text(value)))
@@ -171,11 +216,24 @@ def public_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             head, _, inner = path.partition(".")
             value = report.get(head)
             if not inner and head in report:
-                kept[head] = public_tree(value)
+                kept[head] = named_tree(value)
             elif isinstance(value, Mapping) and inner in value:
-                kept.setdefault(head, {})[inner] = public_tree(value[inner])
+                kept.setdefault(head, {})[inner] = named_tree(value[inner])
         found[stage] = kept
     return found
+
+
+def named_tree(value: Any) -> Any:
+    """As :func:`public_tree`, of values whose texts are names (:func:`plain_name`)."""
+    return _plain_tree(public_tree(value))
+
+
+def _plain_tree(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {plain_name(k): _plain_tree(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain_tree(v) for v in value]
+    return plain_name(value) if isinstance(value, str) else value
 
 
 def public_tree(value: Any) -> Any:

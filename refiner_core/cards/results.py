@@ -24,7 +24,7 @@ from refiner_core.cards.agent_results import (
 )
 from refiner_core.cards.facts import CardFacts, finite, public_name
 from refiner_core.cards.printed import MISSING, Line, number
-from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.planned import TRAINED, stage_changes
 from refiner_core.evaluation.metrics import higher_is_better, of_tasks
 from refiner_core.evaluation.names import domain_of
 
@@ -204,6 +204,8 @@ def protocol_words(facts: CardFacts, protocol: str, entries: Sequence[Entry] = (
             f"reward: {reward.get('combination')}, scale {reward.get('verification_reward')}, "
             f"citation weight {reward.get('paper_citation_weight')}"
         )
+    if (version := known.get("version", 1)) > 1:
+        parts.append(f"rewards of version {version}: {stage_changes('evaluate', version)}")
     return "; ".join(parts) + "."
 
 

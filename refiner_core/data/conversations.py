@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import DemonstrationRow
+from refiner_core.data.rows import PLAIN_NAME, PLAIN_NAME_SAID
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
@@ -56,17 +57,20 @@ class Conversations:
     def __iter__(self) -> Iterator[Conversation | str]:
         seen: set[str] = set()
         for raw in read_rows(self._rows):
-            messages = _messages_of(raw)
-            content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
-            if content in seen:
-                yield "duplicate"
-                continue
+            try:
+                messages = _messages_of(raw)
+                content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
+                made = "duplicate" if content in seen else self._encoded(raw, messages)
+            except RecursionError as error:
+                raise _wrong(raw, "is nested too deeply", "a few levels of objects") from error
             seen.add(content)
-            yield self._encoded(raw, messages)
+            yield made
 
     def _encoded(self, raw: RawRow, messages: Sequence[Mapping[str, Any]]) -> Conversation | str:
         row, metadata = raw.row, _metadata_of(raw)
         domain = str(row.get("domain") or metadata.get("domain") or "unnamed")
+        if not PLAIN_NAME.fullmatch(domain):
+            raise _wrong(raw, f"has the domain {domain[:40]!r}", PLAIN_NAME_SAID)
         named = [source.get("task_id") for source in (row, metadata)]
         named.append(metadata.get("tau2_task_id"))
         named = [str(name) for name in named if name is not None]

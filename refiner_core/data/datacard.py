@@ -55,6 +55,7 @@ def make_report(
             "kept": tally.kept,
             "dropped": dict(sorted(tally.dropped.items())),
             "modes": dict(sorted(tally.modes.items())),
+            "ids_with_differing_texts": tally.differing_ids,
             "prompt_tokens": percentiles(tally.prompt_lengths),
         }
     report["sft"]["loss_tokens"] = percentiles(answer_lengths)
@@ -108,7 +109,8 @@ def data_card(report: Mapping[str, Any]) -> str:
         "",
         f"By question, seed {split['split_seed']}: {split['held_out_questions']} of "
         f"{split['questions']} questions are held out, with all their rows. No held-out question "
-        "is among the demonstrations.",
+        "is among the demonstrations. Case, punctuation and quotes make no other question; a "
+        "paraphrase does.",
         "",
         "## Files",
         "",
@@ -134,6 +136,9 @@ def _section(kind: Mapping[str, Any]) -> list[str]:
     if kind["dropped"]:
         lines += ["", "| dropped because | rows |", "|---|---:|"]
         lines += [f"| {reason} | {count} |" for reason, count in kind["dropped"].items()]
+    if ids := kind["ids_with_differing_texts"]:
+        stand = "id of the evidence stands" if ids == 1 else "ids of the evidence stand"
+        lines += ["", f"{ids} {stand} for differing texts: a source may have added to another's."]
     labels = {
         "prompt_tokens": "Tokens of the prompts measured, before any was dropped for its length",
         "loss_tokens": "Tokens with loss of the demonstrations kept",

@@ -65,6 +65,7 @@ class Tally:
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
+    differing_ids: int = 0  # of the evidence, that stand for several texts within their row
     prompt_lengths: list[int] = field(default_factory=list)  # every prompt measured
     total_lengths: list[int] = field(default_factory=list)  # every prompt + answer measured
 
@@ -223,6 +224,7 @@ def _candidates(
             tally.dropped[reason] += 1
             continue
         seen.add(row.content_key)
+        tally.differing_ids += row.evidence.differing
         rows.append(row)
     return rows
 
@@ -233,7 +235,7 @@ def _reason_to_drop(
     wanted = config.data.refiner_mode
     if wanted is not None and row.refiner_mode != wanted:
         return "wrong_mode"
-    if not row.has_tool_output:
+    if not row.evidence:
         return "no_tool_output"
     if row.content_key in seen:
         return "duplicate"

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from refiner_core.answers import parse_evidence
+from refiner_core.answers import ParsedEvidence, compared, parse_evidence
 from refiner_core.contract.errors import DataError
 from refiner_core.data.sources import RawRow, Which
 from refiner_core.rubrics import normalise_rubrics
@@ -34,7 +34,9 @@ from refiner_core.rubrics import normalise_rubrics
 DEFAULT_MODE = "answer_only"
 _ROLES = ("system", "user", "assistant", "tool")
 _FORMS = "columns conversations + rubrics + metadata, or messages + ground_truth + dataset"
-_QUERY = re.compile(r"<query>(.*?)</query>", re.DOTALL)
+#: Names that rows bring along (modes, domains) stand on cards and in reports.
+PLAIN_NAME = re.compile(r"\w[\w .:+/-]{0,63}")
+PLAIN_NAME_SAID = "a short name of letters, digits, spaces and `_.:+/-`"
 
 Message = dict[str, str]
 
@@ -63,9 +65,9 @@ class Row:
         return "\n\n".join(shown)
 
     @property
-    def has_tool_output(self) -> bool:
-        """Whether the prompt holds at least one piece of evidence with an id to cite."""
-        return bool(parse_evidence(self.prompt_text))
+    def evidence(self) -> ParsedEvidence:
+        """The prompt's pieces of evidence that have an id to cite."""
+        return parse_evidence(self.prompt_text)
 
     @property
     def content_key(self) -> str:
@@ -75,21 +77,19 @@ class Row:
 
     @property
     def question_key(self) -> str:
-        """Equal for the same question up to case and spacing."""
-        return _normal(self.question)
+        """Equal for the same question up to case and spacing; what a seeded split draws by."""
+        return " ".join(self.question.casefold().split())
 
     @property
     def question_names(self) -> tuple[str, ...]:
-        """What the question goes by: its own text, then the prompt as a whole.
+        """What the question goes by: its own text, the same as texts are compared, and so the
+        prompt as a whole.
 
-        Two rows may show one prompt and name its question differently (``ground_truth.query`` in
-        one form, the ``<query>`` tag in the other).
+        Two rows may spell one question differently (a question mark, curly quotes), or show one
+        prompt and name its question differently (``ground_truth.query`` in one form, the
+        ``<query>`` tag in the other).
         """
-        return self.question_key, _normal(self.prompt_text)
-
-
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
+        return self.question_key, compared(self.question), compared(self.prompt_text)
 
 
 def parse_row(raw: RawRow, which: Which) -> Row:
@@ -100,6 +100,13 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     DataError
         If the row has neither form, or a part of it cannot be used.
     """
+    try:
+        return _parsed(raw, which)
+    except RecursionError as error:
+        raise _error(raw, "is nested too deeply", "objects and lists a few levels deep") from error
+
+
+def _parsed(raw: RawRow, which: Which) -> Row:
     row = raw.row
     if row.get("conversations") is not None:
         turns, metadata = row["conversations"], _object(raw, "metadata", row.get("metadata"))
@@ -117,8 +124,14 @@ def parse_row(raw: RawRow, which: Which) -> Row:
     messages, answer = _split_turns(raw, _messages(raw, turns), which)
     sample_id = metadata.get("sample_id") or row.get("sample_id") or row.get("id")
     prompt = "\n\n".join(m["content"] for m in messages if m["role"] == "user")
-    tagged = _QUERY.search(prompt)
-    question = query or (tagged and tagged.group(1)) or metadata.get("tool_query") or prompt
+    question = query or _tagged(prompt) or metadata.get("tool_query") or prompt
+    mode = str(metadata.get("refiner_mode") or DEFAULT_MODE)
+    if not PLAIN_NAME.fullmatch(mode):
+        raise _error(
+            raw,
+            f"has the refiner_mode {mode[:40]!r}",
+            PLAIN_NAME_SAID,
+        )
     return Row(
         origin=raw.origin,
         sample_id=str(sample_id) if sample_id is not None else _derived_id(messages, answer),
@@ -126,9 +139,24 @@ def parse_row(raw: RawRow, which: Which) -> Row:
         messages=tuple(messages),
         answer=answer,
         rubrics=_rubrics(raw, rubrics),
-        refiner_mode=str(metadata.get("refiner_mode") or DEFAULT_MODE),
-        truth=_object(raw, "truth", row["truth"]) if row.get("truth") is not None else None,
+        refiner_mode=mode,
+        truth=_truth(raw),
     )
+
+
+def _truth(raw: RawRow) -> Mapping[str, Any] | None:
+    if raw.row.get("truth") is None:
+        return None
+    truth = _object(raw, "truth", raw.row["truth"])
+    json.dumps(truth)  # it is written as JSON later, where nobody knows the row any more
+    return truth
+
+
+def _tagged(prompt: str) -> str:
+    """What the first ``<query>`` holds, in linear time; empty where there is none."""
+    _, _, rest = prompt.partition("<query>")
+    query, closed, _ = rest.partition("</query>")
+    return query if closed else ""
 
 
 def _error(raw: RawRow, what: str, expected: str) -> DataError:

@@ -53,7 +53,7 @@ def compare_results(
     tables = [_entries(folder) for folder in folders]
     samples = _SampleFiles()
     rows = []
-    for key in tables[0]:
+    for key, first in tables[0].items():
         decoding, metric = key
         if (metrics is not None and metric not in metrics) or not all(
             key in table for table in tables
@@ -74,8 +74,8 @@ def compare_results(
             {
                 "decoding": decoding,
                 "metric": metric,
-                "protocol": entries[0]["protocol"],
-                "protocol_name": entries[0]["protocol_name"],
+                "protocol": first["protocol"],
+                "protocol_name": first["protocol_name"],
                 "a": sum(values[: len(a)]) / len(a),
                 "b": sum(values[len(a) :]) / len(b),
                 "difference": numbers.pop("value"),

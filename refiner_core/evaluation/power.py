@@ -92,6 +92,30 @@ def variance_components(values: Floats) -> Components:
     )
 
 
+def likely_components(
+    components: Components, share: float = 0.8
+) -> tuple[Components, Components] | None:
+    """The least and the most that seeds may spread, where an estimate has the mean square that it
+    has: between them lies the truth in ``share`` of all estimates. None where seeds are not known.
+
+    Of few seeds the mean square is a chi-squared number with as few degrees of freedom; prompts are
+    many, so that what they spread is taken as it is.
+    """
+    if components.seed is None or components.seeds < 2:
+        return None
+    from scipy.stats import chi2
+
+    freedom = components.seeds - 1
+    square = components.prompts * components.seed + components.residual
+    tail = (1 - share) / 2
+    least, most = (
+        max(0.0, square * freedom / float(chi2.ppf(q, freedom)) - components.residual)
+        / components.prompts
+        for q in (1 - tail, tail)
+    )
+    return components._replace(seed=least), components._replace(seed=most)
+
+
 def detectable_effect(
     components: Components, seeds: int, prompts: int, power: float = 0.8, alpha: float = 0.05
 ) -> float:
@@ -115,13 +139,11 @@ def detectable_effect(
     """
     if prompts < 2:
         return math.inf
-    if components.prompt + components.residual + (components.seed or 0.0) == 0:
-        return 0.0
     from scipy.optimize import brentq
 
     half, error = _half_widths(components, seeds, prompts, alpha)
     if not error:
-        return 0.0  # one seed, and all that spreads are seeds
+        return 0.0  # nothing spreads; or seeds alone, and there is one
     high = error
     while _power(high, half, error) < power:
         high *= 2
@@ -144,25 +166,19 @@ def _half_widths(
     """Half widths of the interval as they would come, and the true standard error."""
     from scipy.stats import t
 
-    of_seed = components.seed or 0.0
     if seeds == 1:
-        expected = (0.0, components.prompt + components.residual, 0.0)
-    else:
-        expected = (
-            prompts * of_seed + components.residual,
-            seeds * components.prompt + components.residual,
-            components.residual,
-        )
-    freedoms = (max(seeds - 1, 1), prompts - 1, max(seeds - 1, 1) * (prompts - 1))
-    drawn = [
-        mean * _chi_squares(i, df)
-        for i, (mean, df) in enumerate(zip(expected, freedoms, strict=True))
-    ]
-    squares = MeanSquares(*drawn)
-    if seeds == 1:
-        half = t.ppf(1 - alpha / 2, prompts - 1) * np.sqrt(squares.prompt / prompts)
-        return half, math.sqrt(expected[1] / prompts)
-    error = math.sqrt((expected[0] + expected[1] - expected[2]) / (seeds * prompts))
+        variance = components.prompt + components.residual
+        drawn = variance * _chi_squares(1, prompts - 1)
+        half = t.ppf(1 - alpha / 2, prompts - 1) * np.sqrt(drawn / prompts)
+        return half, math.sqrt(variance / prompts)
+    of_seeds = prompts * (components.seed or 0.0) + components.residual
+    of_prompts = seeds * components.prompt + components.residual
+    squares = MeanSquares(
+        of_seeds * _chi_squares(0, seeds - 1),
+        of_prompts * _chi_squares(1, prompts - 1),
+        components.residual * _chi_squares(2, (seeds - 1) * (prompts - 1)),
+    )
+    error = math.sqrt((of_seeds + of_prompts - components.residual) / (seeds * prompts))
     return half_widths(spread_of_squares(squares, seeds, prompts), alpha), error
 
 

@@ -36,7 +36,9 @@ from refiner_core.environments.protocol import Environment
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
-PROTOCOL_VERSION = 1
+#: Raised when numbers of one protocol would not be comparable with those before: of answers, whose
+#: citation reward counts a claim once since version 2; of agents with tools.
+PROTOCOL_VERSION, PROTOCOL_VERSION_OF_AGENTS = 2, 1
 Decoding = Literal["greedy", "sampled"]
 
 #: Fields of `reward` that decide what a rubric score is; the others decide what `reward` is.
@@ -204,6 +206,7 @@ def episode_protocol(
         samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
         judge=_judge(config.judge) if asked.nl_assertions == "judge" else {},
         rubrics={},
+        version=PROTOCOL_VERSION_OF_AGENTS,
         environment={
             **environment.describe(),
             "name": Path(environment.name).name,  # of a file of one's own without its folders

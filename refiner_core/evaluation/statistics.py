@@ -119,7 +119,7 @@ def cluster_bootstrap(
                 rng=np.random.default_rng(seed),
             )
         low, high = float(result.confidence_interval.low), float(result.confidence_interval.high)
-        if math.isfinite(low) and math.isfinite(high):
+        if math.isfinite(low):  # or neither end is
             break
     return low, high
 
@@ -289,7 +289,7 @@ def _whole(values: Floats, confidence: float) -> list[Difference]:
     flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))
     half = np.where(flat, 0.0, half_widths(spread, 1 - confidence))
     safe = spread._replace(variance=np.where(flat, 1.0, spread.variance))
-    alike = np.where(np.abs(means) > 1e-12, min(1.0, 2.0 ** (1 - prompts)), 1.0)
+    alike = np.where(np.abs(means) > 1e-12, 2.0 ** (1 - prompts), 1.0)
     found = np.where(flat, alike, p_values(means, safe))
     name = "t over prompts" if seeds == 1 else "t over seeds and prompts"
     return [

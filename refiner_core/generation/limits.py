@@ -66,13 +66,15 @@ def check_window(
 
 
 def check_layers(config: Any, longest: int) -> None:
-    """Refuse layers whose cache is not simply all earlier keys and values.
+    """Refuse layers whose cache is not simply all earlier keys and values, and positions that
+    depend on the batch (:func:`check_positions`).
 
     Raises
     ------
     UnsupportedError
-        Names the kinds of layers.
+        Names the kinds of layers, or of positions.
     """
+    check_positions(config, longest)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sliding = getattr(config, "sliding_window", None)
     # A window that nothing outgrows is full attention.
@@ -87,6 +89,37 @@ def check_layers(config: Any, longest: int) -> None:
             expected="layers that attend to all earlier tokens",
             fix="use grpo.generation_backend=vllm for this model",
         )
+
+
+def check_positions(config: Any, longest: int) -> None:
+    """Refuse rotary positions that would depend on what else stands in the batch.
+
+    Beyond the window that a model was first made for, these kinds choose the frequencies of all
+    sequences by the longest one, so that a short one is read otherwise beside a long one.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the kind and both lengths.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # or one by kind of layer
+        kind = (rope or {}).get("rope_type") or "default"
+        first = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            first = rope.get("original_max_position_embeddings") or first
+        elif "dynamic" not in kind:
+            continue
+        if first is not None and longest > first:
+            raise UnsupportedError(
+                f"The model's rotary positions are of the kind {kind!r}: in a batch with more than "
+                f"{first} tokens in a row they depend on its longest sequence, and there may be "
+                f"{longest}",
+                expected="positions of a sequence that depend on it alone",
+                fix=f"keep sequences within {first} tokens (data.max_prompt_token_length, "
+                "grpo.response_length, sft.pack_length), or use another model",
+            )
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -81,12 +81,14 @@ def resolve_ref(ref: str) -> str:
 
 
 def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
-    """Arguments that tell ``from_pretrained`` where to look."""
+    """Arguments that tell ``from_pretrained`` where to look, and to run no code that lies there:
+    left open, it asks whoever sits at the terminal."""
     resolved = resolve_ref(ref)
+    source = {"pretrained_model_name_or_path": resolved, "trust_remote_code": False}
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
-        return {"pretrained_model_name_or_path": resolved, "local_files_only": True}
+        return {**source, "local_files_only": True}
     revision = config.revision if ref == config.name_or_path else "main"
-    return {"pretrained_model_name_or_path": resolved, "revision": revision}
+    return {**source, "revision": revision}
 
 
 def _cannot_load(what: str, ref: str, error: Exception) -> ConfigurationError:
@@ -185,13 +187,17 @@ def load_architecture(ref: str, config: ModelConfig) -> Any:
     try:
         architecture = AutoConfig.from_pretrained(**source)
         model = AutoModelForCausalLM.from_config(
-            architecture, dtype=getattr(torch, config.dtype), attn_implementation="eager"
+            architecture,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="eager",
+            trust_remote_code=False,
         )
     except MemoryError:
         raise
     except Exception as error:  # damaged files end in errors of many libraries
         raise _cannot_load("model", ref, error) from error
     name = source.pop("pretrained_model_name_or_path")
+    del source["trust_remote_code"]  # a generation's configuration has no code
     try:
         model.generation_config = GenerationConfig.from_pretrained(name, **source)
     except OSError:  # not every model has one; transformers derives it from the architecture

@@ -21,7 +21,8 @@ class Surroundings:
     endpoints
         Where it may ask, looked up anew whenever no server answers (a server that refiner serves
         may come back elsewhere), from a thread of its own; none takes the configuration's
-        addresses. What it raises ends the judging.
+        addresses. They come with keys of their own: the user's (``judge.api_key_env``) goes to the
+        configuration's addresses alone. What it raises ends the judging.
     should_stop
         Whether somebody wants it to end while it waits for servers.
     on_pause

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import canonical_json
-from refiner_core.contract.types import Judgement, JudgeRequest
+from refiner_core.contract.types import CUT_SHORT, Judgement, JudgeRequest
 from refiner_core.judges.parsing import MAX_SCORE, parse_batch, parse_judgement
 from refiner_core.judges.prompting import JudgePrompts, Message, load_judge_prompts
 
@@ -144,10 +144,10 @@ def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusabl
     if finish == "abort":
         return Unusable("aborted", "the server aborted the judgement")
     if finish == "length":
-        why = "the judgement ended by length; judge.max_tokens is too small for it"
+        why = f"{CUT_SHORT} length; judge.max_tokens is too small for it"
         return Unusable("length", why, final=True)
     if finish not in (None, "stop"):
-        return Unusable("ended", f"the judgement ended by {finish!r:.40}", final=True)
+        return Unusable("ended", f"{CUT_SHORT} {finish!r:.40}", final=True)
     if not isinstance(text, str):
         return Unusable("garbage", "the reply is no chat completion")
     return _judgements(text, call)

@@ -193,7 +193,8 @@ class OpenAIJudge:
     def _running(self) -> EngineThread:
         if os.getpid() != self._process:
             raise RuntimeError("a judge cannot be used in a forked process; make one there")
-        authorization(Endpoint(""), self._config.api_key_env)  # refused here, not call by call
+        if self._around.endpoints is None:
+            authorization(Endpoint(""), self._config.api_key_env)  # refused here, not call by call
         with self._starting:
             if self._closed:
                 raise RuntimeError("the judge was closed")

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from refiner_core.contract.types import Judgement
+from refiner_core.contract.types import UNPARSABLE, Judgement
 
 #: A judge is asked for 0 to 2, so that "in part" has a number of its own.
 MAX_SCORE = 2.0
@@ -65,7 +65,7 @@ def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judg
             raise _Unreadable(f"no object with a score{_quoted(text)}")
         return Judgement("scored", _read_score(score, allowed))
     except _Unreadable as error:
-        return Judgement("failed", None, f"unparsable judgement, {error}")
+        return Judgement("failed", None, f"{UNPARSABLE}, {error}")
 
 
 def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None) -> BatchReading:
@@ -87,7 +87,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
         entries = _last_list(text, count)
         by_number = _numbered(entries, count)
     except _Unreadable as error:
-        return BatchReading(nothing, f"unparsable judgement, {error}")
+        return BatchReading(nothing, f"{UNPARSABLE}, {error}")
     judgements, problems = list(nothing), []
     for number in range(1, count + 1):
         if number not in by_number:
@@ -99,7 +99,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
             problems.append(f"criterion {number}: {error}")
         else:
             judgements[number - 1] = Judgement("scored", score)
-    problem = f"unparsable judgement, {'; '.join(problems[:3])}" if problems else ""
+    problem = f"{UNPARSABLE}, {'; '.join(problems[:3])}" if problems else ""
     return BatchReading(tuple(judgements), problem)
 
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -38,7 +38,7 @@ _LABELS = {
     BATCH: {"text": "answer"},
     "citation_recall": {"text": "claim", "reference": "evidence"},
     "citation_precision": {"text": "claim", "reference": "source"},
-    "citation_needed": {"text": "passage", "reference": "reference"},
+    "citation_needed": {"text": "passage", "reference": "answer"},
 }
 #: Placeholders of each kind's user prompt: those that it must have, and those that it may.
 _PLACES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -58,6 +58,8 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _HARMLESS = {"<": "‹", "[": "❲"}
+#: Hexadecimal digits in the name of a fence: 128 bits, and 48 where texts were asked about before.
+_FENCE, _FENCE_BEFORE = 32, 12
 #: Prompts that are kept as they were read, by name and form.
 _held: dict[tuple[str, str], JudgePrompts] = {}
 
@@ -78,12 +80,19 @@ class _Prompt(NamedTuple):
 class JudgePrompts:
     """Prompts as they were read; a folder that is edited afterwards does not change them.
 
-    ``shipped`` prompts are known to ask for 0, 1 or 2 alone.
+    ``shipped`` prompts are known to ask for 0, 1 or 2 alone. Version 1, and folders, whose digest
+    says no more than their wording, fence as they always did: what a store holds stays an answer to
+    the very same text.
     """
 
     name: str
     prompts: Mapping[str, _Prompt]
     shipped: bool
+
+    @property
+    def _fence(self) -> Callable[[str, str], str]:
+        wide = self.shipped and self.name != "v1"
+        return functools.partial(fence, digits=_FENCE if wide else _FENCE_BEFORE)
 
     def digest(self, form: str = "per_rubric") -> str:
         """SHA-256 over the prompts that a form uses; see :func:`judge_prompts_digest`."""
@@ -95,7 +104,7 @@ class JudgePrompts:
         """The chat messages of one request."""
         labels = _LABELS[request.kind]
         values = {
-            name: fence(labels.get(name, name), getattr(request, name))
+            name: self._fence(labels.get(name, name), getattr(request, name))
             for name in ("question", "text", "reference")
         }
         return _filled(self._of(request.kind), values)
@@ -106,10 +115,10 @@ class JudgePrompts:
         ``requests`` have the same question and text.
         """
         values = {
-            "question": fence("question", requests[0].question),
-            "text": fence("answer", requests[0].text),
+            "question": self._fence("question", requests[0].question),
+            "text": self._fence("answer", requests[0].text),
             "criteria": "\n\n".join(
-                f"Criterion {number}:\n{fence(f'criterion-{number}', request.reference)}"
+                f"Criterion {number}:\n{self._fence(f'criterion-{number}', request.reference)}"
                 for number, request in enumerate(requests, start=1)
             ),
             "count": str(len(requests)),
@@ -199,10 +208,10 @@ def render_prompt(version: str, request: JudgeRequest) -> list[Message]:
 
 
 @functools.lru_cache(maxsize=256)
-def fence(label: str, text: str) -> str:
+def fence(label: str, text: str, digits: int = _FENCE) -> str:
     """``text`` between tags that it cannot contain, and without tokens of chat templates."""
     text = _CONTROL.sub(lambda match: _HARMLESS[match[0]], _sendable(text))
-    tag = f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    tag = f"{label}-{hashlib.sha256(text.encode()).hexdigest()[:digits]}"
     return f"<{tag}>\n{text}\n</{tag}>"
 
 
@@ -242,7 +251,7 @@ def _missing(folder: Path, kinds: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(
         f"The judge's prompts in {folder} are not complete: {', '.join(files)} not there",
         expected="all prompts that judge.form asks for, two files of each kind",
-        fix=f"write them; {_FOLDER / 'v1'} shows how",
+        fix=f"write them; {_FOLDER / prompt_versions()[-1]} shows how",
     )
 
 

@@ -13,21 +13,38 @@ between them)
 
     citation = 0.6 * mean F1 + 0.4 * (unique known ids cited / unique ids cited, 0 if none is)
 
-and 0 where the prompt has no evidence. What the formula leaves open, and we decide:
+and 0 where the prompt has no evidence. As there, a text counts once in the means, however often the
+answer says it: else to repeat a good claim would pay. And whether a passage needs a citation is
+asked with the whole answer, since what sums up cited text needs none.
+
+What the formula leaves open, and we decide:
 
 - A claim's evidence is what its *known* ids name; a claim that cites unknown ids alone has none.
-- Precision is asked for each source cited by itself, and averaged over the claim's sources.
+- Claims of one text (:func:`refiner_core.answers.compared`) may cite different sources: each is
+  judged, and the text has the mean of their scores. There, the last one takes the place of all.
 - A snippet tag around nothing scores 0 on both, without a question to the judge.
+
+And in one point we depart from it: precision is asked for each source cited by itself, and averaged
+over the claim's sources. There, one question is asked about all of them together, so that one good
+source hides any number of bad ones.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from refiner_core.answers import Claim, ParsedAnswer, ParsedEvidence, Problem
+from refiner_core.answers import (
+    Claim,
+    ParsedAnswer,
+    ParsedEvidence,
+    Problem,
+    compared,
+    says_something,
+)
 from refiner_core.contract.types import Judgement, JudgeRequest
 
 F1_SHARE = 0.6
@@ -50,7 +67,7 @@ class CitationQuestion(NamedTuple):
 
 @dataclass(frozen=True)
 class CitationScore:
-    """Parts of the citation reward, each in [0, 1]; means are over all claims."""
+    """Parts of the citation reward, each in [0, 1]; means are over what claims say."""
 
     reward: float = 0.0
     precision: float = 0.0
@@ -76,7 +93,7 @@ def plan_citations(
             continue
         known = _known(claim, evidence)
         if not known:
-            ask(index, "citation_needed", claim.ids, "")
+            ask(index, "citation_needed", claim.ids, answer.body or "")
             continue
         ask(index, "citation_recall", known, evidence.text_of(known))
         for cited in known:
@@ -98,15 +115,26 @@ def score_citations(
         kinds = by_claim.setdefault(question.claim, {})
         kinds.setdefault(question.request.kind, []).append(judgement.score)
     pairs = [_claim_score(by_claim.get(index, {})) for index in range(len(answer.claims))]
-    f1 = _mean([harmonic_mean(recall, precision) for recall, precision in pairs])
+    mean = functools.partial(mean_over_texts, answer.claims)
+    f1 = mean([harmonic_mean(recall, precision) for recall, precision in pairs])
     form = citation_format(answer.cited_ids, evidence)
     return CitationScore(
         reward=F1_SHARE * f1 + FORMAT_SHARE * form,
-        precision=_mean([precision for _, precision in pairs]),
-        recall=_mean([recall for recall, _ in pairs]),
+        precision=mean([precision for _, precision in pairs]),
+        recall=mean([recall for recall, _ in pairs]),
         f1=f1,
         format=form,
     )
+
+
+def mean_over_texts(claims: Sequence[Claim], values: Sequence[float]) -> float:
+    """The mean of the claims' values in which each text counts once, with the mean of its claims; 0
+    of none. Claims that say nothing repeat no text: each counts."""
+    by_text: dict[str | int, list[float]] = {}
+    for index, (claim, value) in enumerate(zip(claims, values, strict=True)):
+        text = compared(claim.text) if says_something(claim.text) else index
+        by_text.setdefault(text, []).append(value)
+    return _mean([_mean(found) for found in by_text.values()])
 
 
 def harmonic_mean(a: float, b: float) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 from refiner_core.answers import ParsedAnswer
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
+from refiner_core.rewards.citations import mean_over_texts
 from refiner_core.rubrics import Rubric
 
 ANSWER_ONLY = "answer_only"
@@ -51,17 +52,18 @@ def aggregate_rubrics(
         rubric.weight * (1.0 - score if rubric.polarity == "negative" else score)
         for rubric, score in scores
     )
-    return min(flipped / size, 1.0)
+    return flipped / size
 
 
 def format_bonus(answer: ParsedAnswer, refiner_mode: str) -> float:
     """0.5 for one answer block with nothing outside it, 0.5 times the share of sound claims.
 
     Claims are the snippet tags here; a sound one is closed, says something and cites known ids
-    alone. Without tags that half is 0. Text outside the block is a fault under ``answer_only``.
+    alone. One text counts once, as in the citation reward. Without tags that half is 0. Text
+    outside the block is a fault under ``answer_only``.
     """
     tagged = answer.tagged_claims
-    share = sum(claim.well_formed for claim in tagged) / len(tagged) if tagged else 0.0
+    share = mean_over_texts(tagged, [float(claim.well_formed) for claim in tagged])
     alone = answer.single_block and not _outside(answer, refiner_mode)
     return 0.5 * alone + 0.5 * share
 

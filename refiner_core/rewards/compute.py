@@ -241,8 +241,6 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     malformed = plan.answer.malformed
     scored = zip(plan.rubrics, on_rubrics, strict=not malformed)
     judged = aggregate_rubrics([(r, j.score or 0.0) for r, j in scored], reward.rubric_aggregation)
-    if malformed and not components["no_rubrics"]:
-        judged = 0.0
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
     citation = score_citations(plan.answer, plan.evidence, asked)
     total = total_reward(

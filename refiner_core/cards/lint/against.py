@@ -27,13 +27,33 @@ _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
 _NAMED = re.compile(r"(?:--)?([A-Za-z_][\w.]*)\s*[ =]\s*$")
 #: So many changes of a line are told one by one.
 _MOST = 6
+#: Characters of an evidence file.
+LARGEST = 10_000_000
 _FIX = "take the card that the evidence gives, or publish again"
 
+_NOT_RUN = Finding(
+    1,
+    "evidence",
+    "it was made by a template of somebody's own, which is not run here: its words were not "
+    "compared with the evidence",
+    "read the template in refiner.json, and name a file with the same text by --template FILE",
+    "warning",
+)
 
-def evidence_findings(text: str, evidence: str) -> list[Finding]:
-    """Differences between a card and what its evidence gives; empty where there is none."""
+
+def evidence_findings(text: str, evidence: str, template: str | None = None) -> list[Finding]:
+    """Differences between a card and what its evidence gives; empty where there is none.
+
+    A template that the evidence brings is a stranger's program. It is run where it is ``template``,
+    which the caller trusts, and else not.
+    """
+    if len(evidence) > LARGEST:
+        what = f"its evidence has {len(evidence)} characters, at most {LARGEST} are read"
+        return [Finding(1, "too-large", what, _FIX)]
     try:
         read = load_evidence(evidence)
+        if read.facts.template not in (None, template):
+            return [_NOT_RUN, *inconsistencies(read)]
         expected = build_card(read.facts)
     except RefinerError as error:
         return [Finding(1, "evidence", f"its evidence cannot be used: {error.what}", error.fix)]
@@ -45,6 +65,10 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
     if text == expected:
         return
     have, want = text.split("\n"), expected.split("\n")
+    if len(have) > 2 * len(want) + 200:
+        what = f"it has {len(have)} lines, and the evidence gives {len(want)}"
+        yield Finding(1, "evidence", what, _FIX)
+        return
     origin = _Origin(evidence.facts, want)
     matcher = SequenceMatcher(None, have, want, autojunk=False)
     for kind, i1, i2, j1, j2 in matcher.get_opcodes():
@@ -67,6 +91,9 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
 def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Finding]:
     """What differs between two lines: each number or word that does, unless most of them do."""
     want = origin.lines[place]
+    if len(have) > 2 * len(want) + 2000:
+        yield Finding(line, "evidence", f"the evidence gives the line {_short(want)!r}", _FIX)
+        return
     ours, theirs = _TOKEN.findall(have), _TOKEN.findall(want)
     matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
     changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]

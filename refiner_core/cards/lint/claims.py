@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 from refiner_core.cards.lint.figures import Figure, parse_figure, parse_number
 from refiner_core.cards.lint.findings import Finding
@@ -42,6 +43,10 @@ _FROM_TO = re.compile(
 _PROTOCOL = re.compile(
     r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
 )
+#: More than these are no claims of a card: looking at each would take hours.
+_MOST_CLAIMS, _MOST_PAIRS = 100, 1000
+#: Characters before and after a claim that its sentence is looked for in.
+_NEAR = 2000
 _OF_ELSE = re.compile(r"(?i)speed|fast|through|memory|latency|cost|small|context|length|token")
 
 
@@ -85,7 +90,7 @@ def claim_findings(
     document: Document, known: Sequence[Quantity], impossible: Collection[Quantity]
 ) -> Iterator[Finding]:
     """One finding per claim that does not stand."""
-    for claim in _claims(document):
+    for claim in islice(_claims(document), _MOST_CLAIMS):
         yield from _judge(claim, known, impossible)
 
 
@@ -109,7 +114,9 @@ def _claims(document: Document) -> Iterator[Claim]:
 
 def _context(paragraph: Paragraph, offset: int) -> str:
     """The sentence of a claim and the one before it."""
-    text = paragraph.text
+    begin = max(0, offset - _NEAR)
+    text = paragraph.text[begin : offset + _NEAR]
+    offset -= begin
     starts = [0, *(m.end() for m in re.finditer(r"[.!?]\s+", text))]
     before = [s for s in starts if s <= offset][-2:]
     end = re.compile(r"[.!?](?:\s|$)").search(text, offset)
@@ -175,19 +182,21 @@ def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quan
     is about come first."""
     own = [q for q in known if q.role == "own"]
     base = [q for q in known if q.role == "base" and q.figure.value > 0]
-    same = [
+    alike: dict[tuple[str, frozenset[str]], list[Quantity]] = {}
+    for b in base:
+        alike.setdefault((b.metric.key, b.name), []).append(b)
+    others = [*own, *(q for q in known if not q.compares)]
+    same = (
+        (a, b) for a in own for b in alike.get((a.metric.key, a.name), ()) if a.table is b.table
+    )
+    across = (
         (a, b)
-        for a in own
-        for b in base
-        if a.table is b.table and a.metric.key == b.metric.key and a.name == b.name
-    ]
-    across = [
-        (a, b)
-        for a in [*own, *(q for q in known if not q.compares)]
-        for b in base
-        if a.table is not b.table and a.metric.key == b.metric.key and a.name == b.name
-    ]
-    for pairs in (same, across):
+        for a in others
+        for b in alike.get((a.metric.key, a.name), ())
+        if a.table is not b.table
+    )
+    for found in (same, across):
+        pairs = list(islice(found, _MOST_PAIRS))
         named = [p for p in pairs if _mentions(claim.sentence, p[0])]
         if named or pairs:
             return named or pairs

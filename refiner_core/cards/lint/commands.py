@@ -19,14 +19,17 @@ CommandCheck = Callable[[Sequence[str]], str | None]
 _SHELLS = ("bash", "sh", "shell", "zsh")
 _PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
 #: What shlex does not know: text up to a mark of its own, and what is expanded.
-_BEYOND = re.compile(r"<<-?\s*['\"]?\w|\$\(|`|\$'|\$\{[^}]*['\"#]")
+_BEYOND = re.compile(r"<<-?\s*['\"]?\w|\$\(|`|\$'|\$\{[^}]{0,200}['\"#]")
 _MORE = "\\"
+#: Lines of a block, and commands of a card, that are looked at.
+_MOST_LINES, _MOST_COMMANDS = 300, 100
 _FIX = "correct the command, and run it once as it stands there"
 
 
 def command_findings(document: Document, check: CommandCheck | None) -> Iterator[Finding]:
     """All findings of all shell blocks; a block without a language counts where each line of it is
     a command of refiner."""
+    left = _MOST_COMMANDS
     for fence in document.fences:
         lines = _commands(fence)
         if (
@@ -37,7 +40,8 @@ def command_findings(document: Document, check: CommandCheck | None) -> Iterator
             yield from _quotes(fence, lines)
         for number, line in lines:
             words = _words(line)
-            if words[:1] == ["refiner"] and check is not None:
+            if words[:1] == ["refiner"] and check is not None and left:
+                left -= 1
                 problem = check(words[1:])
                 if problem:
                     yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
@@ -51,7 +55,7 @@ def _commands(fence: Fence) -> list[tuple[int, str]]:
         return []
     found: list[tuple[int, str]] = []
     going_on = False
-    for number, raw in enumerate(fence.lines, start=fence.line + 1):
+    for number, raw in enumerate(fence.lines[:_MOST_LINES], start=fence.line + 1):
         line = raw.strip()
         if going_on:
             first, text = found[-1]

@@ -44,6 +44,7 @@ class Finding:
 
 #: Every rule with what it looks for.
 RULES: dict[str, str] = {
+    "too-large": "a card has at most a million characters",
     "front-matter": "the block between two lines of --- is there, is YAML, and is a mapping",
     "licence-missing": "the front matter names a licence",
     "base-model-missing": "the front matter names the base model",
@@ -53,6 +54,7 @@ RULES: dict[str, str] = {
     "secret": "no access token or key",
     "bare-link": "links lead to something in particular",
     "machine-path": "no path of some machine",
+    "control-character": "no character that nobody sees",
     "fence-open": "every code block is closed",
     "command": "commands parse; those of refiner name recipes and fields that there are",
     "out-of-range": "no share above 100 % or below 0",

@@ -15,11 +15,28 @@ from typing import Any
 import yaml
 
 from refiner_core.cards.lint.findings import Finding
-from refiner_core.cards.lint.text import bare_links, has_secret
+from refiner_core.cards.lint.text import bare_links
+from refiner_core.contract.checks.secrets import has_secret
 
+#: Characters of a front matter; YAML is slow to read.
+_LARGEST = 100_000
 _REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
 _PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias where it stands."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "it has an alias, which cards need none of", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,17 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
             )
         )
         return front
+    if len(block) > _LARGEST:
+        what = f"the front matter has {len(block)} characters, at most {_LARGEST} are read"
+        front.findings.append(Finding(1, "front-matter", what))
+        return front
     try:
-        node = yaml.compose(block, Loader=yaml.SafeLoader)
-        matter = yaml.safe_load(block)
-    except (yaml.YAMLError, ValueError) as error:
+        loader = _Loader(block)
+        node = loader.get_single_node()
+        matter = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         line = first_line + (mark.line if mark else 0)
         front.findings.append(
             Finding(line, "front-matter", f"the front matter is not YAML: {reason}")

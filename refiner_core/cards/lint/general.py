@@ -19,7 +19,7 @@ from refiner_core.cards.lint.shares import impossible_shares
 from refiner_core.cards.lint.tables import table_findings
 from refiner_core.cards.lint.text import text_findings
 
-_UNKNOWN_BASE = re.compile(r"(?im)^[-*\s]*base model\W+(?:not recorded|unknown)\b")
+_UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
 _NO_EVIDENCE = Finding(
     1,
     "evidence-missing",
@@ -28,6 +28,10 @@ _NO_EVIDENCE = Finding(
     "warning",
 )
 _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
+
+
+#: Characters of a card; a larger one is no card.
+LARGEST = 1_000_000
 
 
 def general_findings(

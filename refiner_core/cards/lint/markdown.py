@@ -7,17 +7,24 @@ from 1. This is no renderer: what it does not understand is prose.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_FENCE = re.compile(r"^(?P<indent>[\s>]*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$")
-_HEADING = re.compile(r"^\s{0,3}(#{1,6})\s+(.*?)\s*#*\s*$")
-_DELIMITER = re.compile(r"^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$")
+# Cards are anybody's: no pattern here may look at a character more than a few times.
+_FENCE = re.compile(r"^(?P<indent>[\s>]*+)(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<info>[^`\n]*+)$")
+_HEADING = re.compile(r"^\s{0,3}(#{1,6})\s++(.*)$")
+_DELIMITER = re.compile(r"^\s*+\|?\s*+:?-++:?\s*+(?:\|\s*+:?-++:?\s*+)*+\|?\s*+$")
 _ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s")
-_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
-_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-_TAG = re.compile(r"</?[A-Za-z][^>]*>")
+_BLOCK = re.compile(r"^[\s>]*+(```|~~~)")
+_TICKS = re.compile(r"`+|\n")
+_LINK = re.compile(r"!?\[([^\[\]]*+)\]\((?:[^()]|\([^()]*+\))*+\)")
+_TAG = re.compile(r"</?[A-Za-z][^<>]*+>")
+#: Characters of the paragraph before a table that are looked at as its caption.
+_CAPTION = 2000
+_RUN = re.compile(r"[^\S\n]{65,}|[\d,.]{65,}")
+_EMPHASIS = re.compile(r"\*++|(?<!\w)_++|(?<!_)_++(?!\w)|~~")
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,16 @@ class Paragraph:
 
     def line_of(self, offset: int) -> int:
         """The line in which a character of ``text`` stands."""
-        return self.line + self.text.count("\n", 0, offset)
+        return self.line + bisect_left(self._ends, offset)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [place for place, sign in enumerate(self.text) if sign == "\n"]
 
     @cached_property
     def without_code(self) -> str:
         """``text`` with inline code blanked, every character where it was."""
-        return _CODE.sub(lambda m: " " * len(m.group()), self.text)
+        return _without_runs(_with_code(self.text, lambda span, _: " " * len(span)))
 
 
 @dataclass(frozen=True)
@@ -113,16 +124,30 @@ def read_document(text: str) -> Document:
 
 
 def _without_comments(lines: list[str], start: int) -> list[str]:
-    """Lines with HTML comments blanked, outside of code."""
-    body = "\n".join(lines[start:])
-    codes = [m.span() for m in re.finditer(r"(?ms)^[\s>]*(```|~~~).*?^[\s>]*\1", body)]
+    """Lines with HTML comments blanked, outside of code blocks."""
+    found, block, inside = lines[:start], "", False
+    for line in lines[start:]:
+        mark = _BLOCK.match(line) if not inside else None
+        if mark and block in ("", mark[1]):
+            block = "" if block else mark[1]
+        elif not block:
+            line, inside = _uncommented(line, inside)
+        found.append(line)
+    return found
 
-    def blank(match: re.Match[str]) -> str:
-        if any(first <= match.start() < last for first, last in codes):
-            return match.group()
-        return re.sub(r"[^\n]", " ", match.group())
 
-    return [*lines[:start], *_COMMENT.sub(blank, body).split("\n")]
+def _uncommented(line: str, inside: bool) -> tuple[str, bool]:
+    """A line with its comments blanked; ``inside``: it begins, and then ends, within one."""
+    parts, at = [], 0
+    while at < len(line):
+        end = line.find("-->" if inside else "<!--", at)
+        stop = len(line) if end < 0 else end + (3 if inside else 0)
+        parts.append(" " * (stop - at) if inside else line[at:stop])
+        at = stop
+        if end < 0:
+            break
+        inside = not inside
+    return "".join(parts), inside
 
 
 class _Reader:
@@ -143,7 +168,7 @@ class _Reader:
                 self._read_fence(fence)
             elif heading:
                 self._flush()
-                self._open_section(len(heading.group(1)), visible(heading.group(2)).text)
+                self._open_section(len(heading.group(1)), visible(_heading(heading.group(2))).text)
             elif self._starts_table():
                 self._flush()
                 self._read_table()
@@ -163,17 +188,17 @@ class _Reader:
 
     def _flush(self) -> None:
         if self.held:
-            text = "\n".join(self.held)
+            text = _without_runs("\n".join(self.held))
             self.document.paragraphs.append(
                 Paragraph(self.at - len(self.held) + 1, text, self._headings)
             )
-            self.caption, self.held = text, []
+            self.caption, self.held = text[-_CAPTION:], []
 
     def _open_section(self, level: int, text: str) -> None:
         self.stack = [(n, t) for n, t in self.stack if n < level] + [(level, text)]
         self.document.headings.append((self.at + 1, text))
         self.document.paragraphs.append(
-            Paragraph(self.at + 1, self.lines[self.at], self._headings[:-1])
+            Paragraph(self.at + 1, _without_runs(self.lines[self.at]), self._headings[:-1])
         )
         self.caption = ""
         self.at += 1
@@ -225,9 +250,39 @@ class _Reader:
         self.caption = ""
 
 
+def _heading(text: str) -> str:
+    """Without the signs that may close it."""
+    return text.rstrip().rstrip("#").rstrip()
+
+
+def _with_code(text: str, said: Callable[[str, str], str]) -> str:
+    """A text with each inline code replaced; ``said`` is given it with and without its marks. A
+    mark is closed by the next one of its length in the same line."""
+    marks = list(_TICKS.finditer(text))
+    closing: list[int | None] = [None] * len(marks)
+    later: dict[int, int] = {}
+    for place in range(len(marks) - 1, -1, -1):
+        if marks[place].group() == "\n":
+            later = {}
+        else:
+            length = len(marks[place].group())
+            closing[place] = later.get(length)
+            later[length] = place
+    parts, at, place = [], 0, 0
+    while place < len(marks):
+        mark, end = marks[place], closing[place]
+        place += 1
+        if end is not None:
+            close = marks[end]
+            whole = text[mark.start() : close.end()]
+            parts += [text[at : mark.start()], said(whole, text[mark.end() : close.start()])]
+            at, place = close.end(), end + 1
+    return "".join([*parts, text[at:]])
+
+
 def split_row(line: str) -> list[str]:
     """The raw cells of a row; a pipe in code or behind a backslash is no border."""
-    covered = _CODE.sub(lambda m: m.group().replace("|", "\x00"), line.strip())
+    covered = _with_code(line.strip(), lambda span, _: span.replace("|", "\x00"))
     covered = covered.replace(r"\|", "\x00").removeprefix("|").removesuffix("|")
     return [cell.replace("\x00", "|").strip() for cell in covered.split("|")]
 
@@ -235,7 +290,13 @@ def split_row(line: str) -> list[str]:
 def visible(raw: str) -> Cell:
     """A cell or heading without marks of Markdown and HTML."""
     bold = "**" in raw or "__" in raw or "<b>" in raw or "<strong>" in raw
-    text = _CODE.sub(lambda m: m.group(2), raw)
+    text = _with_code(raw, lambda _, code: code)
     text = _TAG.sub(" ", _LINK.sub(lambda m: m.group(1), text))
-    text = re.sub(r"\*+|(?<!\w)_+|_+(?!\w)|~~", "", text)
-    return Cell(" ".join(text.replace("&nbsp;", " ").split()), bold)
+    text = _EMPHASIS.sub("", text)
+    return Cell(_without_runs(" ".join(text.replace("&nbsp;", " ").split())), bold)
+
+
+def _without_runs(text: str) -> str:
+    """A text of the same length without runs of blanks or digits that are longer than anybody
+    writes: patterns of prose look at those anew from each of their characters."""
+    return _RUN.sub(lambda m: m.group()[:64] + "·" * (len(m.group()) - 64), text)

@@ -9,6 +9,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+#: Nobody tries a case more often; binomials of larger numbers fill a machine.
+_MOST_TRIES = 10_000
+#: Different numbers of tries that a card may tell of.
+_MOST_REPEATS = 20
 #: Numbers of agents beside pass@k: the first attempt alone, and all of k attempts.
 _FIRST = re.compile(r"\bpass\s?@\s?1[_ ]first\b", re.IGNORECASE)
 _HAT = re.compile(r"\bpass\s?\^\s?(\d+)(?![\w.])", re.IGNORECASE)
@@ -86,10 +90,10 @@ def metric_of(label: str) -> Metric | None:
     if _FIRST.search(label):
         return Metric("pass@1_first", yes_no=True, share=True, once=True)
     if found := _PASS.search(label):
-        k = int(found[1])
+        k = min(int(found[1]), _MOST_TRIES)
         return Metric(f"pass@{k}", k, yes_no=True, share=True)
     if found := _HAT.search(label):
-        k = int(found[1])
+        k = min(int(found[1]), _MOST_TRIES)
         return Metric(f"pass^{k}", yes_no=True, share=True, every=k)
     if yes_no := _YES_NO.search(label):
         key = yes_no.group().lower()
@@ -147,11 +151,12 @@ def names_change(label: str) -> bool:
 
 def uneven_in(text: str) -> int | None:
     """The largest number of attempts at a case, where a text says that some have fewer."""
-    found = [int(m[1]) for m in _UNEVEN.finditer(text)]
+    found = [int(m[1]) for m in _UNEVEN.finditer(text) if len(m[1]) < 6]
     return max(found) if found and max(found) <= 64 else None
 
 
 def repeats_in(text: str) -> frozenset[int]:
     """How often each case was tried, as far as a text says so."""
     found = (next(filter(None, m.groups())) for m in _REPEATS.finditer(text))
-    return frozenset(int(n) for n in found if 1 < int(n) <= 100_000)
+    known = {int(n) for n in found if len(n) < 6 and 1 < int(n) <= _MOST_TRIES}
+    return frozenset(sorted(known)[:_MOST_REPEATS])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import islice
 
 from refiner_core.cards.lint.figures import agree, parse_figure
 from refiner_core.cards.lint.findings import Finding
@@ -35,6 +36,8 @@ _MENTION = re.compile(
     r"(?P<after>\d+(?:\.\d+)?)\s?%)",
     re.IGNORECASE,
 )
+#: Numbers in sentences that are looked for in tables.
+_MOST_MENTIONS = 200
 _OWN_WORDS = re.compile(
     r"(?i)\b(?:this|our|the) model\b|\bachiev|\breach|\battain|\bwe (?:get|obtain)"
 )
@@ -50,7 +53,9 @@ def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
     """All findings in sentences, and between them and tables."""
     for paragraph in document.paragraphs:
         yield from _counts(paragraph)
-        yield from _mentions(paragraph, known)
+    mentions = ((p, m) for p in document.paragraphs for m in _MENTION.finditer(p.without_code))
+    for paragraph, found in islice(mentions, _MOST_MENTIONS):
+        yield from _mentioned(paragraph, found, known)
     for table in document.tables:
         for row in table.rows:
             for found in _QUOTED.finditer(" ".join(f"{cell.text}\t" for cell in row.cells)):
@@ -112,26 +117,27 @@ def _quotient(line: int, found: re.Match[str]) -> Iterator[Finding]:
 # ---------------------------------------------------------------- one quantity, one value
 
 
-def _mentions(paragraph: Paragraph, known: Sequence[Quantity]) -> Iterator[Finding]:
+def _mentioned(
+    paragraph: Paragraph, found: re.Match[str], known: Sequence[Quantity]
+) -> Iterator[Finding]:
     """``59% Pass@4`` is one of the table's numbers of that metric."""
-    for found in _MENTION.finditer(paragraph.without_code):
-        metric = metric_of(found["metric"] or found["name"])
-        figure = parse_figure((found["before"] or found["after"]) + "%")
-        there = [q for q in known if metric and q.metric.key == metric.key]
-        if figure is None or not there or any(agree(figure, q.figure) for q in there):
-            continue
-        named = [q for q in there if _named(q, paragraph.text)]
-        ours = _OWN_WORDS.search(paragraph.text)
-        after = paragraph.without_code[found.end() :]
-        if named or (ours and _is_of(there, paragraph.text, after)):
-            other = (named or there)[0]
-            yield Finding(
-                paragraph.line_of(found.start()),
-                "two-values",
-                f"{found.group().replace('*', '')} stands in no table; "
-                f"{other.label or 'there'} has {other.shown} (line {other.line})",
-                "correct one of them",
-            )
+    metric = metric_of(found["metric"] or found["name"])
+    figure = parse_figure((found["before"] or found["after"]) + "%")
+    there = [q for q in known if metric and q.metric.key == metric.key]
+    if figure is None or not there or any(agree(figure, q.figure) for q in there):
+        return
+    named = [q for q in there if _named(q, paragraph.text)]
+    ours = _OWN_WORDS.search(paragraph.text)
+    after = paragraph.without_code[found.end() : found.end() + 200]
+    if named or (ours and _is_of(there, paragraph.text, after)):
+        other = (named or there)[0]
+        yield Finding(
+            paragraph.line_of(found.start()),
+            "two-values",
+            f"{found.group().replace('*', '')} stands in no table; "
+            f"{other.label or 'there'} has {other.shown} (line {other.line})",
+            "correct one of them",
+        )
 
 
 def _named(q: Quantity, text: str) -> bool:

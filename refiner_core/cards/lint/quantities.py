@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from refiner_core.cards.lint.figures import Figure, agree, parse_figure, stated_n
 from refiner_core.cards.lint.markdown import Document, Table
@@ -21,6 +22,9 @@ from refiner_core.cards.lint.names import (
     words,
 )
 
+#: Numbers, and rows and columns of their tables, that are held against each other: a card with
+#: more is for no reader.
+_MOST, _ROWS, _COLUMNS = 2000, 300, 60
 #: Words of a name that set nothing apart.
 OVERALL = frozenset({"overall", "total", "all", "average", "avg", "mean"})
 
@@ -65,7 +69,9 @@ class Quantity:
 
 def quantities(document: Document) -> list[Quantity]:
     """All numbers of all tables whose metric is known, with n carried over between tables."""
-    found = [q for table in document.tables for q in _of_table(table, document.title)]
+    tables = (replace(t, rows=t.rows[:_ROWS]) for t in document.tables if len(t.header) <= _COLUMNS)
+    every = (q for table in tables for q in _of_table(table, document.title))
+    found = list(islice(every, _MOST))
     return [_with_n(q, found) for q in found]
 
 

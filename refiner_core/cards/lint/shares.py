@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import comb, lcm
 
 from refiner_core.cards.lint.figures import (
@@ -128,6 +129,7 @@ def _possible(figure: Figure, n: int, repeats: frozenset[int]) -> bool:
     return can_be_share(figure, [n, *(n * r for r in repeats)], 100)
 
 
+@lru_cache(maxsize=1)
 def _counts(text: str) -> bool:
     """Whether a paragraph is about something that each case has or has not."""
     return _YES_NO.search(text) is not None

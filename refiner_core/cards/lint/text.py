@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from refiner_core.cards.lint.findings import Finding, Severity
 from refiner_core.cards.lint.markdown import Document, Paragraph, Table
+from refiner_core.cards.printed import CONTROLS
+from refiner_core.contract.checks.secrets import has_secret
 
 _HOSTS = {
     "github.com": ("github",),
@@ -21,11 +23,11 @@ _HOSTS = {
 }
 _BARE = re.compile(
     r"https?://(?:www\.)?(?P<host>github\.com|gitlab\.com|huggingface\.co|hf\.co|wandb\.ai)/?"
-    r"(?![\w./?#:@-]*[\w?#]|[\w./-]*[<{$%\[])"
+    r"(?![./:@-]*+[\w?#]|[./-]*+[<{$%\[])"
 )
 _EXAMPLE = re.compile(r"https?://(?:www\.)?example\.(?:com|org|net)\b[^\s)>\]]*")
 _LINK = re.compile(
-    r"(?<!\\)(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*(?P<to>[^()\s]*)\s*\)"
+    r"(?<!\\)(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*+\])*+)\]\(\s*+(?P<to>[^()\s]*+)\s*+\)"
 )
 _NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
 _NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
@@ -47,11 +49,6 @@ _OWN_PATH = re.compile(
 )
 _FOLDER = re.compile(r"(?<![\w.:/-])(?:/(?:root|mnt|work|data)/[\w.~-]+|~/\w[\w.-]*|[A-Z]:\\\w+)")
 _COMMON = re.compile(r"(?<![\w.:/-])(?:/(?:tmp|opt|var|home|Users)/[\w.~-]+|~/\.[\w.-]+)")
-_SECRET = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{40,}|AKIA[A-Z0-9]{16}"
-    r"|sk-(?=[A-Za-z0-9_-]*\d)[A-Za-z0-9_-]{20,}|xox[baprs]-[A-Za-z0-9-]{20,}"
-    r"|[a-f0-9]{40}:[a-f0-9]{8,})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 
 
 def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
@@ -72,11 +69,7 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
             for found in _BARE.finditer(line) if "git clone" in line else ():
                 yield _bare(fence.line + offset, found.group())
     yield from _secrets(document)
-
-
-def has_secret(text: str) -> bool:
-    """Whether a text has an access token or key in it; `hf_xxxxxxxx…` is none."""
-    return any(len(set(m.group())) > 8 for m in _SECRET.finditer(text))
+    yield from _controls(document)
 
 
 def bare_links(text: str) -> list[str]:
@@ -163,4 +156,16 @@ def _secrets(document: Document) -> Iterator[Finding]:
                 "secret",
                 "something looks like an access token or key",
                 "take it out, and revoke it",
+            )
+
+
+def _controls(document: Document) -> Iterator[Finding]:
+    for number, line in enumerate(document.text.split("\n"), start=1):
+        if found := CONTROLS.search(line):
+            yield Finding(
+                number,
+                "control-character",
+                f"the character U+{ord(found.group()):04X} is shown by nobody: what a reader sees "
+                "here is not what stands here",
+                "take it out",
             )

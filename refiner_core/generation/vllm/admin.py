@@ -1,7 +1,7 @@
 """The routes of a rollout server that are not about samples: health, pause, new weights.
 
 In: an endpoint. Out: what it answered, or :class:`Failed`. They exist with
-``VLLM_SERVER_DEV_MODE=1`` alone, and vLLM guards none of them with a key.
+``VLLM_SERVER_DEV_MODE=1`` alone; the key is sent with all of them, which vLLM by itself ignores.
 """
 
 from __future__ import annotations

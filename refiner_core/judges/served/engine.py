@@ -65,6 +65,7 @@ class Engine:
         pace: Pace,
     ) -> None:
         self._config, self._store, self._counts, self._pace = config, store, counts, pace
+        self._api_key_env = "" if around.endpoints is not None else config.api_key_env
         self._fleet = Fleet(time.monotonic, pace.breaker)
         self._minder = Minder(config, around, self._fleet, counts, self._beside)
         self._items: dict[tuple[bytes, ...], Item] = {}
@@ -96,7 +97,7 @@ class Engine:
     def open(self) -> None:
         """Begin; to be called inside the loop."""
         config = self._config
-        self._client = Client(config.api_key_env, config.timeout_s)
+        self._client = Client(self._api_key_env, config.timeout_s)
         self._asking = Asking(
             config, self._fleet, self._counts, self._client, self._pace.first_backoff_s
         )

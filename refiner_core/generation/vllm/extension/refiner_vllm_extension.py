@@ -1,4 +1,5 @@
-"""A worker extension of vLLM (``--worker-extension-cls``) that loads new weights completely.
+"""What a rollout server runs of ours: a worker extension of vLLM (``--worker-extension-cls``) that
+loads new weights completely, and a middleware (``--middleware``) that asks for a key everywhere.
 
 In: a complete model folder, by ``POST /collective_rpc {"method": "refiner_load_weights"}``. Out:
 how many heads were packed again.
@@ -6,10 +7,15 @@ how many heads were packed again.
 On a CPU vLLM packs the output head into the layout of its matrix kernels when it loads a model. A
 reload writes the embedding, to which the head is tied, but packs the head no more: the server says
 200 and goes on with the old one. Here it is packed again. It needs nothing but vLLM itself.
+
+vLLM asks for its key (``VLLM_API_KEY``) under ``/v1`` and the like, and for none on the routes of
+its development mode, nor on ``/metrics``; the middleware is around all of them.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 from typing import Any
 
 
@@ -20,6 +26,29 @@ class CompleteReload:
         """Load a checkpoint folder in place, the packed heads included."""
         self.reload_weights(weights_path=weights_path)
         return {"packed_heads": _pack_heads(self.model_runner.get_model())}
+
+
+class KeyOnEveryRoute:
+    """ASGI middleware that lets nobody through who does not have the server's key."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on, or answer 401."""
+        if scope["type"] == "lifespan" or self._has_key(scope["headers"]):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+
+    def _has_key(self, headers: Any) -> bool:
+        given = [value for name, value in headers if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
 
 def _pack_heads(model: Any) -> int:
