@@ -15,7 +15,7 @@ from typing import Any
 from infra.adopting.checkpoint import HOW_IN_WORDS, How, Source, adopt_checkpoint, write_recipe
 from infra.adopting.ours import FoundStage, adopt_stages, find_stages, is_ours
 from infra.foreign.exports import missing_in
-from infra.foreign.sightings import Sighting, choose, sight
+from infra.foreign.sightings import Sighting, choose, prove, sight
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -104,9 +104,7 @@ def _same_recipe(folder: Path, stages: Sequence[FoundStage], workspace: Workspac
     """The call that made the stages, with the workspace that they are in now."""
     source = Workspace.read_only(folder) if (folder / "workspace.json").is_file() else None
     ids = {s.id for s in stages}
-    for run_id in reversed(source.run_ids() if source is not None else []):
-        assert source is not None
-        run = source.read_run(run_id)
+    for run in source.runs(newest_first=True) if source is not None else ():
         if ids & set(run.stages.values()):
             left_out = ("workspace=", "data_root=")
             kept = [o for o in run.overrides if not o.startswith(left_out)]
@@ -126,7 +124,7 @@ def _recipe_of(command: Sequence[str], name: str) -> str:
 
 
 def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
-    found = sight(folder)
+    found = prove(sight(folder), request.step)
     chosen = (
         None
         if request.dry_run and not any(s.usable for s in found)

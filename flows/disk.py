@@ -42,9 +42,9 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     from refiner_core.contract.loading import load_recipe
 
     config = DiskConfig()
-    runs = workspace.run_ids()
-    if runs:
-        recorded = workspace.read_run(runs[-1]).config.get("disk")
+    newest = next(workspace.runs(newest_first=True), None)
+    if newest is not None:
+        recorded = newest.config.get("disk")
         config = from_json(DiskConfig, recorded) if recorded else config
     if not overrides:
         return config
@@ -210,6 +210,8 @@ def reclaim(
     keeper: DiskKeeper, *, caches: bool = False, judgements: bool = False, dry_run: bool = False
 ) -> Reclaimed:
     """Delete all that the policy allows; of a dry run say only what that would be."""
+    if not dry_run:
+        keeper.workspace.require_trust()
     stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
@@ -237,10 +239,9 @@ def stage_to_pin(workspace: Workspace, name: str) -> str:
     ids = workspace.stage_ids()
     if name in ids:
         return name
-    for run_id in reversed(workspace.run_ids()):
-        stages = workspace.read_run(run_id).stages
-        if name in stages:
-            return stages[name]
+    for run in workspace.runs(newest_first=True):
+        if name in run.stages:
+            return run.stages[name]
     raise ConfigurationError(
         f"{workspace.root} has no stage {name!r}",
         expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
@@ -252,18 +253,24 @@ def stage_to_pin(workspace: Workspace, name: str) -> str:
 
 
 class PlannedRoom(NamedTuple):
-    """A forecast against the room that there is."""
+    """A forecast against the room that there is; ``limit_bytes`` is all that there could be."""
 
     forecast: Forecast
     free_bytes: int
     reclaimable_bytes: int
     source: str
+    limit_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
         """Whether it goes through, with what may be reclaimed if that is allowed."""
         more = self.reclaimable_bytes if self.forecast.reclaim else 0
         return self.forecast.needed_bytes <= self.free_bytes + more
+
+    @property
+    def never_fits(self) -> bool:
+        """Whether no deleting would help."""
+        return self.limit_bytes is not None and self.forecast.sure_bytes > self.limit_bytes
 
 
 def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
@@ -273,7 +280,9 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
     margin = int(plans[0].config.disk.margin_gb * 2**30)
     free = keeper.room().free_bytes - keeper.reserved().bytes - margin
-    room = PlannedRoom(forecast, max(0, free), 0, keeper.room().source)
+    limit = keeper.room().limit_bytes
+    most = None if limit is None else limit - margin
+    room = PlannedRoom(forecast, max(0, free), 0, keeper.room().source, most)
     if forecast.needed_bytes > room.free_bytes:
         may_go = sum(c.bytes for c in keeper.candidates(None))
         room = room._replace(reclaimable_bytes=may_go)

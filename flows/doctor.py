@@ -21,7 +21,7 @@ from typing import Any
 from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, doubtful, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
-from infra.host.secrets import masked, shown_override
+from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.tracking.sync import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -79,6 +79,7 @@ def examine(
                 fix="see `refiner doctor --help`",
             )
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
+    mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
@@ -206,7 +207,7 @@ def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:
 
 
 def _judge(look: Look) -> Iterator[Finding]:
-    """One real question, as `refiner judge ask` puts it."""
+    """A real question of each kind, as `refiner judge ask` puts them."""
     judge = look.config.judge
     if look.recipe and not asks_judge(look.config):
         return
@@ -237,13 +238,16 @@ def _key(judge: JudgeConfig) -> Iterator[Finding]:
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judge_report import ask_judge
+    from flows.judge_report import KINDS, ask_judge
     from infra.store.workspace import Workspace
 
     words = map(shown_address, _as_overrides(judge))
     mend = shlex.join(["refiner", "judge", "ask", *words])
     try:
-        asked = ask_judge(Workspace.read_only(look.workspace), judge)
+        workspace = Workspace.read_only(look.workspace)
+        # An environment asks about assertions, and no more.
+        kinds = KINDS[:1] if look.config.environment.name else KINDS
+        asked = ask_judge(workspace, judge, kinds)
     except RefinerError as error:
         return Finding(
             *("judge", "judge", doubtful(look.recipe), error.what), mend=mend, why=error.fix
@@ -253,7 +257,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         return Finding("judge", "judge", "ok", what)
     return Finding(
         *("judge", "judge", doubtful(look.recipe)),
-        f"{what}, but gave no score ({asked.judgement.status})",
+        f"{what}, but gave no score to {asked.request.kind}: {asked.judgement.detail}",
         mend=mend,
         why="a judgement without a score takes its rollout out of the loss",
     )

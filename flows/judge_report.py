@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flows.stages.judging import Endpoints, endpoints_by_hand
+from infra.host.secrets import mask_keys_of
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
@@ -51,6 +52,8 @@ PATIENCE_S = 20.0
 SHORT_S = 5.0
 
 Kind = Literal["rubric", "citation_recall", "citation_needed", "citation_precision"]
+#: What a run asks, each with scores of its own that are allowed.
+KINDS: tuple[Kind, ...] = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 REPORT, TEXT = "report.json", "report.md"
 
 
@@ -222,11 +225,11 @@ class Asked:
 def ask_once(
     workspace: Workspace,
     overrides: Sequence[str],
-    kind: Kind,
+    kind: Kind | None,
     given: tuple[str | None, str | None, str | None],
 ) -> Asked:
     """Ask a judge one question. ``given`` are question, answer and criterion; where none of them
-    is, an example of the kind is asked.
+    is, an example of the kind is asked, and without a kind as of :func:`ask_judge`.
 
     Raises
     ------
@@ -237,31 +240,42 @@ def ask_once(
     """
     config = _checked(RecipeConfig(), overrides).judge
     question, text, reference = given
-    request = _example(kind)
+    requests = [_example(k) for k in ((kind,) if kind else KINDS)]
     if any(part is not None for part in given):
+        kind = kind or "rubric"
         request = JudgeRequest(kind, question or "", text or "", reference or "")
         _require_said(request)
-    return ask_judge(workspace, config, request)
+        if kind == "citation_needed" and not reference:  # then the passage is all of the answer
+            request = replace(request, reference=request.text)
+        requests = [request]
+    return _ask_in_turn(workspace, config, requests)
 
 
-def ask_judge(
-    workspace: Workspace, config: JudgeConfig, request: JudgeRequest | None = None
+def ask_judge(workspace: Workspace, config: JudgeConfig, kinds: Sequence[Kind] = KINDS) -> Asked:
+    """Ask the judge of a configuration an example of each kind, since each allows other scores:
+    the first without a judgement, or else the first of all. Errors as of :func:`ask_once`."""
+    return _ask_in_turn(workspace, config, [_example(kind) for kind in kinds])
+
+
+def _ask_in_turn(
+    workspace: Workspace, config: JudgeConfig, requests: Sequence[JudgeRequest]
 ) -> Asked:
-    """Ask the judge of a configuration one question, an example by default; errors as of
-    :func:`ask_once`."""
-    request = _example("rubric") if request is None else request
     with endpoints_by_hand(workspace, config) as endpoints:
         judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
+        found: list[tuple[JudgeRequest, Judgement, float]] = []
         try:
-            began = time.perf_counter()
-            (judgement,) = judge.judge([request])
-            seconds = time.perf_counter() - began
+            for request in requests:
+                began = time.perf_counter()
+                (judgement,) = judge.judge([request])
+                found.append((request, judgement, time.perf_counter() - began))
+                if judgement.status != "scored":
+                    break
             usage = usage_of(judge)
         finally:
             getattr(judge, "close", lambda: None)()
     named = config.model if config.kind == "lexical" else f"{config.model} ({config.form})"
-    schema = _schema_taken(config, usage)
-    return Asked(request, judgement, named, seconds, usage, schema)
+    request, judgement, seconds = found[-1] if judgement.status != "scored" else found[0]
+    return Asked(request, judgement, named, seconds, usage, _schema_taken(config, usage))
 
 
 def _example(kind: Kind) -> JudgeRequest:
@@ -298,4 +312,5 @@ def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
     words = [*overrides, *(["judge.kind=openai"] if addressed else [])]
     changed = apply_overrides(config, words)
     check_config(changed)
+    mask_keys_of(changed)
     return changed

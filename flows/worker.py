@@ -10,6 +10,7 @@ which attempt that means by then. On a job's further nodes it only starts ranks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,9 @@ from infra.attempt.attempt import AttemptRun
 from infra.attempt.logs import set_up_logging
 from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
 from infra.ranks.nodes import node_number, wait_for_work
+from infra.store.snapshot import refuse_other_code
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.services import is_service
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return wait_for_work(workspace, args.stage_id, job, node)
         number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
         attempt = AttemptRun(workspace, args.stage_id, number, job)
-        set_up_logging(attempt.config.log_level)
+        set_up_logging(attempt.config)
         with attempt:
             try:
                 report = _run(attempt)
@@ -55,9 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(closed, file=sys.stderr)
         return 0  # somebody else goes on, so this job has done its part
     except RefinerError as error:
+        if isinstance(error, NoSpaceError):
+            _say_no_room(Workspace.read_only(args.workspace), args.stage_id)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _say_no_room(workspace: Workspace, stage_id: str) -> None:
+    """Where not even a beginning fits, what is printed does not, either."""
+    if numbers := workspace.layout.stage(stage_id).attempt_numbers():
+        with contextlib.suppress(OSError):  # then only the exit code is left to say it
+            workspace.note_room(stage_id, numbers[-1], there=False)
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
@@ -65,6 +76,7 @@ def _run(attempt: AttemptRun) -> dict[str, object]:
     from flows.stages.kinds import STAGE_FUNCTIONS
     from flows.stages.rubric_sets import planned_rubrics
 
+    refuse_other_code(attempt.workspace)
     attempt.check_inputs()
     spec, config = attempt.spec, attempt.config
     with planned_rubrics(spec, config), planned_prompts(spec, config):

@@ -14,7 +14,12 @@ from typing import Literal
 
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.evaluation.metrics import is_number
-from refiner_core.evaluation.power import Components, detectable_effect, power_of
+from refiner_core.evaluation.power import (
+    Components,
+    detectable_effect,
+    likely_components,
+    power_of,
+)
 from sweeps.values import Question, SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
@@ -80,6 +85,9 @@ class Detectable:
         strictest of all arms' comparisons (Holm), and by one comparison alone. None: unknown.
     if_seeds_spread
         (standard deviation of seeds, effect) pairs, where that spread is not known.
+    effect_range
+        Between which the truth likely is (80 %), where few seeds say how far seeds differ; None
+        where none do.
     seeds, prompts, arms
         As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
     wanted, power_for_wanted
@@ -102,6 +110,7 @@ class Detectable:
     power_for_wanted: float | None = None
     remedy: Remedy | None = None
     warnings: tuple[str, ...] = ()
+    effect_range: tuple[float, float] | None = None
 
 
 def aim_of(plan: SweepPlan) -> Aim:
@@ -158,19 +167,24 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     known = evidence.components
     effect = alone = found = None
     spreads: tuple[tuple[float, float], ...] = ()
+    limits: tuple[float, float] | None = None
     remedy = None
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
-        alone = effect if arms <= 1 else detectable_effect(known, seeds, prompts, POWER, ALPHA)
+        alone = detectable_effect(known, seeds, prompts, POWER, ALPHA)
         if known.seed is None and not is_number(aim.metric):
             tried = TRIED_SEED_SPREADS
             spreads = tuple(_with_spread(known, sd, seeds, prompts, strict) for sd in tried)
+        if (likely := likely_components(known)) is not None and seeds > 1:
+            low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
+            limits = low, high
         if wanted is not None:
             found = power_of(known, seeds, prompts, wanted, strict)
             if found < POWER:
                 remedy = _remedy(known, seeds, prompts, wanted, strict)
     result = Detectable(
-        aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy
+        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy),
+        effect_range=limits,
     )
     return _with_warnings(plan, result)
 
@@ -191,7 +205,7 @@ def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: f
     def enough(s: int, p: int) -> bool:
         return power_of(known, s, p, wanted, alpha) >= POWER
 
-    more = _least(lambda s: enough(s, prompts), max(2, seeds), _MOST_SEEDS)
+    more = _least(lambda s: enough(s, prompts), seeds, _MOST_SEEDS)
     wider = _least(lambda p: enough(seeds, p), prompts, prompts * _MOST_TIMES)
     return Remedy(more, wider)
 

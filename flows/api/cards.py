@@ -125,7 +125,9 @@ def publish_checkpoints(
     return publish_run(*begun, use_server=use_server, quiet=quiet)
 
 
-def check_card(target: str, evidence: str | Path | None = None) -> Checked:
+def check_card(
+    target: str, evidence: str | Path | None = None, *, template: str | Path | None = None
+) -> Checked:
     """Check a model card: numbers, links, licence, commands, leaks. Changes nothing.
 
     Parameters
@@ -135,6 +137,8 @@ def check_card(target: str, evidence: str | Path | None = None) -> Checked:
         stdin.
     evidence
         The ``refiner.json`` that belongs to it (default: the one beside it).
+    template
+        Your own template, where the card was made with one: no other is run.
 
     Returns
     -------
@@ -152,7 +156,8 @@ def check_card(target: str, evidence: str | Path | None = None) -> Checked:
     """
     from flows.cards.calls import check
 
-    return check(target, None if evidence is None else Path(evidence))
+    own = None if template is None else Path(template)
+    return check(target, None if evidence is None else Path(evidence), own)
 
 
 def show_card(words: Sequence[str] = (), workspace: str | Path = _HERE) -> Shown:

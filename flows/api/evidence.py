@@ -375,11 +375,14 @@ def rescore(
         A judge does not answer; what was judged is kept.
     NoSpaceError
         There is no room for the files.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
     """
     from flows.rescoring import carry_out
     from flows.rescoring.work import Silent
     from flows.rescoring.writing import document_of, write
 
+    planned.wanted.workspace.require_trust()  # its records name the judge, and whose key it gets
     default = planned.wanted.workspace.layout.rescores / planned.short_id
     where = default if folder is None else Path(folder)
     done = carry_out(planned, watcher or Silent())

@@ -34,7 +34,7 @@ def ask_judge(
     overrides: Sequence[str] = (),
     workspace: str | Path = _HERE,
     *,
-    kind: Kind = "rubric",
+    kind: Kind | None = None,
     question: str | None = None,
     answer: str | None = None,
     criterion: str | None = None,
@@ -48,9 +48,10 @@ def ask_judge(
     workspace
         Whose servers of judges are used.
     kind
-        What is asked.
+        What is asked, a rubric by default.
     question, answer, criterion
-        What is judged, and against what; without any, an example.
+        What is judged, and against what; without any, an example, and without a kind one of each:
+        what comes back is the first without a score, or else the rubric's.
 
     Returns
     -------
@@ -110,11 +111,15 @@ def measure_judge(
         A field, run or judge that does not fit.
     JudgeOutage
         Nobody answered.
+    WorkspaceError
+        Somebody else may have written what is recorded of the run.
     """
     from flows.judge_report import Wanted, make_report
     from flows.running.status import find_run
 
     room = Workspace.read_only(workspace)
+    if run is not None:
+        room.require_trust()  # its record names the judge, and whose key it gets
     wanted = Wanted(
         workspace=room,
         run=None if run is None else find_run(room, run),

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flows.running.logs import AttemptLog, Follower, log_file, read_log_file, stage_of_log
+from flows.running.logs import (
+    AttemptLog,
+    Follower,
+    log_file,
+    read_log_file,
+    stage_of_log,
+    why_no_log,
+)
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 
@@ -49,7 +56,10 @@ def find_log(
     room = Workspace.read_only(workspace)
     found = stage_of_log(room, stage, run)
     number = found.number(attempt)
-    return None if number is None else AttemptLog(number, log_file(room, found.stage_id, number))
+    if number is None:
+        return None
+    path = log_file(room, found.stage_id, number)
+    return AttemptLog(number, path, why_no_log(room, found.stage_id, number, path))
 
 
 def read_log(

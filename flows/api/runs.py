@@ -254,10 +254,13 @@ def cancel_run(
     ------
     ConfigurationError
         There is no such run or stage.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
     """
     from flows.running.cancelling import cancel
 
     room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
+    room.require_trust()
     run = find_run(room, run_id)
     if run is None:
         raise ConfigurationError(
@@ -346,14 +349,13 @@ def list_runs(workspace: str | Path = _HERE) -> list[KnownRun]:
     Raises
     ------
     WorkspaceError
-        It is no workspace, or a record is damaged.
+        It is no workspace.
     """
     room = Workspace.read_only(workspace)
     found = []
-    for run_id in room.run_ids():
-        run = room.read_run(run_id)
+    for run in room.runs():
         stages = [i for i in run.stages.values() if not is_service(i)]
         done = sum(room.layout.stage(i).result.exists() for i in stages)
-        who, finished = orchestrator_of(room, run_id), is_finished(room, run)
-        found.append(KnownRun(run_id, run.recipe, who.standing, finished, done, len(stages)))
+        who, finished = orchestrator_of(room, run.run), is_finished(room, run)
+        found.append(KnownRun(run.run, run.recipe, who.standing, finished, done, len(stages)))
     return found

@@ -305,10 +305,13 @@ def cancel_sweep(
     ------
     ConfigurationError
         There is no such sweep; names the nearest.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
     """
     from flows.sweeping import cancelling
 
     room = Workspace.read_only(Path(workspace).absolute())
+    room.require_trust()
     return cancelling.cancel_sweep(room, sweep, wait_s=wait_s, now=now, tell=tell)
 
 

@@ -150,7 +150,7 @@ def reclaim_disk(
     ConfigurationError
         An override cannot be meant.
     WorkspaceError
-        It is no workspace, or a record is damaged.
+        It is no workspace, a record is damaged, or somebody else may have written there.
     """
     from flows import disk
     from infra.disk.keeper import DiskKeeper
@@ -227,10 +227,15 @@ def sync_tracking(
         There is no such run or sweep.
     TrackerOutage
         The server cannot be reached, or refuses; what was sent is noted.
+    WorkspaceError
+        Somebody else may have written what would be sent.
     """
     from infra.tracking.sync import send
 
-    runs = _offline_runs(Workspace.read_only(workspace), names)
+    room = Workspace.read_only(workspace)
+    if not dry_run:
+        room.require_trust()
+    runs = _offline_runs(room, names)
     new = [run for run in runs if run.is_new]
     return Synced(runs, new, 0 if dry_run else send(runs, tell))
 

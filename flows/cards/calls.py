@@ -21,6 +21,7 @@ from infra.store.published import CARD, EVIDENCE
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import Finding, check_card
+from refiner_core.cards.lint.against import LARGEST
 from refiner_core.cards.lint.proof import file_findings
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
@@ -78,7 +79,7 @@ class Checked:
         return len(self.findings) - self.errors
 
 
-def check(target: str, evidence: Path | None = None) -> Checked:
+def check(target: str, evidence: Path | None = None, template: Path | None = None) -> Checked:
     """Check the card that ``target`` names.
 
     Parameters
@@ -87,6 +88,8 @@ def check(target: str, evidence: Path | None = None) -> Checked:
         A README.md, the folder of a publication, ``OWNER/NAME[@revision]`` on the Hub, or ``-``.
     evidence
         A ``refiner.json`` to use instead of the one beside the card.
+    template
+        The one that the card was made with, where that is not the shipped one; no other is run.
 
     Raises
     ------
@@ -104,7 +107,8 @@ def check(target: str, evidence: Path | None = None) -> Checked:
     def problem(words: Sequence[str]) -> str | None:
         return command_problem(words, source.folder, whole=source.whole)
 
-    findings = check_card(source.text, source.evidence, command_check=problem)
+    own = None if template is None else _read(template)
+    findings = check_card(source.text, source.evidence, command_check=problem, template=own)
     if source.whole and source.folder is not None and source.evidence is not None:
         findings += _files(source.folder, source.evidence)
     return Checked(source.name, tuple(sorted(findings)), source.evidence is not None)
@@ -113,7 +117,7 @@ def check(target: str, evidence: Path | None = None) -> Checked:
 def find_card(target: str) -> Source:
     """The card that a word of the command line names; see :func:`check`."""
     if target == "-":
-        return Source("<stdin>", _text(sys.stdin.buffer.read(), "stdin"))
+        return Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
     path = Path(target).expanduser()
     if path.is_dir():
         card = path / CARD
@@ -162,7 +166,8 @@ def _read_beside(folder: Path) -> str | None:
 
 def _read(path: Path, *, is_card: bool = True) -> str:
     try:
-        return _text(path.read_bytes(), str(path), is_card=is_card)
+        with path.open("rb") as file:  # a check says which is too large, and needs no more of it
+            return _text(file.read(4 * LARGEST + 1), str(path), is_card=is_card)
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no file {path}.",
@@ -295,7 +300,7 @@ def show(workspace: Workspace, words: Sequence[str]) -> Shown:
 
 
 def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:
-    from flows.running.status import find_run
+    from flows.running.which import find_run, newest_runs
 
     if len(words) > 2:
         raise ConfigurationError(
@@ -303,7 +308,8 @@ def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecor
             expected="a run and a stage, or one of them, or none",
             fix="drop what is too much",
         )
-    newest = find_run(workspace)
+    published = (run for run in newest_runs(workspace, models=True) if _finished(workspace, run))
+    newest = next(published, None) or find_run(workspace)
     if newest is None:
         raise ConfigurationError(
             f"No run is recorded in {workspace.root}.",

@@ -6,6 +6,7 @@ own parser and loader; nothing is carried out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from refiner_core.contract.marks import walk
 _ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
 #: A key of a recipe file that is no field of the configuration.
 _INCLUDE = "include"
+#: Bytes of a recipe; YAML is slow to read.
+_LARGEST = 100_000
+_ANCHOR = re.compile(r"(?:^|[\s,\[{:=-])&\w")
 
 
 def command_problem(
@@ -72,15 +76,15 @@ def _recipe_problem(
     beside = folder / recipe if folder is not None and "/" not in recipe else None
     if beside is None or not beside.is_file():
         return f"there is no {recipe} beside the card" if whole else None
-    if _asks_back([beside.read_text(encoding="utf-8", errors="replace")]):
+    if beside.stat().st_size > _LARGEST or _asks_back([beside.read_text("utf-8", "replace")]):
         return None
     return _refusal(str(beside), overrides)
 
 
 def _asks_back(texts: Sequence[str]) -> bool:
-    """Whether a text asks for something that is filled in here: other files, or the environment of
-    whoever checks the card, which a finding must not show."""
-    return any("${" in text or "include:" in text for text in texts)
+    """Whether a text asks for something that is filled in here: other files, the environment of
+    whoever checks the card, which a finding must not show, or gigabytes (YAML's aliases)."""
+    return any("${" in t or "include:" in t or _ANCHOR.search(t) for t in texts)
 
 
 def _refusal(recipe: str, overrides: Sequence[str]) -> str | None:
@@ -88,6 +92,8 @@ def _refusal(recipe: str, overrides: Sequence[str]) -> str | None:
         load_recipe(recipe, overrides)
     except RefinerError as error:
         return error.what
+    except RecursionError:
+        return "it is nested too deeply"
     return None
 
 

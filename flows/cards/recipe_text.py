@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from refiner_core.cards.facts import public_name
-from refiner_core.cards.public import SHOWN_EXECUTION, public_protocol, public_text
+from refiner_core.cards.public import SHOWN_EXECUTION, public_body, public_protocol, public_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
@@ -45,6 +45,8 @@ _WORD = re.compile(r"[A-Za-z_][\w./-]*")
 _NO_TEXT = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null", "none"})
 #: What protocol files say stands in a recipe for others: those may not have the files.
 _PROTOCOLS = "evaluate.protocols"
+#: What goes to a judge's server beside the question; services put keys there.
+_BODY = "judge.extra_body"
 #: In the place of a judge's address, which is nobody else's.
 _ANY_JUDGE = "http://127.0.0.1:8000/v1"
 _HEADER = """\
@@ -68,6 +70,9 @@ def said_again(
         key = text.partition("=")[0].strip()
         if key == _PROTOCOLS:
             words.append(f"{key}={_flow([_named_protocol(t) for t in config.evaluate.protocols])}")
+            continue
+        if key == _BODY:
+            words.append(f"{key}={public_body(config.judge.extra_body)}")
             continue
         if key in fields:
             words += [text] if _is_said(key, fields[key], config) else []
@@ -118,6 +123,8 @@ def _public(path: str, value: Any) -> Any:
         return tuple(_public(path, v) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
+    if path == _BODY:
+        return public_body(value)
     return public_text(value if path.startswith("command.") else _named(path, value))
 
 
@@ -142,7 +149,7 @@ def _worded(path: str, value: Any) -> Any:
         return tuple(_worded(path, v) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
-    return _named(path, value)
+    return public_body(value) if path == _BODY else _named(path, value)
 
 
 def _named(path: str, value: str) -> str:

@@ -32,8 +32,13 @@ def card_command() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="the refiner.json that belongs to the card (default: the one beside it)",
 )
+@click.option(
+    "--template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="your own template that the card was made with; no other one is run",
+)
 @json_option
-def check_command(target: str, evidence: Path | None, as_json: bool) -> int:
+def check_command(target: str, evidence: Path | None, template: Path | None, as_json: bool) -> int:
     """Check the card at PATH: ours, or any README.
 
     PATH is a README.md, the folder of a publication, OWNER/NAME[@revision] on the Hub, or - for
@@ -44,7 +49,7 @@ def check_command(target: str, evidence: Path | None, as_json: bool) -> int:
     """
     from flows.api import check_card
 
-    checked = check_card(target, evidence)
+    checked = check_card(target, evidence, template=template)
     with until_nobody_reads():
         if as_json:
             print_json(_json(checked))
@@ -80,7 +85,8 @@ def _show(checked: Checked, target: str, evidence: Path | None) -> None:
 def _summary(checked: Checked) -> str:
     counts = [(checked.errors, "error"), (checked.warnings, "warning")]
     found = " and ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n)
-    if not checked.errors and checked.has_evidence:
+    compared = checked.has_evidence and all(f.rule != "evidence" for f in checked.findings)
+    if not checked.errors and compared:
         good = "the card is what its evidence gives, number by number"
         return f"{checked.name}: {good}{f'; {found}' if found else ''}"
     return f"{checked.name}: {found or 'nothing wrong was found'}"

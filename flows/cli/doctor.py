@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flows.cli.options import json_option, print_json, until_nobody_reads
+from infra.host.terminal import raw
 
 if TYPE_CHECKING:
     from infra.doctor.finding import Finding
@@ -83,7 +84,7 @@ def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 def _tell(done: int, total: int) -> None:
     if sys.stderr.isatty():
         text = f"\r{done} of {total} checks" if done < total else "\r" + " " * 30 + "\r"
-        click.echo(text, err=True, nl=False)
+        click.echo(text, file=raw(sys.stderr), nl=False)
 
 
 def _show(findings: Sequence[Finding]) -> None:

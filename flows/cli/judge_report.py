@@ -86,8 +86,9 @@ def report_command(
 @click.option("--question", metavar="TEXT")
 @click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
 @click.option("--criterion", metavar="TEXT", help="what it is held against: a criterion, evidence, "
-              "a source")  # fmt: skip
-@click.option("--kind", type=click.Choice(_KINDS), default="rubric", show_default=True)
+              "a source, the answer of a passage")  # fmt: skip
+@click.option("--kind", type=click.Choice(_KINDS), help="what is asked  [default: rubric; of "
+              "examples each in turn]")  # fmt: skip
 @json_option
 def ask_command(
     words: tuple[str, ...],
@@ -100,7 +101,8 @@ def ask_command(
     """Ask a judge one question by hand, such as `refiner judge ask
     judge.base_url=http://127.0.0.1:8000/v1 judge.model=NAME`.
 
-    Without --question, --answer and --criterion it is asked an example. Exit code: 0 when there is
+    Without --question, --answer and --criterion it is asked an example; without --kind, too, one of
+    each kind that a run asks, since each allows scores of its own. Exit code: 0 when there is
     a score, 1 when the judge gave none.
     """
     from flows.api import ask_judge
@@ -168,7 +170,7 @@ def _show_section(section: Section) -> None:
 def _say(asked: Asked) -> None:
     judgement = asked.judgement
     if judgement.score is None:
-        click.echo(f"no score     {judgement.detail}")
+        click.echo(f"no score     {asked.request.kind}: {judgement.detail}")
     else:
         click.echo(f"score        {judgement.score:g} (0 is worst or untrue, 1 best or true)")
     click.echo(f"judge        {asked.judge}")

@@ -16,10 +16,11 @@ from flows.cli.options import split_workspace, until_nobody_reads
 def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
     """Print the log of STAGE's newest attempt in RUN (default: the newest run).
 
-    With -f it goes over to the next attempt when there is one, and ends when the stage does.
+    With -f it goes over to the next attempt when there is one, and ends when the stage does. On a
+    terminal control sequences are left out; a pipe has the log as it is.
     """
     from flows.api import find_log, follow_log
-    from flows.running.logs import read_log_file
+    from flows.running.logs import log_pieces
     from refiner_core.contract.errors import ConfigurationError
 
     where, rest = split_workspace(words)
@@ -38,8 +39,11 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
         if log is None:
             _say(f"{stage} has not been started yet.")
             return
+        if log.why:
+            _say(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
+            return
         _say(f"{log.path} (attempt {log.attempt})")
-        lines = iter([read_log_file(log.path)])
+        lines = log_pieces(log.path)
     with until_nobody_reads():
         for text in lines:
             sys.stdout.write(text)

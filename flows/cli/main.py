@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flows.cli.lazy import LazyGroup
+from infra.host.terminal import printed_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,9 +80,15 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Tracebacks only with ``--debug``."""
+    _open_what_is_closed()
+    out, err = printed_plainly(sys.stdout), printed_plainly(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from refiner_core.contract.errors import RefinerError
 
-    _open_what_is_closed()
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
     args = [a for a in args if a != "--debug"]

@@ -69,7 +69,8 @@ def output_folder(out: str | Path) -> Path:
 
 def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
     """A plain table on stdout: columns padded, the last one free to run on."""
-    table = [list(header), *[list(map(str, row)) for row in rows]]
+    # A line end within a cell would look like a row.
+    table = [list(header), *[[" ".join(str(c).splitlines()) for c in row] for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

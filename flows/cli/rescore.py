@@ -15,6 +15,7 @@ from flows.cli.options import (
     split_workspace,
     until_nobody_reads,
 )
+from infra.host.terminal import raw
 
 if TYPE_CHECKING:
     from flows.rescoring.planning import Planned
@@ -226,7 +227,7 @@ class _Bar:
         from rich.progress import Progress
 
         if self._progress is None:
-            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress = Progress(console=Console(file=raw(sys.stderr)), transient=True)
             self._progress.start()
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
+from infra.host.terminal import printable, raw
 
 if TYPE_CHECKING:
     from flows.running.status import RunStatus, StageStatus, Watcher
@@ -162,9 +163,10 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9
+        digits = 1 if total >= 1 else 3
         yield (
-            f"disk: {free:,.1f} of {total:,.1f} GB are free on the file system of {disk.folder} "
-            "(what quotas leave: refiner disk)"
+            f"disk: {free:,.{digits}f} of {total:,.{digits}f} GB are free in {disk.folder}, by "
+            f"{disk.source} (what takes the rest: refiner disk)"
         )
     if status.incidents:
         newest = status.incidents[-1]
@@ -184,6 +186,8 @@ def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str
     if who.standing not in ("running", "elsewhere") and not status.finished:
         said += f". Next: {shlex.join(['refiner', 'resume', status.run, where])}"
     yield said
+    if status.outage:
+        yield f"it waits, and goes on by itself: {status.outage}"
 
 
 def _count(status: RunStatus) -> str:
@@ -229,15 +233,15 @@ def _redraw(watcher: Watcher, workspace: Workspace) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    with Live(console=Console(), auto_refresh=False, transient=True) as live:
+    with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
         while True:
             status = watcher.look()
             table = Table(box=None, pad_edge=False)
             for title in _HEADER:
                 table.add_column(title, overflow="ellipsis", no_wrap=title != "last word")
             for stage in status.stages:
-                table.add_row(*map(Text, cells(stage)))
-            below = Text("\n".join(closing_lines(status, workspace)))
+                table.add_row(*(Text(printable(cell)) for cell in cells(stage)))
+            below = Text(printable("\n".join(closing_lines(status, workspace))))
             live.update(Group(Text(status.run), table, Text(), below), refresh=True)
             if not status.orchestrator.works:
                 break

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flows.cli.options import print_json, print_table
+from infra.host.terminal import printable, raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,7 @@ def _redraw(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
 
     from flows.sweeping.status import status_lines, table_of
 
-    with Live(console=Console(), auto_refresh=False, transient=True) as live:
+    with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
         while True:
             status = look()
             header, rows = table_of(status)
@@ -86,10 +87,12 @@ def _redraw(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
             for title in header:
                 table.add_column(title, overflow="ellipsis", no_wrap=True)
             for row in rows[:_ROWS]:
-                table.add_row(*map(Text, row))
+                table.add_row(*(Text(printable(cell)) for cell in row))
             more = f"and {len(rows) - _ROWS} more arms\n" if len(rows) > _ROWS else ""
-            below = Text(more + "\n".join(status_lines(status, workspace)))
-            live.update(Group(Text(status.record.name), table, Text(), below), refresh=True)
+            below = Text(printable(more + "\n".join(status_lines(status, workspace))))
+            live.update(
+                Group(Text(printable(status.record.name)), table, Text(), below), refresh=True
+            )
             if not status.orchestrator.works:
                 return
             time.sleep(_REFRESH_S)

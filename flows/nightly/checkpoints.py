@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.checking.sources import model_digest
+from flows.running.which import find_run, has_begun, newest_runs
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -109,12 +110,11 @@ def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Re
 
 def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
     what, _, name = checkpoint.source.ref.partition(" ")
-    for run in _runs(workspace, what, name):
-        for stage_id in _models_of(run, workspace):
-            output = workspace.output_dir(stage_id)
-            if output is not None and (output / "model").is_dir():
-                found = _of_stage(checkpoint, workspace, stage_id)
-                return Resolved(checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}")
+    for run, stage_id in _models(workspace, what, name):
+        output = workspace.output_dir(stage_id)
+        if output is not None and (output / "model").is_dir():
+            found = _of_stage(checkpoint, workspace, stage_id)
+            return Resolved(checkpoint, found.ref, "", found.digest, f"{stage_id} of {run.run}")
     raise NothingYet(
         f"Nothing of {what} {name} is finished in {workspace.root} yet.",
         expected="a training stage that has ended, or an exported checkpoint",
@@ -122,25 +122,30 @@ def _newest(checkpoint: Checkpoint, workspace: Workspace) -> Resolved:
     )
 
 
-def _runs(workspace: Workspace, what: str, name: str) -> Iterator[RunRecord]:
-    """Runs that may have made the checkpoint, newest first."""
+def _models(workspace: Workspace, what: str, name: str) -> Iterator[tuple[RunRecord, str]]:
+    """Runs and their stages that may have made the checkpoint, the best first: of the newest run
+    what has come furthest. What a run shares with calls before it is theirs, as long as any other
+    is there: a training that goes on has not made the weights that it starts from."""
     if what == "run":
-        from flows.running.status import find_run
-
         run = find_run(workspace, name)
         assert run is not None, "an id that is not known is refused"
-        yield run
+        yield from ((run, stage_id) for stage_id in _models_of(run, workspace))
         return
-    for run_id in reversed(workspace.run_ids()):
-        run = workspace.read_run(run_id)
-        if "nightly" in run.provenance:
-            continue
-        trial = trial_of(run.provenance)
-        names = {run.recipe} if what == "recipe" else set()
-        if what == "sweep" and trial is not None:
-            names = {trial[0], f"{trial[0]}/{trial[1]}"}
-        if name in names:
-            yield run
+    for run in newest_runs(workspace, models=True):
+        if name in _names(run, what):
+            found = _models_of(run, workspace)
+            yield from ((run, i) for i in found if has_begun(workspace, run, i))
+    for run in workspace.runs(newest_first=True):
+        if name in _names(run, what) and "nightly" not in run.provenance:
+            yield from ((run, stage_id) for stage_id in _models_of(run, workspace))
+
+
+def _names(run: RunRecord, what: str) -> set[str]:
+    """The names that a run goes by among recipes, or among sweeps."""
+    trial = trial_of(run.provenance)
+    if what == "sweep" and trial is not None:
+        return {trial[0], f"{trial[0]}/{trial[1]}"}
+    return {run.recipe} if what == "recipe" else set()
 
 
 def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:

@@ -21,7 +21,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows.picture.artifacts import artifact_key
+from flows.picture.artifacts import artifact_key, inert
+from infra.host.environment import environment
 
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0
@@ -42,7 +43,9 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     if not said or "night" not in said:
         return Failed(message=str(said.get("error") or f"it ended with code {code}"))
     create_markdown_artifact(
-        _markdown(said), key=artifact_key("nightly", name, "night"), description=f"Night {wanted}"
+        inert(_markdown(said)),
+        key=artifact_key("nightly", name, "night"),
+        description=f"Night {wanted}",
     )
     for alert in said["alerts"]:
         log.warning("%s", alert["title"])
@@ -64,7 +67,7 @@ def _scheduled_night(file: str, folder: str) -> str:
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
     """The command, to its end; exit code, and what it printed."""
     root = str(Path(__file__).resolve().parent.parent.parent)
-    env = dict(os.environ)
+    env = environment()
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flows.cli.main", *arguments],

@@ -24,6 +24,7 @@ from refiner_core.nightly.values import Nightly
 
 #: Where a worker finds the flow.
 _SERVER_WAIT_S = 120.0
+_MOST_POOLS = 100
 
 
 def serve(nightlies: Sequence[Nightly], *, tell: Callable[[str], None]) -> int:
@@ -154,7 +155,8 @@ async def _check_pool(pool: str) -> None:
         try:
             await client.read_work_pool(pool)
         except ObjectNotFound as error:
-            known = [p.name for p in await client.read_work_pools()]
+            # Without a limit the client sends null for it, which the server refuses.
+            known = [p.name for p in await client.read_work_pools(limit=_MOST_POOLS)]
             raise ConfigurationError(
                 f"The server has no work pool {pool!r}.",
                 expected=f"one of: {', '.join(known) or '(there are none)'}",

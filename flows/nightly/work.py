@@ -6,13 +6,13 @@ first in every round, so it has the first slot. Ctrl-C asks all of them to save 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
 from flows.running.recording import pin_code, record_pinned_run
+from flows.running.stop_signals import StopSignals
 from infra.campaign.campaign import Campaign
 from infra.campaign.together import SharedRouter, Together
 from infra.disk.keeper import DiskKeeper
@@ -81,7 +81,7 @@ def carry_out(
     Raises
     ------
     KeyboardInterrupt
-        A second Ctrl-C: what runs goes on by itself.
+        A second Ctrl-C, a while later: what runs goes on by itself.
     """
     if not jobs:
         return {}
@@ -101,23 +101,24 @@ def carry_out(
 
 
 def _step_all(campaigns: Mapping[str, Campaign], router: SharedRouter, tell: Tell) -> None:
-    left, stopping = dict(campaigns), False
-    while left:
-        try:
+    left = dict(campaigns)
+    with StopSignals() as signals:
+        while left:
+            if by := signals.asked():
+                tell(
+                    f"Stopping ({by}): running evaluations save at their next step. "
+                    "Ctrl-C again leaves."
+                )
+                for campaign in left.values():
+                    campaign.request_stop(by)
             router.refresh()
             for name, campaign in list(left.items()):
                 if campaign.step():
                     del left[name]
                     tell(f"{name}: {_words(campaign.views())}")
+            router.flush()
             if left:
-                time.sleep(max(campaign.wake_after() for campaign in left.values()))
-        except KeyboardInterrupt:
-            if stopping:
-                raise
-            stopping = True
-            tell("Stopping: running evaluations save at their next step. Ctrl-C again leaves.")
-            for campaign in left.values():
-                campaign.request_stop("Ctrl-C")
+                signals.wait(max(campaign.wake_after() for campaign in left.values()))
 
 
 def _words(views: Mapping[str, StageView]) -> str:

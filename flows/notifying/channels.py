@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.host.environment import environment
 from infra.host.secrets import masked
 from refiner_core.contract.alarms import Alarm
 from refiner_core.contract.errors import RefinerError
@@ -92,7 +93,7 @@ def _command(command: str, parcel: Parcel, show: bool) -> None:
         process = subprocess.Popen(
             command,
             shell=True,
-            env={**os.environ, **parcel.variables},
+            env={**environment(), **parcel.variables},
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -201,7 +202,7 @@ def _event(parcel: Parcel) -> None:
             fix="leave out --no-server, or start one of your own",
         )
     root = str(Path(__file__).resolve().parents[2])
-    env = {**passed_on(os.environ), **status.info.client_env()}
+    env = {**passed_on(environment()), **status.info.client_env()}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     told = {"event": parcel.event, "labels": parcel.labels, "payload": parcel.body}
     try:

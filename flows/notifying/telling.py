@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flows.notifying.courier import END_LINE, Route, message_line, recorded, route_line
 from flows.notifying.message import Message
+from infra.host.environment import environment
 from infra.store.notices import Notices
 from refiner_core.contract.alarms import alarms_of
 from refiner_core.contract.errors import RefinerError
@@ -60,7 +61,7 @@ class Teller:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.notifying.courier"],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a traceback may hold an address

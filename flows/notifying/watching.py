@@ -195,7 +195,7 @@ def sight_of(view: StageView) -> Sight:
     done = view.progress.done if view.progress is not None else 0
     cause = ""
     if view.state == "paused":
-        cause = "disk_full"
+        cause = paused_after(view.message) or "disk_full"
     elif view.state == "waiting":
         cause = paused_after(view.message)
     return Sight(cause, view.message, done, view.state in ("done", "skipped"), view.terminal)

@@ -30,6 +30,7 @@ _NEEDS = {
     "environment_outage": "It tries again by itself; look at the environment's servers.",
     "hub_outage": "It tries again by itself; what is trained is safe.",
     "launch_failure": "It tries again by itself; look whether the scheduler answers.",
+    "system_outage": "It goes on by itself; look whether scheduler and file system answer.",
 }
 
 

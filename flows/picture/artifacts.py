@@ -56,7 +56,9 @@ def artifacts_of(recipe: str, view: StageView) -> list[Artifact]:
         )
     if card := card_in(view.report):
         found.append(
-            Artifact(artifact_key(recipe, view.name, "card"), card, "The model card as published")
+            Artifact(
+                artifact_key(recipe, view.name, "card"), inert(card), "The model card as published"
+            )
         )
     return found
 
@@ -121,10 +123,16 @@ def without_front_matter(card: str) -> str:
     return card
 
 
+def inert(markdown: str) -> str:
+    """Markdown without HTML and images, within code as outside: a row, an answer or a judge may
+    have written a part of it, and a browser would fetch and obey."""
+    return re.sub(r"<(?=[a-zA-Z/!?])", "‹", markdown).replace("![", "!\\[")
+
+
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a markdown table; columns in the order in which they first occur."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines = ["| " + " | ".join(map(_cell, columns)) + " |", "|" + " --- |" * len(columns)]
     lines += [
         "| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows
     ]
@@ -137,7 +145,7 @@ def curve_markdown(name: str, points: Sequence[tuple[float, float]]) -> str:
     picked = [points[i] for i in _spread(len(points), _CURVE_ROWS)]
     table = markdown_table([{"step": _number(s), name: _number(v)} for s, v in picked])
     low, high = _number(min(values)), _number(max(values))
-    return f"### {name}\n\n`{sparkline(values)}` {low} to {high}\n\n{table}"
+    return f"### {inert(name)}\n\n`{sparkline(values)}` {low} to {high}\n\n{table}"
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -185,7 +193,7 @@ def _is_point(value: Any) -> bool:
 
 def _cell(value: Any) -> str:
     text = _number(value) if isinstance(value, float) else str("" if value is None else value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return inert(text).replace("|", "\\|").replace("\n", " ")
 
 
 def _number(value: float) -> str:

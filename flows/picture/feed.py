@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from infra.host.reading import status_of
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.views import StageView
@@ -96,7 +97,7 @@ def drawing_of(plan: Plan, run: str, owner: str, story: Story | None = None) -> 
 def up_to_now(story: Story) -> Story:
     """The story, taken to be read up to where it is now."""
     path = Path(story.events)
-    return replace(story, since=path.stat().st_size if path.exists() else 0)
+    return replace(story, since=0 if (found := status_of(path)) is None else found.st_size)
 
 
 def _before(stage: PlannedStage) -> tuple[str, ...]:

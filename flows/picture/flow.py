@@ -25,7 +25,7 @@ from prefect.futures import PrefectFuture, wait
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
-from flows.picture.feed import Drawing, Node, NothingMore, Watched
+from flows.picture.feed import Drawing, Feed, Node, NothingMore, Watched
 from flows.picture.news import News
 from flows.picture.posted import ReportNews
 from flows.picture.poster import Poster
@@ -34,6 +34,9 @@ from refiner_core.contract.views import StageView
 
 _POLL_S = 1.0
 _NEWS_S = 2.0
+#: How long the orchestrator's last word is waited for after the last stage, seconds: longer than a
+#: sweep takes for its last report at most.
+_LAST_WORD_S = 90.0
 Started = Callable[[str], None]
 _WATCHED: ContextVar[tuple[Drawing, Watched, Started]] = ContextVar("watched")
 
@@ -69,7 +72,7 @@ def refiner(recipe: str, run: str, owner: str) -> State[Any]:
         for node in drawing.nodes:
             before = [_Ended(futures[name]) for name in node.inputs if name in futures]
             futures[node.name] = _stage_task(recipe, node, source).submit(wait_for=before)
-    _wait_for(list(futures.values()), _tellers(drawing))
+    _wait_for(list(futures.values()), _tellers(drawing), source)
     return _flow_state({name: future.state for name, future in futures.items()})
 
 
@@ -83,10 +86,16 @@ def _tellers(drawing: Drawing) -> list[News | ReportNews]:
     return tellers
 
 
-def _wait_for(futures: list[PrefectFuture[Any]], tellers: list[News | ReportNews]) -> None:
-    """Wait for every stage, telling meanwhile what else happens."""
+def _wait_for(
+    futures: list[PrefectFuture[Any]], tellers: list[News | ReportNews], source: Watched
+) -> None:
+    """Wait for every stage, telling meanwhile what else happens; in the end all of it: the last
+    report of a sweep is made after its last trial, and before the orchestrator says that it is
+    over."""
     while tellers:
         over = not wait(futures, timeout=_NEWS_S).not_done
+        if over and isinstance(source, Feed):
+            source.ended.wait(_LAST_WORD_S)
         for teller in tellers:
             teller.tell()
         if over:

@@ -24,6 +24,7 @@ from flows.picture.artifacts import artifact_key, incidents_markdown
 from flows.picture.feed import Drawing, Story
 from infra.campaign.history import run_incidents
 from infra.campaign.timeline import Incident
+from infra.host.reading import again
 from infra.store.layout import is_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
@@ -32,6 +33,7 @@ from refiner_core.contract.records import to_json
 #: Lines of the event log that are of use to somebody who is not looking at the run.
 TOLD = (
     *("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed"),
+    *("outage", "back"),
     *("trial", "canary", "hold"),  # of a sweep
 )
 
@@ -63,9 +65,7 @@ class News:
 
     def _new_events(self) -> Iterator[Mapping[str, Any]]:
         try:
-            with self._log.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
+            data = again(self._read_on)
         except FileNotFoundError:
             return
         whole = data[: data.rfind(b"\n") + 1]  # the rest of the last line is still to come
@@ -75,6 +75,11 @@ class News:
                 yield json.loads(line)
             except ValueError:  # a writer that was killed in the middle of a line
                 continue
+
+    def _read_on(self) -> bytes:
+        with self._log.open("rb") as file:
+            file.seek(self._position)
+            return file.read()
 
     def _incidents(self) -> list[Incident]:
         return run_incidents(self._workspace, self._workspace.read_run(self._drawing.run))

@@ -256,7 +256,7 @@ def runs_of(subject: Subject, trained: str) -> tuple[RunRecord | None, RunRecord
     if known is not None:
         asked, began = (None if r is None else subject.workspace.read_run(str(r)) for r in known)
         return asked, began
-    runs = [subject.workspace.read_run(i) for i in subject.workspace.run_ids()]
+    runs = list(subject.workspace.runs())
     asked = next((r for r in runs if subject.stage_id in r.stages.values()), None)
     began = next((r for r in runs if trained in r.stages.values()), asked)
     return asked, began

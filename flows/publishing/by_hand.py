@@ -7,6 +7,7 @@ that `refiner status`, `resume` and `cancel` know it, and what it publishes is k
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from flows.checking.sources import resolve_sources
 from flows.running.calls import check_hub_access, check_supported, with_room
 from flows.running.recording import record_run
-from flows.running.status import find_run
+from flows.running.which import find_run, newest_runs
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
@@ -114,10 +115,11 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
         assert run is not None, "an id that is not known is refused"
         trained = run.provenance.get("publishes")  # itself a publication by hand, of that run
         return workspace.read_run(str(trained)) if trained else run
-    for known in reversed(workspace.run_ids()):
-        run = workspace.read_run(known)
-        if {*STAGES, "command"} & run.stages.keys():
-            return run
+    recorded = workspace.runs(newest_first=True)
+    for run in itertools.chain(newest_runs(workspace, models=True), recorded):
+        trained = run.provenance.get("publishes")
+        if trained or {*STAGES, "command"} & run.stages.keys():
+            return workspace.read_run(str(trained)) if trained else run
     raise ConfigurationError(
         f"No run in {workspace.root} has trained anything.",
         expected="a run with a model",

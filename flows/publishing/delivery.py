@@ -92,7 +92,7 @@ def papers(facts: CardFacts, files: Sequence[OutputFile], output_dir: Path) -> l
         made.append(FileToPublish.of_text(RECIPE_FILE, facts.recipe_file))
     others = {f.path: f for f in (*files, *(p.described for p in made))}
     card, evidence = build_card(facts), evidence_text(facts, list(others.values()))
-    refuse_unless_it_holds(card, evidence, own_template=facts.template is not None)
+    refuse_unless_it_holds(card, evidence, template=facts.template)
     made += [FileToPublish.of_text(CARD, card), FileToPublish.of_text(EVIDENCE, evidence)]
     for paper in made:
         assert paper.content is not None, "made of text"
@@ -100,7 +100,7 @@ def papers(facts: CardFacts, files: Sequence[OutputFile], output_dir: Path) -> l
     return made
 
 
-def refuse_unless_it_holds(card: str, evidence: str, *, own_template: bool) -> None:
+def refuse_unless_it_holds(card: str, evidence: str, *, template: str | None) -> None:
     """Refuse a card in which not everything holds, with all that is wrong.
 
     Raises
@@ -108,7 +108,7 @@ def refuse_unless_it_holds(card: str, evidence: str, *, own_template: bool) -> N
     StageFailed
         It does not.
     """
-    findings = lint_card(card, evidence)
+    findings = lint_card(card, evidence, template=template)
     if not findings:
         return
     more = f"; and {len(findings) - _SAID} more" if len(findings) > _SAID else ""
@@ -116,6 +116,6 @@ def refuse_unless_it_holds(card: str, evidence: str, *, own_template: bool) -> N
         f"The card does not hold, so nothing is published: {'; '.join(findings[:_SAID])}{more}",
         expected="licence and base model in its front matter, and no number without evidence",
         fix="correct publish.card_template (`refiner card template` prints the shipped one)"
-        if own_template
+        if template is not None
         else "run the same command with --debug and report it: such a card is a bug in refiner",
     )

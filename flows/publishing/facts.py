@@ -114,6 +114,7 @@ def collect(subject: Subject) -> Collected:
         template=decided["template"],
         stopped=decided.get("stopped") or {},
         proof=_proof(workspace, made),
+        versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
     )
     return Collected(facts, made, decided, choice)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flows.publishing.behind import need_result, subject_at_work, weights_of
+from flows.publishing.behind import need_result, runs_of, subject_at_work, weights_of
 from flows.publishing.delivery import model_files, papers
 from flows.publishing.facts import Collected, collect
 from flows.stages.kinds import StageWork
@@ -20,7 +20,9 @@ from infra.foreign.exports import require_whole
 from infra.publishing.targets import FileToPublish, Publication, Target, make_target, report_of
 from infra.store.published import CARD, EVIDENCE
 from refiner_core.cards import CardFacts, load_evidence
-from refiner_core.contract.errors import DataError
+from refiner_core.contract.errors import DataError, HealthStop
+from refiner_core.contract.malformed import all_malformed
+from refiner_core.contract.protocols import without_protocol
 from refiner_core.contract.records import OutputFile
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class _Papers(NamedTuple):
 def publish(work: StageWork) -> dict[str, Any]:
     """Weights and a card to the target. Numbers that are not there yet come later, by ``card``."""
     found = collect(subject_at_work(work))
+    _require_an_answer(work, found)
     role = next(r for r, i in weights_of(subject_at_work(work)).items() if i == found.made.weights)
     if work.spec.model == "command":
         require_whole(work.inputs[role] / "model", "publishing")
@@ -52,6 +55,33 @@ def publish(work: StageWork) -> dict[str, Any]:
         message=_message(found),
     )
     return _send(work, target, publication, found, sent)
+
+
+def _require_an_answer(work: StageWork, found: Collected) -> None:
+    """Refuse a trained model that has not given a single well-formed answer, as far as that is
+    known by now: by its training, or by evaluations that are done. Checkpoints on the way may well
+    give none yet.
+
+    Raises
+    ------
+    HealthStop
+        Names the option that publishes it all the same.
+    """
+    if work.config.publish.malformed or not found.ends_run:
+        return
+    model = work.spec.model
+    doubt = all_malformed(found.made.reports.get(model, {}))
+    if not doubt and (run := runs_of(subject_at_work(work), found.made.trained)[0]) is not None:
+        measured = (i for n, i in run.stages.items() if without_protocol(n) == f"evaluate-{model}")
+        results = filter(None, map(work.workspace.read_result, measured))
+        doubt = next(filter(None, (all_malformed(r.report) for r in results)), "")
+    if doubt:
+        raise HealthStop(
+            f"The {model} model is not published: {doubt}.",
+            expected="answers of the form that the recipe's rows ask for, at least one",
+            fix="look at what it writes (`refiner report`, samples) and at the demonstrations; "
+            "publish.malformed=true publishes it all the same",
+        )
 
 
 def refresh_card(work: StageWork) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
+from infra.host.secrets import mask_keys_of
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -121,6 +122,7 @@ def _setting(
         names.append(f"{kind}={Path(name).stem if is_file else name}")
     names += [o for o in overrides if o.partition("=")[0] not in _where()]
     config = check_config(apply_overrides(config, list(overrides)))
+    mask_keys_of(config)
     if "static" in config.reward.rubric_source and not config.reward.instance_rubrics_only:
         load_rubric_set(config.reward.static_rubrics)
     return Setting(", ".join(names), config)

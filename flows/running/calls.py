@@ -21,14 +21,16 @@ from flows.checking.sources import resolve_sources
 from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
 from infra.campaign.history import run_incidents
+from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import stage_changes
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.contract.views import StageView
@@ -90,6 +92,7 @@ def make_recipe_plan(recipe: str, overrides: Sequence[str] = ()) -> Plan:
         The recipe cannot be carried out as it stands.
     """
     config = check_config(load_recipe(recipe, overrides))
+    mask_keys_of(config)
     plan = make_plan(config, resolve_sources(config))
     check_model_files(config)
     return plan
@@ -133,14 +136,30 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
 
 def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
-    """Say beforehand that the run will meet a full disk; it goes through all the same."""
+    """Say beforehand that the run will meet a full disk; it goes through all the same.
+
+    Raises
+    ------
+    NoSpaceError
+        Not even an empty disk or quota would hold it: it would wait for ever.
+    """
     from flows.disk import planned_room
     from infra.disk.keeper import gib
 
     room = planned_room([plan])
+    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
+    # A file system without a size (/proc) holds nothing at all: opening the workspace says that.
+    if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
+        raise NoSpaceError(
+            f"This run needs {gib(room.forecast.sure_bytes)} at one time, and "
+            f"{plan.config.workspace} can never hold more than {gib(room.limit_bytes)} (by "
+            f"{room.source})",
+            expected="a disk and a quota that hold two checkpoints and the weights",
+            fix="name another `workspace=`, have the limit raised, or begin it all the same and "
+            "let it wait with `disk.too_small=wait`",
+        )
     if room.fits:
         return
-    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
     say(
         f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
         f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
@@ -221,12 +240,20 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
     config = from_json(RecipeConfig, run.config)
     root = str(workspace.root)  # where it is now: it may have been moved, or mounted elsewhere
     config = check_config(replace(config, workspace=root))
+    mask_keys_of(config)
     # A call that is about some stages alone needs nothing of what the others were made from.
     sources = run.provenance.get("sources") if config.only else None
     plan = make_plan(config, sources or resolve_sources(config))
     other = [s.name for s in plan.stages if run.stages.get(s.name) != s.id]
     if other or len(plan.stages) != len(run.stages):
         names = ", ".join(other) or "their number"
+        if changed := _done_otherwise(workspace, run, plan):
+            raise ConfigurationError(
+                f"Run {run.run} cannot be resumed by this version of refiner: it does "
+                f"{'; '.join(changed)}.",
+                expected="the version that it was begun with, for the same stages",
+                fix=f"finish it with that one, or begin a new run: {shlex.join(run.command)}",
+            )
         raise ConfigurationError(
             f"Run {run.run} cannot be resumed as it was: what its stages are made from has "
             f"changed since ({names}).",
@@ -234,6 +261,18 @@ def plan_of_run(workspace: Workspace, run: RunRecord) -> Plan:
             fix=f"bring these back, or begin a new run: {shlex.join(run.command)}",
         )
     return plan
+
+
+def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[str]:
+    """The stages of a call that were begun under another version of their kind, and what is
+    different since."""
+    found = []
+    for stage in plan.stages:
+        record = workspace.read_record(run.stages.get(stage.name, stage.id))
+        if record is not None and record.spec.stage_version < stage.version:
+            what = stage_changes(stage.kind, stage.version, since=record.spec.stage_version)
+            found.append(f"{stage.name} otherwise ({what})")
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ changes nothing.
 from __future__ import annotations
 
 import functools
-import getpass
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +17,18 @@ import psutil
 
 from flows.running.status import stage_names
 from infra.campaign.observe import Observer, Patience
+from infra.campaign.outage import one_by_one
 from infra.campaign.reconcile import Seen
-from infra.host.processes import ProcessId, host_name
+from infra.campaign.timeline import first_line
+from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import Router, make_router
-from infra.jobs.failures import outcome_of
+from infra.jobs.failures import is_outage, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.store.leases import held_by_others
 from infra.store.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.errors import ConfigurationError, NoSpaceError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.contract.services import is_service
@@ -91,14 +92,15 @@ def cancel(
     who = orchestrator_of(workspace, run.run)
     if not who.works and not work.open_stages():
         return CancelOutcome(run.run, names, "nobody", True, orchestrator=who)
-    by = f"{getpass.getuser()} on {host_name()}"
+    by = f"{user_name()} on {host_name()}"
     try:
         if not workspace.ask_cancel(run.run, by, stages):
             tell("it has been asked for before")
-    except NoSpaceError:
-        if stages or not _signal(who):
+    except OSError as error:
+        if who.works and (stages or not _signal(who)):
             raise
-        tell(f"the disk takes no note of it, so {who.where} is told by a signal")
+        how = f"{who.where} is told by a signal" if who.works else "its jobs are ended from here"
+        tell(f"no note of it can be taken ({error.strerror or error}), so {how}")
     if who.works and not now:
         if work.wait_for(who, patience_s) and not work.open_stages():
             return CancelOutcome(run.run, names, "orchestrator", True, orchestrator=who)
@@ -180,8 +182,11 @@ class _Cancel:
         deadline = time.monotonic() + patience_s
         whole = not self.stages
         while time.monotonic() < deadline:
-            now = orchestrator_of(self.workspace, self.run.run)
-            left = self.open_stages()
+            try:
+                now, left = orchestrator_of(self.workspace, self.run.run), self.open_stages()
+            except OSError as error:
+                self._cannot_look(error)
+                continue
             if now.standing in ("ended", "gone") or (not whole and not left):
                 return now.standing != "gone"
             self._say(f"{who.where} ends " + (", ".join(left) or "the run"))
@@ -205,22 +210,44 @@ class _Cancel:
         ids = {self.run.stages[name]: name for name in self.names}
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            _, observed = observer.look(ids)
-            for stage_id, attempt in observer.open.items():
-                if (seen := observed.attempts.get(stage_id)) is not None:
-                    self._end(router, attempt, seen, f"cancelled by {by}")
-            left = self.open_stages()
+            try:
+                left = self._end_once(observer, router, ids, f"cancelled by {by}")
+            except OSError as error:
+                self._cannot_look(error)
+                continue
             if not left:
                 return
             self._say("waiting for " + ", ".join(left))
             time.sleep(_POLL_S)
+
+    def _end_once(
+        self, observer: Observer, router: Router, ids: Mapping[str, str], reason: str
+    ) -> tuple[str, ...]:
+        """One look at all jobs, and what follows; the stages that are open then."""
+        _, observed = observer.look(ids)
+        with one_by_one() as each:
+            for stage_id, attempt in observer.open.items():
+                if (seen := observed.attempts.get(stage_id)) is not None:
+                    with each():
+                        self._end(router, attempt, seen, reason)
+        return self.open_stages()
+
+    def _cannot_look(self, error: OSError) -> None:
+        """Nothing follows from that; it is tried again until it has taken too long."""
+        if not is_outage(error):
+            raise error
+        self._say(first_line(str(error), 300))
+        time.sleep(_POLL_S)
 
     def _end(self, router: Router, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
         ref = attempt.ref
         if seen.sight == "dead":
             self._close(router, attempt, reason)
         elif ref not in self._asked_at:
-            self.workspace.ask_stop(ref.stage_id, ref.number, "cancelled", reason)
+            try:
+                self.workspace.ask_stop(ref.stage_id, ref.number, "cancelled", reason)
+            except OSError as error:  # it only tells the worker why; the signal comes all the same
+                self._say(f"why its jobs are to stop could not be noted: {error.strerror or error}")
             begun = attempt.started is not None and not attempt.started.get("void")
             if begun and router.stop(attempt):
                 self._asked_at[ref] = time.monotonic()
@@ -240,7 +267,12 @@ class _Cancel:
         its job does not get through it stays open, for the next round, or the next call."""
         ref = attempt.ref
         begun = attempt.started is not None and not attempt.started.get("void")
-        if (begun or self.workspace.void_attempt(*ref)) and router.kill(attempt):
+        try:
+            ends = begun or self.workspace.void_attempt(*ref)
+        except OSError:
+            router.kill(attempt)  # on a full disk its token cannot be taken, but it can be ended
+            raise
+        if ends and router.kill(attempt):
             self.workspace.close_attempt(*ref, outcome_of("cancelled", reason))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from flows.running.screen import Screen
+from infra.host.terminal import printable, raw
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 
@@ -76,8 +77,7 @@ class Console(Screen):
         """The last state of every stage, then the summary."""
         self.show(views)
         self.close()
-        troubled = any(v.state not in ("done", "skipped") for v in views.values())
-        if troubled or not self._quiet:
+        if any(map(_is_told, views.values())) or not self._quiet:
             elapsed = self._clock() - self._began
             self._print("\n".join(self.summary(views, elapsed)))
 
@@ -85,9 +85,9 @@ class Console(Screen):
         """What was done, skipped, failed; where the logs are."""
         lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
         for view in views.values():
-            if view.state in ("failed", "interrupted", "blocked"):
+            if _is_told(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
-                if view.log:
+                if view.log and view.state not in ("done", "skipped"):
                     lines.append(f"    log: {view.log}")
         return lines
 
@@ -136,7 +136,7 @@ class Console(Screen):
             from rich.live import Live
 
             self._live = Live(
-                console=RichConsole(file=self._stream, stderr=True),
+                console=RichConsole(file=raw(self._stream), stderr=True),
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -158,10 +158,10 @@ class Console(Screen):
             if view.state in _WORKING:
                 seconds = max(seconds, now - self._since.get(view.name, now))
             table.add_row(
-                Text(view.name),
+                Text(printable(view.name)),
                 Text(view.state, style=style),
                 Text(bar(view), style=style),
-                Text(detail(view)),
+                Text(printable(detail(view))),
                 Text(duration(seconds) if seconds else ""),
             )
         return table
@@ -217,6 +217,12 @@ def _counted(views: Mapping[str, StageView]) -> str:
     order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
     parts = [f"{states.count(s)} {s}" for s in order if s in states]
     return ", ".join(parts) or "nothing to do"
+
+
+def _is_told(view: StageView) -> bool:
+    """Whether somebody should hear of how it ended."""
+    doubtful = view.state in ("done", "skipped") and view.message.startswith("warning: ")
+    return doubtful or view.state in ("failed", "interrupted", "blocked")
 
 
 def _colon(message: str) -> str:

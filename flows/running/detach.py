@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from infra.jobs.worker_command import job_settings, tail_of
 from infra.store.orchestrators import orchestrator_of
+from infra.store.snapshot import check_snapshot
 from infra.store.workspace import Workspace
 
 _POLL_S = 0.05
@@ -66,9 +67,19 @@ class Detached:
 
 
 def resume_command(workspace: Workspace, run: Recorded, *options: str) -> list[str]:
-    """The command line that works on a recorded run, with the code that it was begun with."""
+    """The command line that works on a recorded run, with the code that it was begun with.
+
+    Raises
+    ------
+    WorkspaceError
+        That code is not what was pinned.
+    """
     code = workspace.layout.code / run.code if run.code else None
-    settings = job_settings(1, code if code is not None and code.is_dir() else None)
+    if code is not None and code.is_dir():
+        check_snapshot(workspace, code)
+    else:
+        code = None  # whoever takes the run up sees whether it still has it
+    settings = job_settings(1, code)
     del settings["OMP_NUM_THREADS"], settings["OMP_WAIT_POLICY"]  # jobs say it for themselves
     return [
         *("env", *(f"{k}={v}" for k, v in settings.items())),

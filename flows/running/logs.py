@@ -9,7 +9,7 @@ import codecs
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from flows.running.status import find_run
 from infra.store.orchestrators import orchestrator_of
@@ -18,13 +18,15 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 
 _FOLLOW_S = 0.5
+_PIECE_BYTES = 1 << 20
 
 
 class AttemptLog(NamedTuple):
-    """One attempt's log; the file need not be there yet."""
+    """One attempt's log; the file need not be there yet. ``why`` says then why not."""
 
     attempt: int
     path: Path
+    why: str = ""
 
 
 class StageLogs(NamedTuple):
@@ -86,9 +88,33 @@ def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
     return paths.log
 
 
+def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> str:
+    """Why an attempt has no log; empty where it has one."""
+    if path.exists():
+        return ""
+    attempt = workspace.read_attempt(stage_id, number)
+    if attempt is not None and attempt.outcome is not None:
+        how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()
+        return f"no worker of it has begun; it ended: {how}"
+    return "no worker of it has begun yet; `refiner status` shows where its job waits"
+
+
 def read_log_file(path: Path) -> str:
     """What is in a log; empty where it was never made."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return "".join(log_pieces(path))
+
+
+def log_pieces(path: Path) -> Iterator[str]:
+    """What is in a log, a piece at a time: some are larger than the memory. None where it was
+    never made."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from _pieces(file, _decoder())
+
+
+def _pieces(file: BinaryIO, decoder: codecs.IncrementalDecoder) -> Iterator[str]:
+    while data := file.read(_PIECE_BYTES):
+        yield decoder.decode(data)
 
 
 class Follower:
@@ -128,9 +154,8 @@ class Follower:
             if path is not None:
                 with path.open("rb") as file:
                     file.seek(position)
-                    data = file.read()
-                position += len(data)
-                yield decoder.decode(data)
+                    yield from _pieces(file, decoder)
+                    position = file.tell()
             if over:
                 if attempt is not None and attempt.outcome is not None:
                     how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Literal, Protocol
@@ -27,6 +27,8 @@ from typing import IO, Literal, Protocol
 from flows.notifying.hears import Hears, Nobody
 from flows.picture.drawer import DRAWN, NO_SERVER
 from flows.picture.feed import END_LINE, Drawing, Story, drawing_of, header_line, view_line
+from flows.running.stop_signals import StopSignals
+from infra.host.environment import environment
 from infra.host.processes import ProcessId
 from infra.prefect_server.server import passed_on
 from infra.prefect_server.state import state_dir
@@ -37,8 +39,6 @@ from refiner_core.contract.views import StageView
 #: How long a finished run waits for its picture.
 CATCH_UP_S = 20.0
 _REFRESH_S = 0.5
-#: Signals closer together than this are one wish: a shell and a scheduler may send several.
-_ONE_PRESS_S = 1.0
 _TRIES = 2
 _LOGS_KEPT = 20
 
@@ -119,50 +119,55 @@ def run_drawn(
 ) -> dict[str, StageView]:
     """As :func:`run_pictured`, for a graph that the caller has made."""
     hears = hears or Nobody()
-    campaign.start()  # work begins before anything else is even imported
-    picture = Picture(drawing, console) if use_server else None
-    try:
-        if picture:
-            picture.start()
-        views = _until_joined(campaign, picture, console, hears)
-        hears.over(views)
-        console.finish(views)
-        if picture:
-            picture.show(views)
-            picture.end(CATCH_UP_S)
-        return views
-    except BaseException as error:
-        hears.broke(error)
-        raise
-    finally:
-        console.close()
-        if picture:
-            picture.leave()
-        hears.close()
+    with StopSignals() as signals:
+        campaign.start()  # work begins before anything else is even imported
+        picture = Picture(drawing, console) if use_server else None
+        try:
+            if picture:
+                picture.start()
+            views = _until_joined(campaign, picture, console, hears, signals)
+            signals.restore()  # Ctrl-C leaves what follows
+            hears.over(views)
+            console.finish(views)
+            if picture:
+                picture.show(views)
+                picture.end(CATCH_UP_S)
+            return views
+        except BaseException as error:
+            hears.broke(error)
+            raise
+        finally:
+            console.close()
+            if picture:
+                picture.leave()
+            hears.close()
 
 
 def _until_joined(
-    campaign: Runnable, picture: Picture | None, console: Shows, hears: Hears
+    campaign: Runnable,
+    picture: Picture | None,
+    console: Shows,
+    hears: Hears,
+    signals: StopSignals,
 ) -> dict[str, StageView]:
     joiner = _Joiner(campaign)
     joiner.start()
-    asked_at = 0.0
-    while True:
+    while not joiner.over.wait(_REFRESH_S):
+        if by := signals.asked():
+            hears.asked_to_stop(f"stopped by {by}")
+            campaign.request_stop(by)
+            console.note(
+                f"Stopping ({by}): running stages save at their next step. Ctrl-C again leaves."
+            )
+        views = campaign.views()
         try:
-            while not joiner.over.wait(_REFRESH_S):
-                views = campaign.views()
-                console.show(views)
-                hears.show(views)
-                if picture:
-                    picture.show(views)
-            return joiner.views()
-        except KeyboardInterrupt:
-            if asked_at and time.monotonic() - asked_at > _ONE_PRESS_S:
-                raise
-            asked_at = asked_at or time.monotonic()
-            hears.asked_to_stop("stopped by Ctrl-C or a signal")
-            campaign.request_stop("Ctrl-C")
-            console.note("Stopping: running stages save at their next step. Ctrl-C again leaves.")
+            console.show(views)
+            hears.show(views)
+            if picture:
+                picture.show(views)
+        except KeyboardInterrupt:  # by a handler that somebody has installed since
+            signals.note(signal.SIGINT)
+    return joiner.views()
 
 
 class _Joiner(threading.Thread):
@@ -315,7 +320,7 @@ class Picture:
 def _drawer_env() -> dict[str, str]:
     """Little of our environment: the drawing process needs no token of ours."""
     root = str(Path(__file__).resolve().parents[2])
-    env = passed_on(os.environ)
+    env = passed_on(environment())
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     return env | {"OMP_NUM_THREADS": "1", "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore"}
 

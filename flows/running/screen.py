@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from infra.host.terminal import printable
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -58,6 +60,8 @@ class Screen:
         with self._lock, self._while_it_can_be_written():
             if self._lost:
                 return
+            if self._stream.isatty():
+                message = printable(message)
             if self._live is not None:
                 self._live.console.print(message, markup=False, highlight=False)
             else:

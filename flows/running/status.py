@@ -7,25 +7,27 @@ waits for a scheduler longer than it is told to: what it did not answer in time 
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flows.running.hurried import DiskStatus, HurriedProbe, HurriedRouter
+from flows.running.which import find_run as find_run
+from flows.running.which import is_finished as is_finished
+from flows.running.which import unfinished_runs as unfinished_runs
 from infra.campaign.history import devices_of, run_events, run_incidents
 from infra.campaign.observe import Observer, Patience
-from infra.campaign.reconcile import Seen
+from infra.campaign.reconcile import NO_ROOM, Seen
 from infra.campaign.timeline import Incident, first_line
+from infra.disk.probe import Prober
 from infra.jobs.dispatch import Router, router_to_look
+from infra.jobs.failures import CLASSES, budget_left
 from infra.jobs.local import LocalDispatcher
-from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
+from infra.jobs.protocol import AttemptRef
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.config import DiskConfig, DispatchConfig
+from refiner_core.contract.malformed import all_malformed
 from refiner_core.contract.records import RunRecord, StageRecord, from_json
 from refiner_core.contract.services import is_service
 
@@ -33,6 +35,7 @@ from refiner_core.contract.services import is_service
 SCHEDULER_WAIT_S = 0.6
 #: Which of a stage's values is its main one, where it has it; else the first.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
+_ENDED_FULL = "its worker has ended without a word: there was no room on the disk"
 _KINDS = (
     *("fetch", "data", "sft", "serve", "sample", "rft", "grpo", "command"),
     *("export", "publish", "evaluate", "card"),
@@ -80,19 +83,11 @@ class StageStatus:
 
 
 @dataclass(frozen=True)
-class DiskStatus:
-    """The file system that the data lie on, as it says of itself (quotas: `refiner disk`)."""
-
-    folder: str
-    free_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
 class RunStatus:
     """A run at one moment.
 
     ``scheduler`` says what is missing because a scheduler did not answer; empty if nothing is.
+    ``outage`` is what the orchestrator waits for that it can neither read nor ask just now.
     """
 
     run: str
@@ -106,6 +101,7 @@ class RunStatus:
     disk: DiskStatus | None
     scheduler: str = ""
     cancel_asked: Mapping[str, Any] | None = None
+    outage: str = ""
 
 
 def orchestrator_text(who: Orchestrator, finished: bool) -> str:
@@ -143,17 +139,21 @@ class Watcher:
     ) -> None:
         self.workspace, self.run = workspace, run
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
+        self._retries = settings.retries
         patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
         router = router_to_look(settings, workspace) if ask else _records_alone(workspace)
         self._router = HurriedRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, patience)
+        config = from_json(DiskConfig, run.config.get("disk") or {})
+        self._room = HurriedProbe(Prober(workspace.layout.data, config), wait_s)
 
     def look(self) -> RunStatus:
         """How the run stands now."""
         workspace, run = self.workspace, self.run
         records, observed = self._observer.look(run.stages.values())
         who = orchestrator_of(workspace, run.run)
-        told = _last_words(run_events(workspace, run.run)) if who.works else {}
+        events = run_events(workspace, run.run) if who.works else []
+        told = _last_words(events)
         rows = []
         for name in stage_names(run):
             stage_id = run.stages[name]
@@ -163,7 +163,8 @@ class Watcher:
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
             if state in ("waiting", "interrupted", "failed", "idle") and name in told:
                 state, reason = told[name]
-            rows.append(replace(row, state=state, reason=reason))
+            eta = row.eta_s if state == "running" else None
+            rows.append(replace(row, state=state, reason=reason, eta_s=eta))
         return RunStatus(
             run=run.run,
             recipe=run.recipe,
@@ -173,9 +174,10 @@ class Watcher:
             orchestrator=who,
             stages=tuple(rows),
             incidents=tuple(run_incidents(workspace, run)),
-            disk=_disk(workspace),
+            disk=self._room.look(),
             scheduler=self._router.late,
             cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
+            outage=_outage(events),
         )
 
     def _state(
@@ -184,7 +186,8 @@ class Watcher:
         if record is None or not record.attempts:
             return ("idle" if is_service(stage_id) else "waiting"), ""
         if record.result is not None:
-            return "done", ""
+            doubt = all_malformed(record.result.report)
+            return "done", f"warning: {doubt}" if doubt else ""
         last = record.attempts[-1]
         if seen is None:
             outcome = last.outcome
@@ -193,9 +196,13 @@ class Watcher:
             if outcome.decision == "finish":
                 return "idle", first_line(outcome.message)
             state = "failed" if outcome.decision == "stop" else "interrupted"
+            if state == "interrupted" and not budget_left(record.attempts, self._retries):
+                state = CLASSES[outcome.failure].exhausted
             if outcome.failure == "cancelled":
                 state = "cancelled"
             return state, first_line(outcome.message)
+        if seen.running and seen.sight != "unknown" and last.has_room is False:
+            return "paused", NO_ROOM if seen.sight == "live" else _ENDED_FULL
         if seen.sight in ("dead", "hung"):
             return {"dead": "killed", "hung": "hung"}[seen.sight], seen.note
         unknown = self._observer.sights.get(AttemptRef(stage_id, seen.number))
@@ -209,37 +216,6 @@ class Watcher:
 def _records_alone(workspace: Workspace) -> Router:
     near = {"local": LocalDispatcher(workspace)}
     return Router(near, lambda _: "local", missing="no scheduler was asked")
-
-
-class HurriedRouter(Router):
-    """Asks in the background and waits only so long; then local jobs are looked at alone, and the
-    others are ``unknown``. ``late`` says so."""
-
-    def __init__(self, router: Router, wait_s: float) -> None:
-        super().__init__(router.dispatchers, router.executor_for)
-        self._wait_s = wait_s
-        self._asking: threading.Thread | None = None
-        self._answer: dict[AttemptRef, JobSight] = {}
-        self.late = ""
-
-    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        """All of them, or in time those that need no scheduler."""
-        far = [a for a in attempts if a.attempt.executor != "local"]
-        near = [a for a in attempts if a.attempt.executor == "local"]
-        seen = super().look(near)
-        if not far:
-            self.late = ""
-            return seen
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, args=(far,), daemon=True)
-            self._asking.start()
-        self._asking.join(self._wait_s)
-        late = self._asking.is_alive()
-        self.late = f"the scheduler did not answer within {self._wait_s:g} s" if late else ""
-        return {**{a.ref: self._answer.get(a.ref, JobSight("unknown")) for a in far}, **seen}
-
-    def _ask(self, attempts: Sequence[OpenAttempt]) -> None:
-        self._answer = super().look(attempts)
 
 
 # ---------------------------------------------------------------- rows
@@ -310,13 +286,15 @@ def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str
     return {name: word for name, word in words.items() if word[0] in waiting}
 
 
-def _disk(workspace: Workspace) -> DiskStatus | None:
-    folder = workspace.layout.data
-    with contextlib.suppress(OSError):
-        use = shutil.disk_usage(folder)
-        # Without what the file system keeps for its administrator, as in `refiner disk`.
-        return DiskStatus(str(folder), use.free, use.used + use.free)
-    return None
+def _outage(events: Sequence[Mapping[str, Any]]) -> str:
+    """Why the orchestrator makes no rounds; empty if it does, or another one has begun since."""
+    reason = ""
+    for event in events:
+        if event.get("event") == "outage":
+            reason = str(event.get("reason"))
+        elif event.get("event") in ("back", "stage") and event.get("state") != "paused":
+            reason = ""
+    return reason
 
 
 def stage_names(run: RunRecord) -> list[str]:
@@ -332,101 +310,3 @@ def _order(stage_id: str) -> int:
 
 def _kind(name: str) -> str:
     return name.partition("-")[0]
-
-
-# ---------------------------------------------------------------- which run
-
-
-def find_run(
-    workspace: Workspace, wanted: str | None = None, *, stage: str = ""
-) -> RunRecord | None:
-    """The run of that id, of the only id that begins or ends so, or the newest of a recipe of that
-    name; the newest without one, with ``stage`` the newest that has such a stage, if any has. A
-    trial's run may be named by its place in the sweep, ``SWEEP:ARM/seed1``.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none, or several; the message suggests the nearest.
-    """
-    if wanted is not None and ":" in wanted:
-        return _run_of_trial(workspace, wanted)
-    known = workspace.run_ids()
-    if wanted is None:
-        newest_first = map(workspace.read_run, reversed(known))
-        fitting = (run for run in newest_first if not stage or stage in run.stages)
-        return next(fitting, None) or (workspace.read_run(known[-1]) if known else None)
-    hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
-    if not hits:  # a recipe's name is its newest run
-        hits = [r for r in known if _recipe_in(r) == wanted][-1:]
-    if len(hits) == 1:
-        return workspace.read_run(hits[0])
-    if not known:
-        raise ConfigurationError(
-            f"{workspace.root} has no run {wanted!r}: no run is recorded there.",
-            expected="a workspace with runs",
-            fix="name another one with workspace=DIR, or begin a run with `refiner run RECIPE`",
-        )
-    hint = _hint_at_trial(workspace, wanted) or suggest(wanted, known)
-    what = f"{workspace.root} has no run {wanted!r}.{hint}"
-    if hits:
-        what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
-    shown = ", ".join((hits or known)[-5:])
-    raise ConfigurationError(
-        what,
-        expected=f"one of: {shown}",
-        fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
-    )
-
-
-def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
-    """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
-    for name in workspace.sweep_names():
-        trials = [t.name for t in workspace.read_sweep(name).trials]
-        if wanted == name:
-            return f" It is a sweep; a run of it is {name}:ARM/seedN, e.g. {name}:{trials[0]}."
-        if (trial := wanted.removeprefix(f"{name}/")) in trials:
-            return f" Did you mean the trial {name}:{trial}?"
-    return ""
-
-
-def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
-    """The run of ``SWEEP:ARM/seed1``."""
-    name, _, trial = wanted.partition(":")
-    sweep = workspace.read_sweep(name)
-    known = [t.name for t in sweep.trials]
-    run_id = workspace.trial_run(name, trial)
-    if run_id is not None:
-        return workspace.read_run(run_id)
-    if trial in known:
-        raise ConfigurationError(
-            f"Trial {trial} of sweep {name} has not begun.",
-            expected="a trial that has a run",
-            fix=f"look with `refiner status {name}`",
-        )
-    raise ConfigurationError(
-        f"Sweep {name} has no trial {trial!r}.{suggest(trial, known)}",
-        expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
-        fix=f"name one of these (`refiner status {name}` shows them)",
-    )
-
-
-def _recipe_in(run_id: str) -> str:
-    """The recipe's name as it stands in a run's id: day-time-NAME-number."""
-    return "-".join(run_id.split("-")[2:-1])
-
-
-def _means(wanted: str, run_id: str) -> bool:
-    return len(wanted) >= 4 and (run_id.startswith(wanted) or run_id.endswith(wanted))
-
-
-def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
-    """Runs of which a stage is not done, oldest first."""
-    runs = [workspace.read_run(run_id) for run_id in workspace.run_ids()]
-    return [run for run in runs if not is_finished(workspace, run)]
-
-
-def is_finished(workspace: Workspace, run: RunRecord) -> bool:
-    """Whether every stage of a run is done."""
-    stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
-    return all(workspace.layout.stage(i).result.exists() for i in stages)

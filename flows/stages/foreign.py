@@ -7,6 +7,7 @@ which all attempts share.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,15 @@ from infra.disk.keeper import DiskKeeper
 from infra.foreign.calling import Call, fill
 from infra.foreign.exports import find_export, make_model
 from infra.foreign.layout import work_folder
-from infra.foreign.runner import TrainerJob, run_trainer
+from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
 from infra.jobs.protocol import AttemptRef
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import uses
 
 if TYPE_CHECKING:
     from flows.stages.kinds import StageWork
+
+log = logging.getLogger(__name__)
 
 
 def run_foreign(work: StageWork) -> dict[str, Any]:
@@ -46,11 +49,17 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
     source = find_export(job.call.output, command.exports, report.checkpoints)
     # Sizes and shards were looked at; the fence once more, before anything is made of them.
     job.check_fence()
-    missing = make_model(source, work.output_dir / "model", _companions(work, job.call))
+    made = work.output_dir / "model"
+    missing = make_model(source, made, _companions(work, job.call), within=job.call.output)
     newest = max((c.step for c in report.checkpoints if not c.damage), default=0)
     steps = newest if command.exports == "auto" else max(newest, report.step)
+    remark = _remark(report, steps)
+    if remark:
+        log.warning("%s", remark)
     return {
         "steps": steps,
+        "steps_planned": max(report.total, steps),
+        "remark": remark,
         "command": command.run,
         "base_model": _base_model(work),
         "version": command.version,
@@ -59,6 +68,18 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
         "resumed_from": report.resumed_from,
         "final": {k: v for k, v in report.values.items() if k not in ("step", "total")},
     }
+
+
+def _remark(report: TrainerReport, steps: int) -> str:
+    """How the weights fall short of what the trainer had spoken of; empty: they do not."""
+    if report.step < report.total:
+        end = f"the trainer ended by itself at step {report.step} of {report.total}"
+    elif steps < report.step:
+        end = f"the trainer came to step {report.step}"
+    else:
+        return ""
+    more = "" if steps == report.step else f", and its newest complete checkpoint is step {steps}"
+    return f"{end}{more}: that is its result"
 
 
 def _base_model(work: StageWork) -> str:
@@ -92,7 +113,7 @@ def _job(work: StageWork) -> TrainerJob:
         command=config.command,
         call=call,
         check_fence=check_fence,
-        shortage=lambda need: keeper.shortage(need, ref),
+        shortage=lambda need: keeper.shortage(need, ref, fresh=True),
         make_room=lambda need: keeper.make_room(need, ref),
         grace_s=config.dispatch.grace_s,
         watch_s=config.disk.watch_s,

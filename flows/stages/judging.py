@@ -141,7 +141,7 @@ def endpoints_by_hand(
     from infra.services.registry import live_endpoints
     from infra.store.leases import HeldLease, Lease, hand_holder
 
-    if not live_endpoints(workspace, service.id, config):
+    if not live_endpoints(workspace, service.id):
         if not calls:
             yield tuple
             return
@@ -151,7 +151,7 @@ def endpoints_by_hand(
             fix="set judge.base_url to a server that answers, or start a run that needs this one",
         )
     with HeldLease(Lease(workspace.layout.service(service.id), hand_holder())):
-        yield functools.partial(live_endpoints, workspace, service.id, config)
+        yield functools.partial(live_endpoints, workspace, service.id)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     folder = work.workspace.layout.service(work.stage_id)
     key, source = "", "none"
     if engine_of(judge) != "transformers":
-        key, source = service_key(folder, judge.api_key_env)
+        key, source = service_key(folder)
     order = Order(
         judge=judge,
         mark=folder,
@@ -138,7 +138,7 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
     if service is not None:
         folder = work.workspace.layout.service(service.id)
         with HeldLease(Lease(folder, attempt_holder(work.stage_id, work.attempt))):
-            yield functools.partial(live_endpoints, work.workspace, service.id, judge)
+            yield functools.partial(live_endpoints, work.workspace, service.id)
     elif serves(judge):
         with _server_beside(work) as server:
             yield functools.partial(_endpoint_of, server)
@@ -150,7 +150,7 @@ def _server_beside(work: StageWork) -> Server:
     judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
     key = ""
     if engine_of(judge) != "transformers":
-        key, _ = service_key(paths.control, judge.api_key_env)
+        key, _ = service_key(paths.control)
     order = Order(
         judge=judge,
         mark=paths.control,

@@ -98,6 +98,12 @@ def detectable_lines(found: Detectable) -> list[str]:
             for deviation, effect in found.if_seeds_spread
         )
         lines.append(f"  that is, if seeds do not matter; {supposed} (standard deviation)")
+    if found.effect_range is not None and found.evidence.components is not None:
+        low, high = found.effect_range
+        lines.append(
+            f"  likely between {low:.3f} and {high:.3f}: {found.evidence.components.seeds} seeds "
+            "say little of how far seeds differ"
+        )
     lines.append(f"  by {found.evidence.text}")
     return lines + [f"Warning: {text}." for text in found.warnings]
 
@@ -128,6 +134,7 @@ def detectable_json(found: Detectable) -> dict[str, Any]:
         "protocol": found.aim.protocol,
         "effect": found.effect,
         "effect_alone": found.effect_alone,
+        "effect_range": None if found.effect_range is None else list(found.effect_range),
         "power": 0.8,
         "alpha": 0.05,
         "if_seeds_spread": [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from flows.running.console import detail
 from flows.running.screen import Screen
 from infra.campaign.timeline import first_line, rough
+from infra.host.terminal import printable, raw
 from refiner_core.contract.views import StageView
 from refiner_core.report.sweep.document import TrialState
 
@@ -100,11 +101,11 @@ class SweepConsole(Screen):
         from rich.text import Text
 
         if self._live is None:
-            screen = RichConsole(file=self._stream)
+            screen = RichConsole(file=raw(self._stream))
             self._live = Live(console=screen, auto_refresh=False, transient=True)
             self._live.start()
         lines = list(self._at_work())
-        shown = [Text(line, overflow="ellipsis", no_wrap=True) for line in lines[:_ROWS]]
+        shown = [Text(printable(line), overflow="ellipsis", no_wrap=True) for line in lines[:_ROWS]]
         if len(lines) > _ROWS:
             shown.append(Text(f"and {len(lines) - _ROWS} more", style="dim"))
         self._live.update(Group(Text(self._totals(words), style="bold"), *shown), refresh=True)

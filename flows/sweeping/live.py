@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from infra.host.environment import environment
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -120,7 +121,7 @@ class LivePage:
             with (self.folder / LOG).open("wb") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, str(self._workspace.root), self._sweep],
-                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    env={**environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

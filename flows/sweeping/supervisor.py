@@ -10,7 +10,6 @@ goes on from what is recorded.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -24,14 +23,17 @@ from flows.sweeping.live import LivePage
 from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
+from infra.campaign.diary import Diary
+from infra.campaign.outage import Outage, one_by_one, with_patience
 from infra.campaign.timeline import first_line
 from infra.campaign.together import SharedRouter
-from infra.host.processes import ProcessId, host_name
+from infra.host.processes import ProcessId
 from infra.host.waiting import wait_for
+from infra.jobs.failures import is_outage
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
-from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.errors import NoSpaceError
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
 from sweeps.forecast import SweepForecast
@@ -124,10 +126,14 @@ class Supervisor:
     _look_s: float = 0.0
     _more: bool = False
     _error: BaseException | None = None
-    _log_works: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        call = sweep_call(self.plan.sweep.name)
+        self._diary = Diary(self.workspace, call, str(ProcessId.of()))
+        self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the caller
 
@@ -138,34 +144,48 @@ class Supervisor:
 
     def begin(self) -> None:
         """Say who works on the sweep, and sort out what is done; for who calls :meth:`step`."""
-        self._write_orchestrator("running", None)
+        self._diary.write_orchestrator("running", None)
         self._ahead = self.outlook.canary
         if self.outlook.forecast is not None:
             self.budget.expect(self.outlook.forecast)
         for trial in self.plan.trials:
-            if all(self._is_done(s.id) for s in trial.plan.stages if not is_service(s.id)):
-                self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
-            else:
-                self._waiting.append(trial)
-                self.words[trial.name] = TrialWord()
-            self._begun |= {s.id for s in trial.plan.stages if self._is_begun(s.id)}
+            with_patience(lambda trial=trial: self._sort_out(trial))  # type: ignore[misc]
+
+    def _sort_out(self, trial: Trial) -> None:
+        self._begun |= {s.id for s in trial.plan.stages if self._is_begun(s.id)}
+        if all(self._is_done(s.id) for s in trial.plan.stages if not is_service(s.id)):
+            self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
+        else:
+            self._waiting.append(trial)
+            self.words[trial.name] = TrialWord()
 
     def step(self) -> bool:
-        """One round over all trials. True when nothing is left to do."""
-        began = time.thread_time()
-        self._hear_cancel()
-        self.router.refresh()
-        look_s = time.thread_time() - began
-        for name in list(self.live):
-            look_s += self._step(self.live[name])
-        self._watch_canary()
-        self._more = self._begin_more()
-        self._look_s = look_s
+        """One round over all trials. True when nothing is left to do. What a file system does not
+        answer is asked again by the next round."""
+        began, self._more = time.thread_time(), False
+        try:
+            with one_by_one() as each:
+                with each():
+                    self._hear_cancel()
+                self.router.refresh()
+                look_s = time.thread_time() - began
+                for name in list(self.live):
+                    look_s += self._step(self.live[name])
+                self._look_s = look_s
+                with each():
+                    self.router.flush()
+                with each():
+                    self._watch_canary()
+                    self._more = self._begin_more()
+            self._outage.is_over()
+        except Exception as error:
+            self._outage.met(error)
+            self._not_before = self.clock() + self._outage.pause_s
         over = not self.live and (not self._waiting or self._stop is not None or bool(self.held))
         if over:
             self._hold_the_rest()
             self.graph.end(self.held or "not begun: asked to stop")
-            self._write_orchestrator("ended", self.exit_code)
+            self._diary.write_orchestrator("ended", self.exit_code)
         return over
 
     def wake_after(self) -> float:
@@ -229,15 +249,7 @@ class Supervisor:
 
     def note(self, event: Mapping[str, Any]) -> None:
         """One line in the sweep's event log. One writer: this process."""
-        path = self.workspace.layout.run(sweep_call(self.plan.sweep.name)).events
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"at": now_text(), **event}) + "\n")
-        except OSError as error:
-            if self._log_works:
-                log.warning("the event log of the sweep cannot be written: %s", error)
-            self._log_works = False
+        self._diary.note(event)
 
     # ------------------------------------------------------------ the loop
 
@@ -253,7 +265,7 @@ class Supervisor:
         except BaseException as error:  # it surfaces in join()
             log.debug("the sweep ends with an error", exc_info=error)
             self._error = error
-            self._write_orchestrator("ended", getattr(error, "exit_code", 70))
+            self._diary.write_orchestrator("ended", getattr(error, "exit_code", 70))
             if self.page is not None:
                 self.page.close()
         self._ended.set()
@@ -325,14 +337,15 @@ class Supervisor:
         ahead = self._ahead is not None and self._ahead.trial is trial
         try:
             live = self.trials.begin(trial, canary=ahead)
-        except NoSpaceError as error:
+        except Exception as error:
+            if not is_outage(error):  # as in `_step`
+                self._say(trial, word_of_error(error, ""))
+                return
             self._waiting.insert(0, trial)
             self._not_before = self.clock() + _AGAIN_S
-            if trial.name not in self.words or self.words[trial.name].reason != error.what:
-                self._say(trial, TrialWord("waiting", error.what))
-            return
-        except Exception as error:  # as in `_step`
-            self._say(trial, word_of_error(error, ""))
+            why = error.what if isinstance(error, RefinerError) else str(error)
+            if trial.name not in self.words or self.words[trial.name].reason != why:
+                self._say(trial, TrialWord("waiting", why))
             return
         self.live[trial.name] = live
         self._begun |= {s.id for s in trial.plan.stages}
@@ -408,16 +421,6 @@ class Supervisor:
                 "run": word.run,
             }
         )
-
-    def _write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        value = {"process": str(ProcessId.of()), "host": host_name(), "state": state}
-        try:
-            self.workspace.write_orchestrator(
-                sweep_call(self.plan.sweep.name),
-                {**value, "exit_code": exit_code, "at": now_text()},
-            )
-        except OSError as error:
-            log.warning("who works on the sweep could not be noted: %s", error)
 
     def _is_done(self, stage_id: str) -> bool:
         if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():

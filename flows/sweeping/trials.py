@@ -20,7 +20,7 @@ from infra.campaign.room_keeping import Keeper
 from infra.campaign.together import Together
 from infra.jobs.dispatch import Router
 from infra.store import atomic
-from infra.store.orchestrators import take_up
+from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields
@@ -78,6 +78,7 @@ class Trials:
     clock: Callable[[], float] = time.monotonic
     together: Together = field(default_factory=Together)
     _pinned: Pinned | None = None
+    _not_begun: set[str] = field(default_factory=set)
 
     def begin(self, trial: Trial, *, canary: bool = False) -> Live:
         """Record the trial as a run, or take its run up, and let its campaign look.
@@ -91,10 +92,7 @@ class Trials:
         """
         plan = self._plan(trial, canary)
         run = self._recorded(trial) or self._new_run(trial, plan)
-        try:
-            take_up(self.workspace, run.run, regardless=self.take_over)
-        except ConfigurationError as error:
-            raise TrialElsewhere(error.what, expected=error.expected, fix=error.fix) from error
+        self._take_up(run.run)
         self.workspace.withdraw_cancel(run.run)
         campaign = Campaign(
             plan,
@@ -109,8 +107,19 @@ class Trials:
             campaign.begin()
         except Exception as error:  # else it would seem to be worked on as long as the sweep is
             campaign.give_up(error)
+            self._not_begun.add(run.run)
             raise
+        self._not_begun.discard(run.run)
         return Live(trial, run, campaign)
+
+    def _take_up(self, run_id: str) -> None:
+        who = orchestrator_of(self.workspace, run_id)
+        if run_id in self._not_begun and who.standing == "running" and who.pid == os.getpid():
+            return  # in an outage, in which it could not be said either that it was given up
+        try:
+            take_up(self.workspace, run_id, regardless=self.take_over)
+        except ConfigurationError as error:
+            raise TrialElsewhere(error.what, expected=error.expected, fix=error.fix) from error
 
     def ensure_run(self, trial: Trial) -> str:
         """The run of a trial of which everything is done; one is recorded where there is none."""

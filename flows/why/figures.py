@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infra.store.traces import read_metrics
@@ -146,12 +146,16 @@ def parse_query(words: Sequence[str]) -> Query:
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
     """The numbers of some stages that are meant."""
     found: dict[tuple[Any, ...], Figure] = {}
+    nights: dict[str, str] | None = None
     for stage_id in stage_ids:
         record = workspace.read_record(stage_id)
         if record is None:
             continue
         if record.spec.kind == "evaluate" and record.result is not None:
             figures = _of_evaluation(stage_id, record.result.report, query)
+            if record.spec.model == "base":
+                nights = _night_checkpoints(workspace) if nights is None else nights
+                figures = _called(nights.get(stage_id, ""), figures)
         elif record.spec.kind in ("sft", "sample", "rft", "grpo", "command"):
             figures = _of_training(workspace, stage_id, record, query)
             if record.spec.kind == "sample" and record.result is not None:
@@ -165,6 +169,27 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
             key = (*figure.words, figure.entry.get("protocol"), figure.value, stage)
             found.setdefault(key, figure)
     return _asked_for(list(found.values()), query)
+
+
+def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
+    """Evaluations that nights alone have asked for: the names of the checkpoints that they are of.
+    To its recipe, what a night measures is the base that it starts from."""
+    found: dict[str, str] = {}
+    others: set[str] = set()
+    for run in map(workspace.read_run, workspace.run_ids()):
+        night = run.provenance.get("nightly")
+        if night is None:
+            others.update(run.stages.values())
+        else:
+            found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
+    return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
+
+
+def _called(checkpoint: str, figures: Iterable[Figure]) -> Iterator[Figure]:
+    """A night's checkpoint by its own name."""
+    for figure in figures:
+        night = checkpoint and figure.model == "base"
+        yield replace(figure, model=checkpoint) if night else figure
 
 
 def _of_evaluation(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
