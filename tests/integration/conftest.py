@@ -15,6 +15,14 @@ from tests.support.require import require
 from tests.support.slurm_cluster import Cluster, missing, running_cluster
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all that talk to real programs as slow, so that `make quick` leaves them out."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def prefect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Prefect server for all tests; it starts when the first one asks."""

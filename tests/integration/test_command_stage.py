@@ -26,11 +26,12 @@ import pytest
 
 from infra.foreign.layout import work_folder
 from infra.host.processes import ProcessId
+from infra.jobs.failures import budget_left
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Attempt, Outcome
+from refiner_core.contract.records import Attempt, Outcome, StageRecord
 from tests.support.command import Stage, environment, refiner, start, wait_until
 from tests.support.plans import SOURCES, claim, small_config
 from tests.support.require import require
@@ -84,6 +85,12 @@ class Story:
     @property
     def last(self) -> Attempt:
         found = self.workspace.read_attempt(self.id, self.count)
+        assert found is not None
+        return found
+
+    @property
+    def record(self) -> StageRecord:
+        found = self.workspace.read_record(self.id)
         assert found is not None
         return found
 
@@ -186,7 +193,7 @@ def test_a_trainer_that_ends_well_leaves_a_model_and_its_numbers(tmp_path: Path)
         ("NCCL error in: ProcessGroupNCCL.cpp:1", "gpu_error", "resume"),
         ("[Errno 28] No space left on device", "disk_full", "resume"),
         ("loss is nan at step 6", "not_finite", "stop"),
-        ("KeyError: 'prompt'", "bug", "stop"),
+        ("KeyError: 'prompt'", "bug", "resume"),
     ],
 )
 def test_why_it_died_is_told_from_its_last_words(
@@ -196,6 +203,109 @@ def test_why_it_died_is_told_from_its_last_words(
     outcome = story.attempt()
     assert (outcome.failure, outcome.decision) == (failure, decision), outcome
     assert says.rpartition(": ")[2][:20] in outcome.message
+
+
+def test_what_it_raises_is_tried_once_more_and_not_for_ever(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    once = Story(tmp_path / "once", " --die_at 6")
+    assert (once.attempt().failure, once.outcome.decision) == ("bug", "resume")
+    assert once.outcome.exit_code == 1, "none of refiner's"
+    assert once.attempt().failure == "none", once.log
+    assert once.weights() == undisturbed
+    always = Story(tmp_path / "always", " --die_at 6 --again")
+    retries = always.plan.config.dispatch.retries
+    always.attempt()
+    assert budget_left(always.record.attempts, retries)
+    always.attempt()
+    assert not budget_left(always.record.attempts, retries)
+    at_once = Story(tmp_path / "at once", " --nosuch")
+    assert at_once.attempt().decision == "stop", "before its first step"
+
+
+def test_one_that_ends_well_before_its_last_step_is_asked_to_go_on(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    """Half a training would else be published as a whole one, of an older step even."""
+    story = Story(tmp_path / "ws", " --leave_at 7")
+    assert story.attempt().failure == "none", story.log
+    assert "ended well at step 6 of 16; it is started again from the checkpoint of step 4" in (
+        story.log
+    )
+    assert story.weights() == undisturbed
+    assert story.steps == list(range(1, 17))
+
+
+def test_one_that_means_to_end_early_is_taken_at_its_word_and_that_is_said(
+    tmp_path: Path,
+) -> None:
+    story = Story(tmp_path / "ws", " --leave_at 7 --always")
+    assert story.attempt().failure == "none", story.log
+    result = story.workspace.read_result(story.id)
+    assert result is not None
+    assert (result.report["steps"], result.report["steps_planned"]) == (4, 16)
+    assert result.report["remark"] == (
+        "the trainer ended by itself at step 6 of 16, and its newest complete checkpoint is step "
+        "4: that is its result"
+    )
+    assert story.steps == list(range(1, 7))
+
+
+def test_a_trainer_that_floods_its_log_is_heard_and_stopped(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1 --steps 1000 --flood")
+    worker = story.begin()
+    until(has_reached(story, 5), "step 5")
+    worker.send_signal(signal.SIGTERM)
+    worker.wait(30)
+    assert story.outcome.failure == "interrupted", story.outcome
+    assert not story.processes()
+    assert story.stage.attempt(1).log.stat().st_size < 40 << 20
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_checkpoint_that_it_cannot_go_on_from_is_passed_over(
+    tmp_path: Path, undisturbed: str, first: bool
+) -> None:
+    """Half of a save that looks whole: the weights are there, what goes with them is not."""
+    story = Story(tmp_path / "ws", " --step_s 0.1", complete="quiet:0")
+    worker = story.begin()
+    until(has_reached(story, 6), "step 6")
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    until(lambda: not story.processes(), "the trainer to be gone")
+    newest = sorted(story.work.iterdir(), key=lambda p: int(p.name.removeprefix("ckpt_")))[-1]
+    if first:
+        (newest / "trainer.json").unlink()
+        (newest / "training_args.bin").write_bytes(b"\x80")
+    else:
+        shutil.copytree(newest, half := story.work / "ckpt_11")
+        (half / "trainer.json").unlink()
+    assert story.attempt().failure == "none", story.log
+    assert "is passed over for" in story.log
+    assert story.last.resumed_from_step == (None if first else int(newest.name[5:]))
+    assert story.weights() == undisturbed
+    assert story.steps == list(range(1, 17))
+    assert not (story.work / "ckpt_11").exists()
+
+
+def test_a_checkpoint_that_is_not_at_fault_comes_back(tmp_path: Path) -> None:
+    story = Story(tmp_path / "ws", " --step_s 0.1")
+    worker = story.begin()
+    until((story.work / "ckpt_8" / "trainer.json").exists, "two saves")
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    until(lambda: not story.processes(), "the trainer to be gone")
+    before = sorted(p.name for p in story.work.iterdir())
+    resume_arguments = "--resume_from {checkpoint} --nosuch"
+    story.plan = make_plan(
+        replace(
+            story.plan.config,
+            command=replace(story.plan.config.command, resume_arguments=resume_arguments),
+        ),
+        SOURCES,
+    )
+    assert story.attempt().failure == "bug", story.log
+    assert sorted(p.name for p in story.work.iterdir()) == before
 
 
 def test_a_command_that_is_not_there_is_bad_configuration(tmp_path: Path) -> None:
@@ -460,3 +570,70 @@ def test_a_full_quota_is_waited_out_and_the_run_finishes_by_itself(
     assert published_sha256(json.loads(out)) == hashlib.sha256(LIKE.read_bytes()).hexdigest()
     outcome = json.loads((stage.attempts[0] / "outcome.json").read_text())["outcome"]
     assert outcome["failure"] == "disk_full", outcome
+
+
+# ---------------------------------------------------------------- Hugging Face's own Trainer
+
+HF_TRAINER = TRAINER.with_name("hf_trainer.py")
+HF_RECIPE = f"""
+include: [own-trainer]
+stages: [command]
+tracking: {{wandb: disabled}}
+dispatch: {{poll_s: 0.1, backoff_s: 0.2}}
+disk: {{watch_s: 2.0}}
+command:
+  run: >-
+    {sys.executable} {HF_TRAINER} --output_dir {{output}} --seed {{seed}} {{resume}}
+  env: [OMP_NUM_THREADS=1]
+  companions: ""
+"""
+
+
+def hf_weights(tmp_path: Path) -> str:
+    """Digest of what sixty undisturbed steps make."""
+    out = tmp_path / "undisturbed"
+    words = [sys.executable, str(HF_TRAINER), "--output_dir", str(out), "--save_steps", "60"]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*words, "--seed", "42"], check=True, env=settings, capture_output=True)
+    return sha256_of(out / "checkpoint-60")
+
+
+def sha256_of(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.quota
+@pytest.mark.parametrize("mib", [64, pytest.param(55, marks=pytest.mark.slow)])
+def test_hugging_face_s_trainer_never_fills_a_quota_for_good(
+    quota_disk: Callable[..., Path], tmp_path: Path, mib: int
+) -> None:
+    """Six checkpoints of 12 MiB and no limit on their number; the
+    smaller quota holds three, beside 15 MiB of code."""
+    path = tmp_path / "hf.yaml"
+    path.write_text(HF_RECIPE)
+    disk = quota_disk(mib=mib)
+    words = ("run", str(path), f"workspace={disk / 'ws'}", "--no-server", "--json")
+    done = refiner(*words, timeout_s=200)
+    assert done.code == 0, done.stderr
+    stage = Stage(disk / "ws", "command")
+    assert stage.folder is not None
+    model = stage.folder / json.loads((stage.folder / "result.json").read_text())["output_dir"]
+    assert sha256_of(model / "model") == hf_weights(tmp_path)
+    left = sorted(p.name for p in (stage.folder / "work").glob("checkpoint-*"))
+    assert "checkpoint-60" in left
+    assert 2 <= len(left) <= 5
+
+
+def test_a_death_in_the_middle_of_hugging_face_s_save_costs_that_save_alone(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "hf.yaml"
+    path.write_text(HF_RECIPE.replace("{resume}", "--die_in_save 3 {resume}"))
+    done = refiner("run", str(path), f"workspace={tmp_path / 'ws'}", "--no-server", "--json")
+    assert done.code == 0, done.stderr
+    stage = Stage(tmp_path / "ws", "command")
+    assert stage.folder is not None
+    assert len(stage.attempts) == 2
+    assert json.loads((stage.attempts[-1] / "resumed.json").read_text())["step"] == 20
+    model = stage.folder / json.loads((stage.folder / "result.json").read_text())["output_dir"]
+    assert sha256_of(model / "model") == hf_weights(tmp_path)

@@ -17,6 +17,7 @@ from flows.cli.main import COMMANDS, cli
 from flows.starting.completing import candidates
 from tests.support.command import ROOT, environment
 from tests.support.recorded_run import RecordedRun
+from tests.support.require import require
 
 BASH = shutil.which("bash") or ""
 
@@ -185,8 +186,8 @@ def test_the_tabulator_key_works_in_bash(on_path: dict[str, str]) -> None:
     assert "refiner plan tiny-zero3 grpo.kl_estimator=kl4" in shown
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
 def test_the_tabulator_key_works_in_zsh(on_path: dict[str, str], tmp_path: Path) -> None:
+    require("shells", shutil.which("zsh"), "no zsh here")
     shown = typed(
         ["zsh", "-f", "-i"],
         f"autoload -Uz compinit; compinit -D -d {tmp_path}/dump; "
@@ -199,8 +200,8 @@ def test_the_tabulator_key_works_in_zsh(on_path: dict[str, str], tmp_path: Path)
     assert "kl_estimator=" in shown
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
 def test_fish_completes_with_a_few_words_about_each(on_path: dict[str, str]) -> None:
+    require("shells", shutil.which("fish"), "no fish here")
     script = "refiner completion fish 2>/dev/null | source; complete -C 'refiner plan tiny grpo.be'"
     done = subprocess.run(
         ["fish", "--no-config", "-c", script],

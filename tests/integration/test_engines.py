@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from refiner_core.training.ranks import TALK
 from tests.support.engine_ranks import SAVED, STEPS
 
 ENGINES, DTYPES = ("None", "1", "2", "3"), ("float32", "bfloat16")
@@ -35,6 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         **os.environ,
         "PYTHONPATH": str(repository),
         "DS_ACCELERATOR": "cpu",
+        TALK: "5a" * 32,
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,12 +248,27 @@ def test_a_card_is_not_put_beside_weights_that_it_is_not_about(
 ) -> None:
     late = publication(tmp_path / "a", 50, only_card=True)
     hub.create(REPO)
-    with pytest.raises(ConfigurationError, match="its card is not updated"):
-        target(hub).publish(late)
+    for per_step in ("tag", "branch"):
+        with pytest.raises(ConfigurationError, match="its card is not updated"):
+            target(hub, per_step=per_step).publish(late)
+    assert set(hub.refs(REPO)) == {"heads/main"}, "no branch is left behind"
     other = {"model.safetensors": b"other weights", "config.json": b"{}"}
     target(hub).publish(publication(tmp_path / "b", 50, files=other))
     with pytest.raises(ConfigurationError, match="its card is not updated"):
         target(hub).publish(late)
+
+
+def test_the_same_card_beside_other_weights_is_not_taken_for_an_update(
+    hub: LoopbackHub, tmp_path: Path
+) -> None:
+    """Somebody has moved the tag to another step: that nothing differs in the card says nothing."""
+    published = target(hub).publish(publication(tmp_path, 100))
+    hub.git(REPO).set_ref("tags/step-50", str(published.commit))
+    card_alone = publication(tmp_path, 50, only_card=True)
+    card_alone = replace(card_alone, files=card_alone.files[:1])
+    assert card_alone.files[0].name == "README.md"
+    with pytest.raises(ConfigurationError, match="its card is not updated"):
+        target(hub).publish(card_alone)
 
 
 def test_weights_that_are_to_be_private_do_not_go_where_everybody_sees_them(
@@ -263,6 +279,7 @@ def test_weights_that_are_to_be_private_do_not_go_where_everybody_sees_them(
         target(hub).publish(publication(tmp_path, 50))
     assert not any(r.writes for r in hub.log)
     target(hub, private=False).publish(publication(tmp_path, 50))
+    assert "stays private" not in caplog.text
     hub.api.repos[REPO].private = True
     target(hub, private=False).publish(publication(tmp_path, 50))
     assert "stays private" in caplog.text

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from huggingface_hub import constants
 
 from infra.hub import patience, upload
 from infra.hub.preflight import check_hub
-from infra.hub.target import SENDS, HubTarget
+from infra.hub.target import HubTarget
 from infra.publishing.targets import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
@@ -217,7 +216,9 @@ def test_a_file_that_somebody_adds_meanwhile_is_kept(hub: LoopbackHub, tmp_path:
     assert hub.contents(REPO, "step-100")["notes.txt"] == b"mine"
 
 
-def test_others_that_never_let_one_through_are_an_outage(hub: LoopbackHub, tmp_path: Path) -> None:
+def test_others_that_never_let_one_through_are_an_outage(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target(hub).publish(publication(tmp_path, 50))
     number = iter(range(1000))
     fault = Fault(
@@ -227,8 +228,12 @@ def test_others_that_never_let_one_through_are_an_outage(hub: LoopbackHub, tmp_p
         does=lambda _: hub.add(REPO, {"notes.txt": b"%d" % next(number)}),
     )
     hub.faults = [fault]
+    before, waits = len(hub.log), list[int]()
+    monkeypatch.setattr(patience.Patience, "wait", lambda _, nth, *__: not waits.append(nth))
     with pytest.raises(HubOutage, match="others keep on changing it"):
         target(hub, patience_s=0.2).publish(publication(tmp_path, 100))
+    assert [r.status for r in hub.log[before:] if "/commit/" in r.path] == [412] * 8
+    assert waits == [1, 2, 3, 4, 5, 6, 7, 8], "ever longer, so that others come to their end"
 
 
 # ---------------------------------------------------------------- limits, outages, transfers
@@ -258,10 +263,8 @@ def test_a_rate_limit_that_is_too_long_to_wait_for_says_until_when(
     hub.faults = [
         Fault("answer", where=writes_to("/put/"), status=429, headers=headers, says="slow down")
     ]
-    begun = time.monotonic()
     with pytest.raises(HubOutage, match=r"429: slow down.*asks to wait 2700 s, until \d\d:\d\d"):
         target(hub).publish(publication(tmp_path, 50))
-    assert time.monotonic() - begun < 60, "what is too long is not begun"
 
 
 def test_a_burst_of_errors_is_borne_and_a_long_one_is_an_outage(
@@ -270,10 +273,8 @@ def test_a_burst_of_errors_is_borne_and_a_long_one_is_an_outage(
     hub.faults = [Fault("answer", where=writes_to("/put/"), times=4, status=502)]
     target(hub).publish(publication(tmp_path, 50))
     hub.faults = [Fault("answer", times=1000, status=503, says="down for maintenance")]
-    begun = time.monotonic()
     with pytest.raises(HubOutage, match="503: down for maintenance"):
         target(hub, patience_s=0.3).publish(publication(tmp_path, 100))
-    assert time.monotonic() - begun < 20, "the client's own tries would take 23 s and more"
 
 
 def test_a_hub_that_does_not_answer_is_given_up_on(hub: LoopbackHub, tmp_path: Path) -> None:
@@ -292,9 +293,12 @@ def test_a_transfer_that_corrupts_is_repeated(hub: LoopbackHub, tmp_path: Path) 
     assert hub.contents(REPO, "step-50")["model.safetensors"] == b"weights of step 50"
     hub.faults = [Fault("corrupt", where=lambda r: r.method == "PUT", times=1000)]
     before = len(hub.log)
-    with pytest.raises(HubOutage, match=f"does not take what is sent, {SENDS} times: sha256"):
+    with pytest.raises(HubOutage, match="does not take what is sent, 3 times: sha256"):
         target(hub).publish(publication(tmp_path, 100))
-    assert len([r for r in hub.log[before:] if r.method == "PUT"]) == SENDS
+    assert len([r for r in hub.log[before:] if r.method == "PUT"]) == 3
+    with pytest.raises(HubOutage, match="while sending files"):
+        target(hub, patience_s=0.0).publish(publication(tmp_path, 100))
+    assert len([r for r in hub.log[before:] if r.method == "PUT"]) == 4, "it waits between, or ends"
     assert "tags/step-100" not in hub.refs(REPO)
 
 

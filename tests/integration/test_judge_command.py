@@ -15,6 +15,7 @@ import pytest
 
 from flows.cli.main import main
 from refiner_core.judges import prompting
+from tests.support.command import SMALL
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 from tests.support.known_judges import KnownJudge
 from tests.support.recorded_run import RecordedRun
@@ -299,6 +300,49 @@ def test_every_kind_has_an_example(
     assert called.code == 0
     assert called.json["request"]["kind"] == kind
     assert called.json["status"] == "scored"
+
+
+@pytest.mark.parametrize("replies", ["0.5", "1"])
+def test_a_judge_on_another_scale_is_found_before_a_run_asks_it(
+    replies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a rubric 0.5 and 1 are scores; of a source, 0 or 2. A run asks both."""
+    with JudgeServer(lambda body, call: completion(f'{{"score": {replies}}}')) as server:
+        called = refiner(capsys, "judge", "ask", nowhere(tmp_path), *at(server))
+        assert called.code == 1
+        assert f"the score is none of (0.0, {'1.0, ' * (replies == '0.5')}2.0): {replies}" in (
+            called.out + called.err
+        )
+        looked = refiner(capsys, "doctor", "tiny", *at(server), "judge.kind=openai",
+                         "--only=judge")  # fmt: skip
+    assert looked.code == 8
+    assert f"2.0): {replies}" in looked.out
+
+
+def test_a_judge_on_another_scale_ends_the_run_after_two_attempts_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was an outage, to be waited for twenty times; only the log said why."""
+    where = f"workspace={tmp_path}/runs"
+    with JudgeServer(lambda body, call: completion('{"score": 0.5}')) as server:
+        words = [*at(server), "judge.kind=openai", *SMALL, "stages=[data,evaluate]"]
+        words += ["evaluate.models=[base]", "dispatch.backoff_s=600", "evaluate.decoding=[greedy]"]
+        run = refiner(capsys, "run", "tiny", where, "--no-server", *words)
+    assert run.code == 7
+    reason = "the score is none of (0.0, 1.0, 2.0): 0.5"
+    assert "The judge's answers are no judgements" in run.err
+    assert reason in run.err
+    status = refiner(capsys, "status", where)
+    assert reason in status.out
+    (evaluation,) = [
+        s for s in refiner(capsys, "status", where, "--json").json["stages"]
+        if s["name"] == "evaluate-base"
+    ]  # fmt: skip
+    assert (evaluation["state"], evaluation["attempts"]) == ("failed", 2)
+    assert evaluation["last_failure"].startswith("attempt 2: judge_unusable")
+    report = refiner(capsys, "report", where)
+    assert "judge gave no usable scores" in report.out
+    assert reason in report.out
 
 
 def test_half_a_question_is_refused_with_what_it_lacks(

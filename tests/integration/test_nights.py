@@ -166,6 +166,21 @@ def test_a_prefect_server_says_when_and_records_say_what(place: Place, prefect: 
 
 
 @pytest.mark.prefect
+def test_a_pool_that_is_not_there_is_refused_with_those_that_are(
+    place: Place, prefect: PrefectApi
+) -> None:
+    """It was a bug in refiner, by the server's answer to the question which there are."""
+    _patient(lambda: prefect.post("/work_pools/", {"name": "night-shift", "type": "process"}))
+    refused = refiner("nightly", "deploy", str(place.file), "--pool", "missing")
+    assert refused.code == 2
+    assert "The server has no work pool 'missing'. Expected one of: " in refused.stderr
+    assert "night-shift" in refused.stderr
+    assert "prefect work-pool create missing --type process" in refused.stderr
+    there = refiner("nightly", "deploy", str(place.file), "--pool", "night-shift", "--json")
+    assert [d["pool"] for d in there.json["deployments"]] == ["night-shift"]
+
+
+@pytest.mark.prefect
 def test_an_automation_runs_a_deployment_for_an_alert(place: Place, prefect: PrefectApi) -> None:
     from flows.nightly.channels import ALERT, send
     from refiner_core.nightly.values import Alarm

@@ -20,6 +20,7 @@ from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, SMALL, Stage, environment, wait_until
 from tests.support.command import start as start_command
+from tests.support.listening import beyond_loopback, listening
 from tests.support.plans import OWNER, small_plan
 from tests.support.slurm_cluster import Cluster
 
@@ -209,7 +210,13 @@ def test_training_in_two_processes_outlives_a_killed_rank(
         *("grpo.num_unique_prompts_rollout=2", "grpo.num_samples_per_prompt_rollout=4"),
     )
     wait_until(lambda: len(sft.steps()) >= 2 or process.poll() is not None, "two steps", 200)
+    assert sft.worker is not None
+    assert listening(sft.worker.pid), "gloo does, as long as they train"
+    assert beyond_loopback(sft.worker.pid) == []
     rank_1_of(sft).kill()
+    wait_until(lambda: grpo.steps() or process.poll() is not None, "a step of ZeRO-3", 300)
+    assert grpo.worker is not None
+    assert beyond_loopback(grpo.worker.pid) == []
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     outcomes = [json.loads((a / "outcome.json").read_text())["outcome"] for a in sft.attempts]

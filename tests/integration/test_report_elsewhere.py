@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
 from refiner_core.contract.views import StageView
-from tests.support.prefect_server import PrefectApi
+from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.sweep_reports import full_report
 
 
@@ -77,6 +78,47 @@ def test_the_report_stands_beside_the_picture_of_its_sweep(
     artifacts = prefect.artifacts(flow_run["id"])
     assert "mixed-0 is better than static-0" in artifacts["rubrics-x-citations-report"]["data"]
     assert written.page.as_uri() in artifacts["rubrics-x-citations-report-page"]["data"]
+
+
+class LateReport(Work):
+    """Its trial has ended a while before the last report says so, as a report takes its time."""
+
+    def __init__(self, written: Written, drawn: Callable[[], object]) -> None:
+        super().__init__(written)
+        self._drawn = drawn
+
+    def join(self) -> dict[str, StageView]:
+        write_files(replace(self._written, report=replace(self._written.report, comparisons=())))
+        eventually(self._drawn)
+        self._views = {"a/seed1": StageView("a/seed1", "trial", "", "done")}
+        time.sleep(5)  # in which a picture that does not wait for it is complete
+        write_files(self._written)
+        return self._views
+
+
+@pytest.mark.prefect
+def test_the_last_report_of_a_sweep_is_shown_though_it_comes_after_the_last_trial(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    """The picture was complete without it, and said for ever how many trials were running."""
+    workspace = Workspace.open(tmp_path)
+    report = replace(full_report(), sweep="late")
+    call = sweep_call(report.sweep)
+    story = Story(str(workspace.layout.run(call).events))
+    nodes = (Node("a/seed1", "trial", "a/seed1", "", ()),)
+    drawing = Drawing(report.sweep, call, str(ProcessId.of()), nodes, story)
+
+    def shown() -> list[str]:
+        flow_run = prefect.flow_run(call)
+        wanted = {"flow_runs": {"id": {"any_": [flow_run["id"] if flow_run else ""]}}}
+        found = prefect.post("/artifacts/filter", wanted) if flow_run else []
+        return [a["data"] for a in found if a["key"] == "late-report"]
+
+    work = LateReport(Written(report, workspace.layout.reports / report.sweep), shown)
+    run_drawn(work, drawing, use_server=True, console=Quiet())
+    found = shown()
+    assert len(found) == 2
+    assert any("mixed-0 is better than static-0" in text for text in found)
 
 
 def test_tables_of_a_report_are_one_offline_run_that_can_be_read_back(tmp_path: Path) -> None:

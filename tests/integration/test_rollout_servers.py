@@ -10,8 +10,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +25,14 @@ import torch
 
 from infra.foreign.process import mark_of
 from infra.ranks.gpus import JOB_GPUS
-from infra.rollouts.command import EXTENSION, Place, rollout_environment, rollout_server_text
+from infra.rollouts import sweeper
+from infra.rollouts.command import (
+    EXTENSION,
+    MIDDLEWARE,
+    Place,
+    rollout_environment,
+    rollout_server_text,
+)
 from infra.rollouts.memory import (
     memory_folder,
     note_shared,
@@ -32,6 +41,7 @@ from infra.rollouts.memory import (
 )
 from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.services.command import Listening
+from infra.services.process import free_port
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -45,10 +55,13 @@ from refiner_core.contract.training_config import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
 from tests.support.command import Stage, start, wait_until
+from tests.support.port_thief import thief
 from tests.support.require import require
 from tests.support.tiny_training import recipe, tiny_model, tiny_tokenizer
+from tests.support.users import STRANGER, needs_users, run_as
 from tests.support.vllm_server import shim
 
+SERVER = Path(__file__).parents[1] / "support" / "vllm_server.py"
 PARAMS = SamplingParams(max_new_tokens=20)
 
 
@@ -178,6 +191,74 @@ def test_a_server_that_is_killed_in_a_batch_changes_no_sample_and_leaves_nothing
     assert not any(segment(pid).exists() for pid in pids)
 
 
+def test_nobody_without_the_key_reaches_any_route_of_a_server(
+    path: Path, memory: Path, tmp_path: Path
+) -> None:
+    """On loopback everybody with an account on the node can knock."""
+    with open_vllm(
+        config(weights_dir=str(memory)), tiny_tokenizer(), tmp_path / "work"
+    ) as rollouts:
+        rollouts.sync(whole(tiny_model()), "0")
+        (endpoint,) = rollouts.weights.endpoints()
+        root = endpoint.url.removesuffix("/v1")
+        stolen = ("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/x"}})
+        posts = [("pause", {}), ("resume", {}), ("update_weights", {}), ("v1/completions", {})]
+        for route, body in (stolen, *posts):
+            for key in ("", "Bearer ", "Bearer wrong"):
+                assert knock(f"{root}/{route}", key, body) == 401, route
+        for route in ("is_paused", "metrics", "health", "docs"):
+            assert knock(f"{root}/{route}", "") == 401, route
+        assert knock(f"{root}/is_paused", f"Bearer {endpoint.key}") == 200
+        assert len(rollouts.generator.generate(requests(), PARAMS)) == len(requests())
+
+
+def knock(url: str, authorization: str, body: Any = None) -> int:
+    """The status of a GET, or of a POST where there is a body."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Authorization": authorization})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_server_that_lets_everybody_in_is_not_used(
+    path: Path, memory: Path, tmp_path: Path
+) -> None:
+    (path / "refiner_vllm_extension.py").write_text(
+        "class CompleteReload: ...\nclass KeyOnEveryRoute:\n"
+        "    def __init__(self, app): self.app = app\n"
+        "    async def __call__(self, *request): await self.app(*request)\n"
+    )
+    script(path, f'PYTHONPATH={path} exec "{sys.executable}" "{SERVER}" "$@"')
+    settings = config(weights_dir=str(memory))
+    with (
+        pytest.raises(ConfigurationError, match="everybody on this machine"),
+        open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts,
+    ):
+        rollouts.sync(whole(tiny_model()), "0")
+
+
+def test_a_port_that_another_user_has_taken_is_passed_over(
+    path: Path, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_users()
+    model = tiny_model()
+    with thief() as other:
+        ports = iter([other.port])
+        monkeypatch.setattr(
+            "infra.rollouts.servers.free_port", lambda host: next(ports, 0) or free_port(host)
+        )
+        settings = config(weights_dir=str(memory))
+        with open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts:
+            rollouts.sync(whole(model), "0")
+            (endpoint,) = rollouts.weights.endpoints()
+            assert f":{other.port}/" not in endpoint.url
+            assert furthest(model, rollouts.generator.generate(requests(), PARAMS)) < 1e-4
+    assert other.keys == []
+
+
 LIFE = """
 import sys
 from pathlib import Path
@@ -224,7 +305,7 @@ def test_shared_memory_of_servers_goes_with_the_folder_whoever_removes_it(memory
     with memory_folder(memory) as mine:
         where = mine.name.rsplit("-", 2)[0]
     gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
-    gone.mkdir()
+    gone.mkdir(mode=0o700)
     note_shared(gone, [segments[1]])
     remove_leftovers(memory)
     assert not segments[1].exists()
@@ -236,12 +317,73 @@ def test_what_was_left_when_all_was_killed_at_once_is_removed_by_the_next(memory
         gone = memory / f"{where}-{_pid_of_nobody()}-1000.00"
         others = memory / "refiner-rollouts-elsewhere-0-0-1-1000.00"
         for folder in (gone, others):
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         with memory_folder_of_another(memory):
             assert not gone.exists()
             assert others.exists()  # of another machine: who knows
             assert mine.exists()
     assert [folder.name for folder in memory.iterdir()] == [others.name]
+
+
+def plant(folder: str, names: list[str]) -> None:
+    """Make what looks like a folder of somebody whose process is gone."""
+    made = Path(folder)
+    made.mkdir(mode=0o777)
+    (made / "shared-memory").write_text("".join(f"{name}\n" for name in names))
+    (made / "kept").touch()
+
+
+def test_a_folder_that_another_user_has_planted_deletes_nothing() -> None:
+    """In /dev/shm everybody makes folders, and their names are known."""
+    needs_users()
+    segment = Path(f"/dev/shm/psm_refiner_planted_{os.getpid()}")
+    with tempfile.TemporaryDirectory() as made:
+        parent, mine = Path(made), Path(made) / "mine"
+        parent.chmod(0o1777)
+        for file in (segment, mine):
+            file.touch()
+        try:
+            with memory_folder(parent) as own:
+                where = own.name.rsplit("-", 2)[0]
+            planted = parent / f"{where}-{_pid_of_nobody()}-1000.00"
+            run_as(STRANGER, plant, str(planted), [str(segment), str(mine)])
+            remove_leftovers(parent)
+            sweeper.remove(str(planted))
+            assert (planted / "kept").exists(), "it is not ours to remove"
+            assert segment.exists()
+            link = parent / f"{where}-{_pid_of_nobody()}-1000.01"
+            link.symlink_to(planted)
+            sweeper.remove(str(link))
+            assert (planted / "kept").exists()
+            own = parent / f"{where}-{_pid_of_nobody()}-1000.02"
+            own.mkdir(mode=0o700)
+            note_shared(own, [mine, Path(f"/dev/shm/../..{mine}"), segment])
+            remove_leftovers(parent)
+            assert not own.exists()
+            assert mine.exists(), "only shared memory goes with a folder"
+            assert not segment.exists()
+        finally:
+            segment.unlink(missing_ok=True)
+
+
+def link_to(path: str, target: str) -> None:
+    """Make a link."""
+    Path(path).symlink_to(target)
+
+
+def test_links_of_others_to_shared_memory_are_not_taken_for_it() -> None:
+    needs_users()
+    segment = Path(f"/dev/shm/psm_refiner_linked_{os.getpid()}")
+    link = segment.with_name(f"{segment.name}_link")
+    with segment.open("wb+") as file:
+        file.truncate(4096)
+        try:
+            with mmap.mmap(file.fileno(), 4096):
+                run_as(STRANGER, link_to, str(link), str(segment))
+                assert shared_memory([psutil.Process()]) & {segment, link} == {segment}
+        finally:
+            segment.unlink()
+            link.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -392,6 +534,7 @@ def test_a_server_is_told_all_that_decides_a_sample(tmp_path: Path) -> None:
         *("--logprobs-mode", "processed_logprobs", "--dtype", "float32"),
         *("--max-model-len", "128", "--max-num-seqs", "64", "--seed", "7"),
         *("--tensor-parallel-size", "2", "--worker-extension-cls", EXTENSION),
+        *("--middleware", MIDDLEWARE),
         *("--weight-transfer-config", '{"backend": "nccl"}', "--shutdown-timeout", "5"),
         *("--disable-uvicorn-access-log", "--gpu-memory-utilization", "0.8", "--dtype", "half"),
     ]

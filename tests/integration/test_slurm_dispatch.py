@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.campaign.campaign import Campaign as OneCall
+from infra.jobs.dispatch import Router
+from infra.jobs.worker_command import WorkerCommand
+from infra.slurm.commands import SlurmUnavailable
+from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
-from refiner_core.contract.errors import ConfigurationError, LaunchError
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.views import StageView
+from tests.support.plans import FAKE_WORKER, run_record, small_plan
 from tests.support.slurm_campaign import SMALL, Campaign
 from tests.support.slurm_cluster import Cluster
 
@@ -242,7 +251,7 @@ def test_what_was_never_submitted_is_lost_after_some_answers(campaign: Campaign)
     assert campaign.sight(request).sight == "unknown"
     end = campaign.wait_dead(request).end
     assert end is not None
-    assert (end.failure, end.decision) == ("launch_failure", "resume")
+    assert (end.failure, end.decision) == ("system_outage", "resume")
 
 
 def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Cluster) -> None:
@@ -255,10 +264,46 @@ def test_a_controller_that_is_away_kills_no_job(campaign: Campaign, slurm: Clust
         sight = campaign.wait(request, lambda s: s.sight == "unknown")
         assert sight.end is None
         errors = campaign.dispatcher.submit([campaign.claim(2)])
-        assert [type(e) for e in errors.values()] == [LaunchError]
+        assert [type(e) for e in errors.values()] == [SlurmUnavailable]
     finally:
         slurm.start_controller()
     assert campaign.wait(request, lambda s: s.running).sight == "live"
+
+
+def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """For more tries than any failure to start a job may come; the next stage says why it waits."""
+    workspace = Workspace.open(tmp_path / "w")
+    (workspace.root / "behaviour.json").write_text(json.dumps({"data": {"steps": 20}}))
+    dispatcher = SlurmDispatcher(
+        workspace,
+        PROFILE,
+        scheduler_poll_s=0.2,
+        worker=WorkerCommand(workspace.root, (str(FAKE_WORKER),)),
+    )
+    plan = small_plan("data", "sft", backoff_s=0.01)
+    router = Router({"slurm": dispatcher}, lambda _: "slurm")
+    run = OneCall(plan, workspace, router, run=run_record(workspace, plan))
+    waits: list[StageView] = []
+    run.start()
+    while workspace.layout.stage(plan.by_name["data"].id).attempt_numbers() != [1] or (
+        run.views()["data"].state != "running"
+    ):
+        time.sleep(0.05)
+    slurm.stop_controller()
+    try:
+        sft = workspace.layout.stage(plan.by_name["sft"].id)
+        while len(sft.attempt_numbers()) <= plan.config.dispatch.retries.launch_failure + 2:
+            waits.append(run.wait("sft", 0.05))
+            assert not waits[-1].terminal, waits[-1]
+    finally:
+        slurm.start_controller()
+    assert {v.state for v in run.join().values()} == {"done"}
+    assert any(v.state == "paused" and "sbatch did not take the job" in v.message for v in waits)
+    record = workspace.read_record(plan.by_name["sft"].id)
+    assert record is not None
+    assert {a.outcome.failure for a in record.attempts if a.outcome} == {"system_outage", "none"}
 
 
 def test_what_slurm_never_takes_is_refused_as_configuration(slurm: Cluster, tmp_path: Path) -> None:

@@ -17,9 +17,16 @@ from tests.support.command import SMALL, refiner
 from tests.support.quota import quota_folder
 from tests.support.require import require
 from tests.support.slurm_cluster import Cluster, ClusterSpec, missing, running_cluster
-from tests.support.story import Fault, kill_orchestrator, preempt, tell
+from tests.support.story import Fault, Telling, kill_orchestrator, preempt, tell
 
-pytestmark = [pytest.mark.slurm, pytest.mark.quota]
+pytestmark = pytest.mark.quota
+#: A short run that saves twice; not one kill is forgiven.
+SHORT = (
+    *(o for o in SMALL if not o.startswith("grpo.")),
+    *("grpo.num_training_steps=4", "grpo.num_unique_prompts_rollout=2"),
+    *("grpo.num_samples_per_prompt_rollout=4", "grpo.save_freq=2", "stages=[data,grpo]"),
+    "dispatch.retries.killed=0",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +38,37 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def undisturbed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Telling:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return tell("control", None, folder, (*SHORT, f"model.name_or_path={trained}"))
+
+
+@pytest.mark.parametrize(
+    "where", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.slow])]
+)
+def test_a_neighbour_that_takes_every_freed_byte_costs_no_retries_and_changes_no_weights(
+    where: str,
+    undisturbed: Telling,
+    trained: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    cluster = request.getfixturevalue("cluster") if where == "slurm" else None
+    with quota_folder(tmp_path / "q", 64) as disk:
+        disturbed = tell(
+            *("disturbed", cluster, disk.folder, (*SHORT, f"model.name_or_path={trained}")),
+            hold_s=1.0,
+            fill=["--refill", "--rounds", "2", "--hold-s", "9", "9"],
+        )
+    assert disturbed.hashes == undisturbed.hashes, "weights, to the byte"
+    assert disturbed.trace == undisturbed.trace, "no step twice, none missing"
+    ends = [outcome.get("failure") for outcome in disturbed.outcomes]
+    assert set(ends) == {"disk_full", "none"}, disturbed.outcomes
+    assert len(disturbed.rounds) == 2
+
+
+@pytest.mark.slurm
 def test_a_run_whose_quota_fills_up_pauses_makes_room_and_ends_with_the_same_weights(
     cluster: Cluster, trained: Path, tmp_path: Path
 ) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from infra.store.ownership import SHARED
 from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, environment, wait_until
 from tests.support.plans import FAKE_WORKER, OWNER, small_plan
+from tests.support.users import needs_users
 
 PLAN = small_plan("data")
 STAGE = PLAN.by_name["data"]
@@ -252,8 +254,7 @@ with FaultyDisk(root, at, "SIGKILL").mounted():
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder that belongs to a group of two users."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to be two users in turn")
+    needs_users()
     folder = Path(tempfile.mkdtemp(dir="/tmp", prefix="refiner-shared-"))
     os.chown(folder, 4243, 4242)
     folder.chmod(0o775)
@@ -265,7 +266,7 @@ def live_as(uid: int, root: Path, after: int, at: int = 0) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-c", AS_USER, str(root), str(uid), str(after), str(at)],
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), SHARED: str(root)},
         capture_output=True,
         text=True,
         timeout=60,

@@ -31,12 +31,12 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("training", "rejection", "judge_report", "rescoring"),
     ),
     "refiner_core.training": (
-        *("support", "ranks", "batches", "model", "state", "engines", "steps", "export"),
+        *("support", "sealed", "ranks", "batches", "model", "state", "engines", "steps", "export"),
         *("rollouts", "updates", "sft", "grpo"),
     ),
     "infra": (
-        *("host", "store", "jobs", "judgements", "publishing", "hub", "disk", "tracking"),
-        *("profiles", "slurm", "prefect_server", "attempt", "campaign", "foreign", "services"),
+        *("host", "store", "jobs", "judgements", "publishing", "hub", "foreign", "disk"),
+        *("tracking", "profiles", "slurm", "prefect_server", "attempt", "campaign", "services"),
         *("ranks", "rollouts", "adopting", "doctor", "launch_local"),
     ),
     "flows": (

@@ -97,7 +97,7 @@ def main() -> int:
         overrides = (
             *GRPO,
             f"grpo.num_training_steps={told.steps}",
-            f"model.name_or_path={_trained(folder)}",
+            f"model.name_or_path={trained(folder)}",
         )
         with (
             running_cluster(ClusterSpec(nodes=3)) as cluster,
@@ -112,7 +112,7 @@ def main() -> int:
     return _report(claims(control, tellings))
 
 
-def _trained(folder: Path) -> Path:
+def trained(folder: Path) -> Path:
     """A model that gives some valid answers, made on an ordinary disk."""
     print("a model to start from", flush=True)
     workspace = folder / "sft"

@@ -9,6 +9,7 @@ simulated ones; fsync costs nothing; heartbeats beat in virtual time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import logging
@@ -28,7 +29,7 @@ import infra.attempt.attempt
 import infra.campaign.room_keeping
 import infra.store.room
 import infra.store.workspace
-from infra.attempt import heartbeat
+from infra.attempt import heartbeat, room
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
@@ -212,8 +213,14 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (keeper, infra.store.room, infra.campaign.room_keeping, infra.store.workspace):
+    for module in (infra.store.room, infra.campaign.room_keeping, infra.store.workspace):
         put(module, "has_room", disk.has_room)
+
+    def refusal(folder: Path, size: int) -> int | None:
+        return None if disk.has_room(folder, size) else errno.EDQUOT
+
+    put(keeper, "refusal", refusal)
+    put(room, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep))
     put(keeper, "Prober", lambda *_, **__: disk)
     put(keeper, "sync_file_system", lambda _folder: None)
     put(keeper, "random", SimpleNamespace(Random=lambda: world.random))

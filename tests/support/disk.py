@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import struct
 from pathlib import Path
 
 from infra.disk.keeper import DiskKeeper
@@ -78,3 +80,17 @@ def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Pa
 def weights_go(workspace: Workspace) -> bool:
     """Whether a reclaim would delete weights now."""
     return any(c.rank is Rank.WEIGHTS for c in DiskKeeper(workspace, DiskConfig()).candidates(None))
+
+
+def foreign_checkpoint(work: Path, step: int, mib: int = 3, *, saved: bool = True) -> Path:
+    """As Hugging Face's Trainer leaves one; not ``saved``: it has died after the weights."""
+    path, size = work / f"checkpoint-{step}", mib * MIB
+    path.mkdir(parents=True)
+    header = {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    weights = struct.pack("<Q", len(text)) + text + os.urandom(size)
+    (path / "model.safetensors").write_bytes(weights)
+    if saved:
+        (path / "optimizer.pt").write_bytes(b"\x80\x02" + os.urandom(2 * size))
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return path

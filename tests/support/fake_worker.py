@@ -77,9 +77,7 @@ def work(attempt: AttemptRun, told: Mapping[str, Any]) -> dict[str, object]:
         attempt.io.progress(Progress(step, steps, "steps"))
         save = step % int(told.get("save_every", 1)) == 0
         if save or stop_asked(attempt, told):
-            with attempt.io.new_checkpoint(step) as folder:
-                (folder / "state.bin").write_bytes(b"x" * int(told.get("bytes", 10)))
-                time.sleep(float(told.get("save_s", 0.0)))
+            save_checkpoint(attempt, step, told)
         if stop_asked(attempt, told):
             raise Interrupted("stopped on request")
         if "fail_at_step" not in told and step == 1 + attempt.number:
@@ -87,6 +85,19 @@ def work(attempt: AttemptRun, told: Mapping[str, Any]) -> dict[str, object]:
     size = int(told.get("output_bytes", 100))
     (attempt.output_dir / "out.bin").write_bytes(b"y" * size)
     return {"steps": steps, "first": first, "inputs": sorted(attempt.inputs)}
+
+
+def save_checkpoint(attempt: AttemptRun, step: int, told: Mapping[str, Any]) -> None:
+    """Save, and wait for room where there is none, as training does."""
+    for tries_left in reversed(range(3)):
+        try:
+            with attempt.io.new_checkpoint(step) as folder:
+                (folder / "state.bin").write_bytes(b"x" * int(told.get("bytes", 10)))
+                time.sleep(float(told.get("save_s", 0.0)))
+            return
+        except NoSpaceError as error:
+            if not tries_left or not attempt.io.room_again(error):
+                raise
 
 
 def stop_asked(attempt: AttemptRun, told: Mapping[str, Any]) -> bool:

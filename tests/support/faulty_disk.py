@@ -15,7 +15,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,14 +56,8 @@ class FaultyDisk:
             *((os, n, self._by_path(n, getattr(os, n))) for n in _BY_PATH),
             *((os, n, self._by_target(n, getattr(os, n))) for n in _BY_TARGET),
         ]
-        real = [(module, name, getattr(module, name)) for module, name, _ in replaced]
-        for module, name, function in replaced:
-            setattr(module, name, function)
-        try:
+        with in_their_place(replaced):
             yield self
-        finally:
-            for module, name, function in real:
-                setattr(module, name, function)
 
     # ------------------------------------------------------------ one operation
 
@@ -97,15 +91,7 @@ class FaultyDisk:
         return self.fault == "full from then on" and passed
 
     def _inside(self, target: Any, dir_fd: int | None = None) -> str | None:
-        """The real path of a name or descriptor, if it is below the folder."""
-        if isinstance(target, int):
-            with contextlib.suppress(OSError):
-                target = Path(f"/proc/self/fd/{target}").readlink()
-        if not isinstance(target, str | os.PathLike):
-            return None
-        base = "" if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
-        path = os.path.abspath(os.path.join(base, os.fspath(target)))  # noqa: PTH100, PTH118
-        return path if path.startswith(self.root + os.sep) else None
+        return inside(self.root, target, dir_fd)
 
     # ------------------------------------------------------------ what is replaced
 
@@ -162,6 +148,31 @@ class FaultyDisk:
             return FaultyFile(self, function(file, mode, *args, **more), found)
 
         return opened
+
+
+def inside(root: str, target: Any, dir_fd: int | None = None) -> str | None:
+    """The real path of a name or descriptor, if it is below the folder."""
+    if isinstance(target, int):
+        with contextlib.suppress(OSError):
+            target = Path(f"/proc/self/fd/{target}").readlink()
+    if not isinstance(target, str | os.PathLike):
+        return None
+    base = "" if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink()
+    path = os.path.abspath(os.path.join(base, os.fspath(target)))  # noqa: PTH100, PTH118
+    return path if path.startswith(root + os.sep) else None
+
+
+@contextlib.contextmanager
+def in_their_place(replaced: Collection[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """These attributes (of module or class, by name) are these functions while it lasts."""
+    real = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, function in real:
+            setattr(owner, name, function)
 
 
 class FaultyFile:

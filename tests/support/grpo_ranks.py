@@ -19,7 +19,7 @@ from typing import Any
 
 from refiner_core.contract.errors import DataError, JudgeOutage, RefinerError
 from refiner_core.contract.types import RewardResult
-from refiner_core.training.ranks import Ranks, open_ranks
+from refiner_core.training.ranks import TALK, Ranks, open_ranks
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, count_low_words, recipe
 
@@ -39,6 +39,7 @@ def launch(root: Path, cases: Sequence[Case], *, ranks: int, timeout_s: float) -
         "LOCAL_WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        TALK: "5a" * 32,
     }
     command = [sys.executable, "-m", "tests.support.grpo_ranks", str(root), json.dumps(cases)]
     started = []

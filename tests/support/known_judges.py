@@ -18,13 +18,13 @@ from refiner_core.judge_report.build import PADDING
 from refiner_core.judge_report.material import shipped_material
 from tests.support.judge_server import Reply, completion
 
-_FENCED = re.compile(r"<([a-z]+(?:-\d+)?)-([0-9a-f]{12})>\n(.*?)\n</\1-\2>", re.DOTALL)
+_FENCED = re.compile(r"<([a-z]+(?:-\d+)?)-([0-9a-f]{12,32})>\n(.*?)\n</\1-\2>", re.DOTALL)
 _KINDS = {
     "criterion": "rubric",
     "evidence": "citation_recall",
     "source": "citation_precision",
 }
-_TEXTS = ("answer", "claim", "passage")
+_TEXTS = ("passage", "claim", "answer")
 
 
 class Asked(NamedTuple):
@@ -46,7 +46,7 @@ def questions_in(body: dict[str, Any]) -> list[Asked]:
         for label, content in parts
         if label.split("-")[0] in _KINDS
     ]
-    return found or [Asked("citation_needed", named["question"], text, "")]
+    return found or [Asked("citation_needed", named["question"], text, named.get("answer", ""))]
 
 
 class KnownJudge:

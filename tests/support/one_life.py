@@ -6,23 +6,31 @@ python -m tests.support.one_life WORKSPACE K     killed (SIGKILL) at operation K
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from infra.attempt.attempt import AttemptRun
+from infra.jobs.restart import attempt_to_run, job_of
+from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.records import Outcome
 from tests.support.fake_worker import work
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.plans import OWNER, small_plan
 
 #: Three checkpoints of which two are kept, so that one is deleted.
 TOLD = {"steps": 3, "step_s": 0.0, "bytes": 100}
-PLAN = small_plan("data", disk=DiskConfig(probe="statvfs", hold_s=0.0))
+PLAN = small_plan("data", "sft", disk=DiskConfig(probe="statvfs", hold_s=0.0))
 STAGE: PlannedStage = PLAN.by_name["data"]
 
 
-def one_life(root: Path, after: int = 0) -> int | None:
+def one_life(
+    root: Path, after: int = 0, stage: PlannedStage = STAGE, told: Mapping[str, Any] = TOLD
+) -> int | None:
     """Open, claim, work, finish; the exit code, None if the claim was not made.
 
     Raises
@@ -32,16 +40,66 @@ def one_life(root: Path, after: int = 0) -> int | None:
     """
     workspace = Workspace.open(root)
     claim = Claim(OWNER, "local", after)
-    attempt = workspace.claim_attempt(STAGE, PLAN.config, {}, claim)
+    inputs = {role: PLAN.by_name[name].id for role, name in stage.inputs.items()}
+    attempt = workspace.claim_attempt(stage, PLAN.config, inputs, claim)
     if attempt is None:
         return None
-    run = AttemptRun(workspace, STAGE.id, attempt.number, own_log=False)
+    job = job_of(workspace, stage.id, attempt.number)
+    number = attempt_to_run(workspace, stage.id, attempt.number, job)
+    run = AttemptRun(workspace, stage.id, number, job, own_log=False)
     with run:
         try:
-            run.finish(work(run, TOLD))
+            run.check_inputs()
+            run.finish(work(run, told))
         except BaseException as error:
             return run.fail(error).exit_code
     return 0
+
+
+class Story(NamedTuple):
+    """What a finished stage has left."""
+
+    metrics: list[tuple[int, dict[str, float | None]]]
+    rollouts: list[list[dict[str, object]]]
+    output: dict[str, str]
+    steps: list[int]
+
+
+def story(root: Path, stage: PlannedStage = STAGE) -> Story:
+    """The story of a stage that is done."""
+    workspace = Workspace.read_only(root)
+    result = workspace.read_result(stage.id)
+    assert result is not None
+    paths = workspace.layout.attempt(stage.id, result.attempt)
+    return Story(
+        [tuple(line) for line in read_metrics(paths.metrics)],
+        [read_rollouts(p) for p in list_rollouts(paths.rollouts)],
+        {f.path: f.sha256 for f in result.files},
+        [c.step for c in store(workspace, stage).complete()],
+    )
+
+
+def store(workspace: Workspace, stage: PlannedStage = STAGE) -> CheckpointStore:
+    """The stage's checkpoints, for reading."""
+    return CheckpointStore(workspace.layout.stage(stage.id).checkpoints, 0)
+
+
+def go_on(root: Path, stage: PlannedStage = STAGE) -> None:
+    """What an orchestrator does next: close what is open, claim the next attempt, run it."""
+    with FaultyDisk(root).mounted():
+        workspace = Workspace.open(root)
+        record = workspace.read_record(stage.id)
+        if record is not None and record.result is not None:
+            return
+        attempts = record.attempts if record is not None else ()
+        if attempts and attempts[-1].outcome is None:
+            workspace.void_attempt(stage.id, attempts[-1].number)
+            workspace.close_attempt(stage.id, attempts[-1].number, Outcome("killed", "resume"))
+        before = store(workspace, stage).latest()
+        assert one_life(root, len(attempts), stage) == 0
+        newest = workspace.read_attempt(stage.id, len(attempts) + 1)
+        assert newest is not None
+        assert newest.resumed_from_step == (None if before is None else before.step)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Folders that really are full: a btrfs quota (EDQUOT), a small tmpfs (ENOSPC, bytes or inodes).
+"""Folders that really are full: a btrfs quota (EDQUOT), a small tmpfs or ext4 (ENOSPC, bytes or
+inodes).
 
     with quota_folder(tmp_path / "q", 64) as disk:
         disk.folder …          # writes beyond 64 MiB end with errno 122, for root too
@@ -34,6 +35,12 @@ class QuotaFolder(NamedTuple):
         """Change the quota while it is in use; None: no limit."""
         limit = "none" if mib is None else f"{mib}M"
         _run("btrfs", "qgroup", "limit", limit, str(self.top / "v"))
+
+    def set_read_only(self, value: bool) -> None:
+        """Refuse new files, renames and deletions (EROFS), as a file system does that fails over.
+        A mount cannot be made read-only while files are open for writing; what is open here can
+        still be written."""
+        _run("btrfs", "property", "set", str(self.top / "v"), "ro", "true" if value else "false")
 
 
 @contextlib.contextmanager
@@ -73,6 +80,26 @@ def small_tmpfs(folder: Path, *, mib: int = 16, inodes: int | None = None) -> It
         yield folder
     finally:
         _unmount(folder)
+
+
+@contextlib.contextmanager
+def small_ext4(folder: Path, *, mib: int = 64, inodes: int | None = None) -> Iterator[Path]:
+    """A folder that is an ext4 file system of so much room, or for so many files and folders. Its
+    own size is what is full: kernels without CONFIG_QFMT_V2 know no quotas on ext4."""
+    tools = os.geteuid() == 0 and shutil.which("mkfs.ext4")
+    require("quota", bool(tools), "needs root and mkfs.ext4")
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_name(f"{folder.name}.img")
+    with image.open("wb") as file:
+        file.truncate(mib << 20)
+    with contextlib.ExitStack() as stack:
+        stack.callback(image.unlink)
+        number = ["-N", str(inodes)] if inodes else []
+        _run("mkfs.ext4", "-q", "-m", "0", *number, str(image))
+        mounted = _run("mount", "-o", "loop", str(image), str(folder), check=False)
+        require("quota", not mounted.returncode, f"no loop mount of ext4: {mounted.stderr}")
+        stack.callback(_unmount, folder)
+        yield folder
 
 
 def fill(path: Path, leave: int = 0) -> None:

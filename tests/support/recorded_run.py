@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,21 @@ PROMPTS = 6
 OWNER = "elsewhere:1:1.00"
 
 
+def _stamp() -> str:
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
 class RecordedRun:
     """The tiny recipe (or another one) whose records are written down as they would come."""
 
-    def __init__(self, root: Path, *overrides: str, recipe: str = "tiny") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *overrides: str,
+        recipe: str = "tiny",
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._provenance = provenance or {}
         self.overrides = (
             (*SMALL, f"workspace={root}", *overrides) if recipe == "tiny" else overrides
         )
@@ -185,6 +198,8 @@ class RecordedRun:
         return number
 
     def _begin(self, recipe: str) -> RunRecord:
+        while any(run_id[:15] >= _stamp() for run_id in self.workspace.run_ids()):
+            time.sleep(0.02)  # calls of one second have no order
         run = RunRecord(
             version=RECORD_VERSION,
             run=self.workspace.new_run_id(self.plan.recipe),
@@ -195,7 +210,10 @@ class RecordedRun:
             stages={s.name: s.id for s in self.plan.stages},
             code="0" * 16,
             started_at=now_text(),
-            provenance={"commit": "c0ffee", "dirty": False, "recipe": recipe},
+            provenance={
+                **{"commit": "c0ffee", "dirty": False, "recipe": recipe},
+                **self._provenance,
+            },
         )
         self.workspace.write_run(run)
         return run

@@ -1,8 +1,8 @@
-"""The run that died at step 100, again: through the command line, on a real Slurm, on a real quota
-that another process fills, with everything going wrong that can.
+"""The run that died at step 100, again: through the command line, on a real Slurm or this machine
+alone, on a real quota that another process fills, with everything going wrong that can.
 
-In: a cluster, a folder on the quota, overrides of a GRPO run, faults and the steps at which they
-come. Out: a :class:`Telling`: what happened, and the SHA-256 of the final weights, to be held
+In: a cluster or none, a folder on the quota, a recipe and overrides, faults and the steps at which
+they come. Out: a :class:`Telling`: what happened, and the SHA-256 of the final weights, to be held
 against those of a run that nothing disturbed.
 """
 
@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.command import ROOT, Stage, environment, refiner, start
+from tests.support.command import ROOT, Stage, environment, refiner, start, wait_until
+from tests.support.quota import QuotaFolder
 from tests.support.slurm_cluster import Cluster
 
 PROFILE = """\
@@ -54,6 +56,12 @@ class Telling:
     log: str
 
     @property
+    def ends(self) -> str:
+        """How many attempts ended in which way: ``3 disk_full, 1 none``."""
+        counts = Counter(str(o.get("failure")) for o in self.outcomes)
+        return ", ".join(f"{count} {failure}" for failure, count in counts.items())
+
+    @property
     def hit_mid_save(self) -> int:
         """How often a save met errno 122, by the attempts' logs: waited out, or the end of one."""
         lines = self.log.splitlines()
@@ -64,23 +72,31 @@ class Telling:
 class Scene:
     """A run under way."""
 
-    cluster: Cluster
     workspace: Path
+    recipe: str
+    kind: str
     arguments: tuple[str, ...]
+    on: Cluster | None = None
     process: subprocess.Popen[str] | None = None
     happened: list[str] = field(default_factory=list)
     orchestrators: int = 0
     output: list[str] = field(default_factory=list)
 
     @property
-    def grpo(self) -> Stage:
+    def stage(self) -> Stage:
         """The stage that suffers."""
-        return Stage(self.workspace, "grpo")
+        return Stage(self.workspace, self.kind)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of a telling on one."""
+        assert self.on is not None
+        return self.on
 
     def begin(self) -> None:
         """Start `refiner run`, as a user would, or would again."""
         self.orchestrators += 1
-        self.process = start("run", "tiny", *self.arguments, "--no-server")
+        self.process = start("run", self.recipe, *self.arguments, "--no-server")
 
     def say(self, text: str) -> None:
         """Note what happens."""
@@ -90,7 +106,7 @@ class Scene:
     def job(self) -> str:
         """The Slurm job of the newest attempt."""
         try:
-            note = json.loads((self.grpo.attempts[-1] / "job.json").read_text())
+            note = json.loads((self.stage.attempts[-1] / "job.json").read_text())
         except (IndexError, FileNotFoundError):
             return ""
         return str(note["job_id"])
@@ -106,7 +122,7 @@ class Scene:
 
 def kill_trainer(scene: Scene) -> str:
     """``kill -9`` of the worker."""
-    worker = scene.grpo.worker
+    worker = scene.stage.worker
     if worker is None or not worker.alive:
         return "kill -9 of the trainer: it was not there just now"
     worker.kill_group()
@@ -152,6 +168,34 @@ def time_limit(scene: Scene) -> str:
     return f"time limit of job {job} cut to one minute {done.strip()}"
 
 
+def read_only(disk: QuotaFolder, seconds: float) -> Callable[[Scene], str]:
+    """The file system takes no new files for a while, as one that fails over to another server."""
+
+    def do(_: Scene) -> str:
+        disk.set_read_only(True)
+        time.sleep(seconds)
+        disk.set_read_only(False)
+        return f"the file system was read-only for {seconds:.0f} s"
+
+    return do
+
+
+def slurm_away(seconds: float) -> Callable[[Scene], str]:
+    """The controller does not answer for a while; before the first step: from when the stage
+    before this one runs, so that it is away when this one is to be submitted."""
+
+    def do(scene: Scene) -> str:
+        if not scene.stage.attempts:
+            before = Stage(scene.workspace, "data")
+            wait_until(lambda: before.worker is not None, "the stage before")
+        scene.cluster.stop_controller()
+        time.sleep(seconds)
+        scene.cluster.start_controller()
+        return f"Slurm's controller was away for {seconds:.0f} s"
+
+    return do
+
+
 # ---------------------------------------------------------------- telling it
 
 
@@ -180,50 +224,47 @@ def filler(scene: Scene, mount: Path, *options: str) -> Iterator[list[dict[str, 
 
 def tell(
     name: str,
-    cluster: Cluster,
+    cluster: Cluster | None,
     mount: Path,
     overrides: Sequence[str],
     *,
+    recipe: str = "tiny",
+    kind: str = "grpo",
     partition: str = "main",
     lead_s: int = 10,
+    hold_s: float = 5.0,
+    limit_s: float = LIMIT_S,
     faults: Sequence[Fault] = (),
     fill: Sequence[str] | None = None,
 ) -> Telling:
-    """Run one scenario to its end.
+    """Run one scenario to its end; ``kind`` is the stage that it is about, and without a cluster
+    its jobs are processes of this machine.
 
     Raises
     ------
     RuntimeError
         The run did not end well, or not in time.
     """
-    profile = mount.with_name(f"{mount.name}-{partition}.yaml")
-    profile.write_text(PROFILE.format(partition=partition, lead_s=lead_s))
     workspace = mount / name
-    scene = Scene(
-        cluster,
-        workspace,
-        (
-            *(f"workspace={workspace}", *overrides),
-            *("dispatch.executor=slurm", f"dispatch.profile={profile}"),
-            *(
-                "dispatch.scheduler_poll_s=1",
-                "disk.watch_s=2",
-                "disk.hold_s=5",
-                "dispatch.backoff_s=2",
-            ),
-        ),
-    )
+    arguments = [f"workspace={workspace}", *overrides, "disk.watch_s=2", f"disk.hold_s={hold_s}"]
+    arguments.append("dispatch.backoff_s=2")
+    if cluster is not None:
+        profile = mount.with_name(f"{mount.name}-{partition}.yaml")
+        profile.write_text(PROFILE.format(partition=partition, lead_s=lead_s))
+        arguments += ["dispatch.executor=slurm", f"dispatch.profile={profile}"]
+        arguments.append("dispatch.scheduler_poll_s=1")
+    scene = Scene(workspace, recipe, kind, tuple(arguments), cluster)
     began = time.monotonic()
-    with cluster.joined():
+    with contextlib.nullcontext() if cluster is None else cluster.joined():
         scene.begin()
         try:
             with contextlib.ExitStack() as stack:
                 rounds = [] if fill is None else stack.enter_context(filler(scene, mount, *fill))
                 for fault in sorted(faults, key=lambda f: f.step):
-                    _until(scene, fault.step)
+                    _until(scene, fault.step, limit_s)
                     at = time.monotonic() - began
                     scene.say(f"{at:6.1f} s, step {_step(scene)}: {fault.do(scene)}")
-                _until_over(scene, began)
+                _until_over(scene, limit_s - (time.monotonic() - began))
         finally:
             if scene.process is not None and scene.process.poll() is None:
                 scene.process.kill()
@@ -231,14 +272,14 @@ def tell(
 
 
 def _telling(name: str, scene: Scene, seconds: float, rounds: list[dict[str, Any]]) -> Telling:
-    attempts = scene.grpo.attempts
+    attempts = scene.stage.attempts
     outcomes = [_outcome(path) for path in attempts]
     log = "\n".join((p / "log.txt").read_text() for p in attempts if (p / "log.txt").exists())
     return Telling(
         name=name,
         seconds=seconds,
-        hashes=scene.grpo.hashes(),
-        trace=scene.grpo.trace(),
+        hashes=scene.stage.hashes(),
+        trace=scene.stage.trace(),
         outcomes=outcomes,
         rounds=rounds,
         happened=scene.happened,
@@ -255,12 +296,12 @@ def _outcome(attempt: Path) -> dict[str, Any]:
 
 
 def _step(scene: Scene) -> int:
-    return max(scene.grpo.steps(), default=0)
+    return max(scene.stage.steps(), default=0)
 
 
-def _until(scene: Scene, step: int) -> None:
+def _until(scene: Scene, step: int, limit_s: float) -> None:
     """Wait until the trainer has logged a step, or the run has ended."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while _step(scene) < step:
         assert scene.process is not None
         if scene.process.poll() is not None or time.monotonic() > deadline:
@@ -268,10 +309,10 @@ def _until(scene: Scene, step: int) -> None:
         time.sleep(0.05)
 
 
-def _until_over(scene: Scene, began: float) -> None:
+def _until_over(scene: Scene, limit_s: float) -> None:
     assert scene.process is not None
     try:
-        scene.process.wait(LIMIT_S - (time.monotonic() - began))
+        scene.process.wait(limit_s)
     except subprocess.TimeoutExpired as error:
         status = refiner("status", f"workspace={scene.workspace}")
         raise RuntimeError(f"it did not end in time:\n{status.stdout}\n{status.stderr}") from error

@@ -54,6 +54,22 @@ def tiny_model(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return model.eval()
 
 
+#: Positions whose frequencies follow the longest sequence of a batch once it has more than 16
+#: tokens: settings of :func:`tiny_model`.
+BATCH_ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16},
+            **{"short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
+        },
+    },
+    "dynamic": {
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    },
+}
+
+
 def tiny_tokenizer(*, answers: bool = False) -> PreTrainedTokenizerFast:
     """Token i is the word ``w<i>``; 0 pads and 1 ends. With ``answers``, 3 and 4 are the tags of an
     answer."""

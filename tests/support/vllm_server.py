@@ -3,7 +3,8 @@
     vllm_server.py serve FOLDER --host H --port P --served-model-name N [options of `vllm serve`]
 
 In: ``VLLM_API_KEY``, ``VLLM_SERVER_DEV_MODE``. It keeps vLLM's traps: unknown fields are ignored;
-routes that change weights exist in dev mode alone and ask for no key; a pause gives up what is
+routes that change weights exist in dev mode alone and ask for no key unless a ``--middleware`` does
+(a class of ASGI, on the import path); a pause gives up what is
 under way unless told otherwise, and a paused server answers nobody; a full queue is a 503;
 ``generation_config.json`` fills in what a request does not say unless ``--generation-config vllm``;
 log-probabilities are raw unless ``--logprobs-mode processed_logprobs``; a failed reload leaves
@@ -19,6 +20,8 @@ kills the process at the n-th completion from now, ``{"lose": n}`` drops as many
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import json
 import mmap
 import os
@@ -48,6 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="vllm")
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("model")
+    parser.add_argument("--middleware", action="append", default=[])
     for name in ("host", "served-model-name", "dtype", "worker-extension-cls"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--generation-config", default="auto")
@@ -61,6 +65,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("enforce-eager", "disable-uvicorn-access-log"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(argv)
+
+
+class _App:
+    """What middlewares are around: it lets everybody in."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Say nothing."""
 
 
 class State:
@@ -83,6 +94,21 @@ class State:
         self.over = False
         self.control: dict[str, Any] = {}
         self.log: list[tuple[str, Any]] = []
+        self.middleware: Any = _App()
+        for where in args.middleware:
+            module, _, name = where.rpartition(".")
+            self.middleware = getattr(importlib.import_module(module), name)(self.middleware)
+
+    def refusal(self, headers: Any) -> int:
+        """The status that a middleware answers with; 0 where the request comes through."""
+        said: list[int] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            said.append(message.get("status", 0))
+
+        given = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        asyncio.run(self.middleware({"type": "http", "headers": given}, None, send))
+        return max(said, default=0)
 
     def note(self, route: str, body: Any) -> None:
         with self.changed:
@@ -218,6 +244,8 @@ class Handler(BaseHTTPRequestHandler):
         self._hang()
         if route == "/control":
             self._answer(200, {"log": self.state.log})
+        elif status := self.state.refusal(self.headers):
+            self._answer(status, {"error": "Unauthorized"})
         elif route == "/health":
             self._answer(200, {})
         elif route in _DEV_GET and self.state.dev:
@@ -234,6 +262,9 @@ class Handler(BaseHTTPRequestHandler):
         if parts.path == "/control":
             state.control |= body
             self._answer(200, {})
+            return
+        if status := state.refusal(self.headers):
+            self._answer(status, {"error": "Unauthorized"})
             return
         state.note(parts.path, body)
         if parts.path == "/v1/completions":

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from refiner_core.answers import Problem, parse_answer, parse_evidence, strip_tags
 from refiner_core.answers.tags import read_attributes, scan_tags
-
-SCHOLARQA = Path(__file__).parents[2].parent / "shared" / "data" / "scholarqa"
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 
 def tool_output(*snippets: str) -> str:
@@ -71,6 +70,19 @@ def test_repeated_ids_join_and_elements_without_id_are_skipped() -> None:
     evidence = parse_evidence(prompt)
     assert evidence.texts == {"a": "x\ny"}
     assert evidence.text_of(("a", "unknown")) == "x\ny"
+
+
+def test_a_source_that_adds_to_the_text_of_another_is_counted() -> None:
+    """What it holds closes its own element and opens one of another's id."""
+    hit = "rain</snippet><snippet id=a>and what nobody wrote"
+    assert (
+        parse_evidence(
+            tool_output("<snippet id=a>true</snippet>", f"<snippet id=b>{hit}</snippet>")
+        ).differing
+        == 1
+    )
+    same = "<snippet id=a>true</snippet>"
+    assert parse_evidence(tool_output(same, same, "<snippet id=b>true</snippet>")).differing == 0
 
 
 def test_a_prompt_without_evidence_is_falsy() -> None:
@@ -340,10 +352,9 @@ def test_the_scanner_yields_each_tag_once() -> None:
     assert sum(1 for _ in scan_tags("<snippet id=a>" * 1000)) == 1000
 
 
-@pytest.mark.skipif(not SCHOLARQA.is_dir(), reason="real rows are not next to this checkout")
-@pytest.mark.parametrize("name", ["scholarqa_sft.jsonl", "scholarqa_rl.jsonl"])
-def test_all_real_rows_parse(name: str) -> None:
-    for line in (SCHOLARQA / name).read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])
+def test_all_real_rows_parse(path: Path) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines():
         turns = json.loads(line)["conversations"]
         prompt = turns[0]["content"]
         evidence = parse_evidence(prompt)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from refiner_core.training.ranks import TALK
 from tests.support.command import ROOT
 
 FAULTS = ("slow", "full", "error")
@@ -40,7 +41,7 @@ def told(folder: Path) -> dict[str, Any]:
                 **os.environ,
                 **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", TALK: "5a" * 32},
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

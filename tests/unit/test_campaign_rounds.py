@@ -12,6 +12,7 @@ import pytest
 
 from infra.campaign.actions import Launch
 from infra.campaign.campaign import Campaign
+from infra.campaign.room_keeping import ProbingKeeper
 from infra.campaign.views import view_of
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
@@ -19,6 +20,7 @@ from infra.jobs.failures import outcome_of
 from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store.workspace import Claim, Workspace
+from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import Outcome
@@ -33,6 +35,7 @@ class Cluster:
 
     def __init__(self, **sight: Any) -> None:
         self.sight = JobSight(**sight)
+        self.released: list[AttemptRef] = []
 
     def check(self, stage: PlannedStage) -> None:
         """It takes everything."""
@@ -50,7 +53,7 @@ class Cluster:
         return True
 
     def release(self, attempt: OpenAttempt) -> None:
-        """Nothing is held."""
+        self.released.append(attempt.ref)
 
 
 @pytest.fixture
@@ -58,9 +61,9 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace.open(tmp_path / "w")
 
 
-def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any) -> Campaign:
+def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any) -> Campaign:
     router = Router({d.executor: d for d in dispatchers}, lambda _: dispatchers[0].executor)
-    return Campaign(plan, workspace, router, run=run_record(workspace, plan))
+    return Campaign(plan, workspace, router, run=run_record(workspace, plan), **more)
 
 
 def events(campaign: Campaign, name: str) -> list[dict[str, Any]]:
@@ -93,6 +96,41 @@ def test_a_claim_that_was_never_submitted_is_given_up_by_the_call_that_made_it(
     assert found.outcome is not None, campaign.views()["data"]
 
 
+def test_an_end_on_a_full_disk_counts_as_it_was_found_and_is_complained_of_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By when it can be written down there is room, and the scheduler has forgotten the job."""
+    plan, full = small_plan("data", disk=DiskConfig(watch_s=0.0)), [True]
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    workspace.start_attempt(stage.id, 1, {"process": OWNER})
+    for name in ("close_attempt", "note_scheduler"):
+        real = getattr(workspace, name)
+
+        def write(*args: Any, real: Any = real) -> Any:
+            if full:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            return real(*args)
+
+        monkeypatch.setattr(workspace, name, write)
+    keeper = ProbingKeeper(workspace)
+    monkeypatch.setattr(keeper, "make_room", lambda *_: None if full else keeper.Nothing())
+    cluster = Cluster(sight="dead", running=False, facts={"state": "FAILED"})
+    campaign = campaign_of(workspace, plan, cluster, keeper=keeper)
+    campaign.begin()
+    for _ in range(5):
+        campaign.step()
+        assert campaign.views()["data"].state in ("running", "reattached", "paused")
+    assert sum("cannot be kept" in r.message for r in caplog.records) == 1
+    full.clear()
+    for _ in range(2):
+        campaign.step()
+    found = workspace.read_attempt(stage.id, 1)
+    assert found is not None
+    assert found.outcome is not None
+    assert found.outcome.failure == "disk_full", "not killed"
+
+
 def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_word(
     workspace: Workspace,
 ) -> None:
@@ -105,6 +143,21 @@ def test_a_job_of_an_executor_that_this_call_does_not_have_is_waited_for_with_a_
     view = campaign.views()["data"]
     assert not view.terminal
     assert "dispatch.executor=slurm" in view.message
+
+
+def test_a_held_job_is_released_by_its_own_scheduler_and_another_one_is_left(
+    workspace: Workspace,
+) -> None:
+    plan, cluster = small_plan("data"), Cluster(sight="live", held=True)
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(OWNER, "slurm")) is not None
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    held = OpenAttempt(AttemptRef(stage.id, 1), record.attempts[-1])
+    Router({"local": LocalDispatcher(workspace)}, lambda _: "local").release(held)
+    assert cluster.released == []
+    Router({"slurm": cluster}, lambda _: "slurm").release(held)
+    assert cluster.released == [held.ref]
 
 
 def test_a_scheduler_that_says_nothing_is_named_beside_the_stage(workspace: Workspace) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import RunRecord
 from tests.support.plans import OWNER, run_record, small_plan
+from tests.support.users import STRANGER, run_as
 
 
 class Scheduler:
@@ -94,6 +98,68 @@ def test_the_scheduler_is_asked_until_it_answers(
     assert attempt is not None
     assert attempt.outcome is not None
     assert attempt.outcome.failure == "cancelled"
+
+
+@pytest.mark.parametrize("room_comes_back", [True, False])
+def test_on_a_full_disk_jobs_are_ended_though_nothing_can_be_noted(
+    workspace: Workspace,
+    run: RunRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    room_comes_back: bool,
+) -> None:
+    """Nobody works on the run, and the quota is full: who cancels wants the job to end first."""
+    scheduler, real = Scheduler([True] * 1000), os.open
+
+    def full(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and not (room_comes_back and scheduler.killed):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+        return real(path, flags, *args, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    outcome = cancel(workspace, run, scheduler, monkeypatch)
+    assert scheduler.killed
+    assert outcome.by == "here"
+    assert outcome.ended == room_comes_back
+    attempt = workspace.read_attempt(run.stages["data"], 1)
+    assert attempt is not None
+    assert (attempt.outcome is not None) == room_comes_back
+
+
+def test_a_look_that_fails_is_made_again(
+    workspace: Workspace, run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fails = workspace.read_record, [False, True, True, False, True]
+
+    def read_record(stage_id: str) -> Any:
+        if fails and fails.pop(0):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(stage_id)
+
+    monkeypatch.setattr(workspace, "read_record", read_record)
+    assert cancel(workspace, run, Scheduler([True]), monkeypatch).ended
+
+
+def cancelled_as_nobody(workspace: Workspace, run: RunRecord) -> bool:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        os.environ.pop(name, None)
+    return cancelling.cancel(Workspace.read_only(workspace.root), run, wait_s=0.1).ended
+
+
+def test_who_has_no_name_can_cancel(workspace: Workspace) -> None:
+    """`docker run --user 12345`: nothing knows what the user is called."""
+    found = run_record(workspace, small_plan("data"))
+    workspace.write_run(found)
+
+    for folder in (workspace.root, *workspace.root.parents):
+        if folder.stat().st_uid == os.getuid() and "pytest" in str(folder):
+            folder.chmod(0o755)
+    workspace.take_turn(found.run, 0, {"process": OWNER})
+    for path in (workspace.root, *workspace.root.rglob("*")):
+        path.chmod(0o777)
+    assert not run_as(STRANGER, cancelled_as_nobody, workspace, found), "it works elsewhere"
+    asked = workspace.cancel_asked(found.run)
+    assert asked is not None
+    assert str(asked["by"]).startswith(f"user {STRANGER} on ")
 
 
 def test_an_orchestrator_that_has_just_gone_is_not_signalled(workspace: Workspace) -> None:

@@ -16,9 +16,13 @@ from refiner_core.cards import (
     AttemptNote,
     CardFacts,
     build_card,
+    evidence_text,
     lint_card,
     shipped_template,
 )
+from refiner_core.cards.evidence import published_facts
+from refiner_core.cards.lint import check_card
+from refiner_core.cards.printed import CONTROLS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields
@@ -223,6 +227,13 @@ def test_a_repository_that_was_read_at_a_branch_is_named() -> None:
     assert "`main`" not in section(build_card(full_facts()), "Known notes")
 
 
+def test_a_training_that_ended_before_its_last_step_says_so() -> None:
+    report = {"steps": 20, "steps_planned": 60}
+    cut = full_facts(stage="command", step=20, measured_as="", reports={"command": report})
+    notes = " ".join(section(build_card(cut), "Known notes").split())
+    assert "this checkpoint is step 20 of the 60 that the trainer had spoken of" in notes
+
+
 def test_an_adopted_checkpoint_of_ours_says_that_its_past_is_not_recorded() -> None:
     known = {"grpo": {"steps": 50, "adopted": True}}
     card = build_card(full_facts(reports={**known, "command": {}}))
@@ -377,3 +388,37 @@ def test_a_card_with_nothing_recorded_is_short_and_claims_nothing() -> None:
     assert "No evaluation of this checkpoint is recorded." in card
     assert "Nothing was recorded of the code" in card
     assert build_card(replace(bare)) == card
+
+
+@pytest.mark.parametrize("sign", ["\r", "\n", "\x1b[2J", "\u2028", "\u202e", "\x85"])
+def test_names_that_rows_and_trainers_bring_forge_no_table_link_or_markup(sign: str) -> None:
+    forged = f"x{sign}{sign}| metric | own |{sign}|---|---|{sign}| citation_f1 | **0.99** |{sign}"
+    hostile = forged + "<img src=x onerror=y> [free](https://evil.example/a) `a`"
+    told = reports()
+    told["data"]["rl"]["modes"] = {hostile: 3, "answer_only": 2}
+    evaluations = [evaluation("grpo", "citation_f1", 0.5), evaluation("grpo", hostile, 0.5)]
+    for facts in (
+        full_facts(reports=told),
+        full_facts(evaluations=evaluations),
+        full_facts(static_rubric_titles=(hostile,), static_rubric_weights=(1.0,)),
+        full_facts(
+            stage="command",
+            reports={"command": {"steps": 3, "final": {hostile: 1.0}, "source": "s"}},
+        ),
+    ):
+        card = build_card(facts)
+        assert not CONTROLS.search(card)
+        assert "<img" not in card
+        assert "](https://evil" not in card
+        assert not any(line.startswith("| citation_f1 | **0.99**") for line in card.split("\n"))
+        found = check_card(card, evidence_text(facts, []))
+        assert {f.rule for f in found} <= {"evidence-inconsistent"}, "made-up intervals"
+        assert build_card(published_facts(facts)) == card
+
+
+def test_a_card_with_a_character_that_nobody_sees_is_refused() -> None:
+    card = build_card(full_facts())
+    for sign in ("\r", "\x1b", "\u202e", "\u2028", "\x00"):
+        forged = card.replace("## Usage", f"## Usage{sign}| grpo | 0.99 |")
+        assert "control-character" in {f.rule for f in check_card(forged)}
+    assert "control-character" not in {f.rule for f in check_card(card.replace("\n", "\r\n"))}

@@ -347,3 +347,25 @@ def test_a_number_that_is_none_is_null_in_the_evidence() -> None:
     text = evidence_text(facts(evaluations=[{**EVALUATION, "value": math.nan}]), [])
     content: Mapping[str, Any] = json.loads(text)
     assert content["facts"]["evaluations"][0]["value"] is None
+
+
+# ---------------------------------------------------------------- by which rules
+
+
+def test_a_card_says_by_which_version_of_the_rules_its_numbers_came_about() -> None:
+    """What counts as the same question, and how often a claim counts, has changed once: a number
+    from before is no match for one from after."""
+    known = {"num_prompts": 4, "samples_per_prompt": 1, "split": "held-out", "version": 2}
+    given = facts(versions={"data": 2, "grpo": 2}, protocols={EVALUATION["protocol"]: known})
+    card = build_card(given)
+    assert "Stage `data` by version 2 of its rules: questions that differ in punctuation" in card
+    assert "Stage `grpo` by version 2 of its rules: a claim counts once" in card
+    assert "; rewards of version 2: a claim counts once in the citation reward" in card
+    assert build_card(facts_from_json(facts_to_json(given))) == card
+
+
+def test_the_card_of_an_older_run_is_what_it_was() -> None:
+    known = {"num_prompts": 4, "samples_per_prompt": 1, "split": "held-out", "version": 1}
+    older = facts(protocols={EVALUATION["protocol"]: known})
+    assert "version 1" not in build_card(older)
+    assert "versions" not in facts_to_json(older)

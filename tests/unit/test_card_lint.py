@@ -17,15 +17,15 @@ from refiner_core.cards import CardFacts, build_card, lint_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import RULES, Finding, check_card
 from refiner_core.cards.lint.against import differences
+from refiner_core.cards.lint.markdown import read_document, split_row
 from refiner_core.cards.lint.proof import file_findings
 from refiner_core.cards.numbers import card_numbers
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.records import OutputFile
 from refiner_core.evaluation.statistics import wilson
 from tests.support.card_facts import full_facts, sft_facts
-from tests.support.require import require
 
-SEEDS = Path(__file__).resolve().parents[3] / "shared" / "seeds"
+CARDS = Path(__file__).resolve().parents[1] / "data" / "cards"
 FRONT = "---\nlicense: mit\nbase_model: owner/base\n---\n\n# A model\n\n"
 
 
@@ -51,35 +51,21 @@ def table(*rows: str) -> str:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("seed-000.md", [(17, "bare-link"), (39, "bare-link")]),
-        ("seed-004.md", [(34, "comparison-built-on"), (52, "percentage-impossible")]),
+        ("refiner-step50.md", [(14, "bare-link"), (26, "bare-link")]),
+        ("agent.md", [(30, "comparison-built-on"), (42, "percentage-impossible")]),
     ],
 )
 def test_in_cards_typed_by_hand_it_finds_what_is_wrong_and_nothing_that_is_right(
     name: str, expected: list[tuple[int, str]]
 ) -> None:
-    path = SEEDS / "cards" / name
-    require("seeds", path.is_file(), f"{path} is not here")
-    found = check_card(path.read_text())
+    found = check_card((CARDS / name).read_text())
     assert [(f.line, f.rule) for f in found] == expected
     assert all(f.is_error for f in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("000", ["front-matter", "bare-link", "bare-link"]),
-        ("001", ["front-matter"]),
-        ("002", ["front-matter"]),
-        ("004", ["front-matter"]),
-    ],
-)
-def test_in_pages_that_are_no_cards_it_misses_the_front_matter_alone(
-    name: str, expected: list[str]
-) -> None:
-    paths = sorted(SEEDS.glob(f"{name}_*.txt"))
-    require("seeds", paths, f"{SEEDS} is not here")
-    assert [f.rule for f in check_card(paths[0].read_text())] == expected
+def test_in_a_page_that_is_no_card_it_misses_the_front_matter_alone() -> None:
+    page = "Files\n\n65 lines\n3.4 KiB\nRaw History\n\n# 4b-refiner\nGRPO, step 50, License:mit\n"
+    assert [f.rule for f in check_card(page)] == ["front-matter"]
 
 
 DOMAINS = table(
@@ -725,3 +711,93 @@ def test_a_card_of_another_trainers_model_is_clean() -> None:
 def test_every_rule_that_is_told_is_explained() -> None:
     text = "# x\n" + SOUND.replace("14.0%", "14.3%") + "\n[x]() /home/me/x: nan\n```\n"
     assert {f.rule for f in check_card(text)} <= set(RULES)
+
+
+# ---------------------------------------------------------------- cards of strangers
+
+
+_PIECES = (
+    *("<!-- ", "`", "` `` ", "[", "[](", "[a](", "<a", "# a ", "|-", "_", "a_", "~~~", "\t", " "),
+    *("1", "1.", "[nan, ", ": nan ", "https://github.com/", "hf_", "sk-", "eyJ", "/home/a", "$("),
+    *("3x better ", "from 1 to 1 ", "3 points over ", "50% accuracy ", "50.0% (n = 3) ", "${"),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("piece", _PIECES)
+def test_a_card_is_checked_in_linear_time_whatever_it_is_made_of(piece: str) -> None:
+    """Any pattern that looks at each character from each of them takes many minutes for these."""
+    size = 150_000
+    short = piece.strip() or piece
+    for text in (
+        FRONT + piece * (size // len(piece)),
+        FRONT + (short + "\n") * (size // (len(short) + 1)),
+        FRONT + "# " + piece * (size // len(piece)),
+        f"{FRONT}| a | accuracy |\n|---|---|\n| {piece * (size // len(piece))} | 1 |\n",
+        f"{FRONT}```bash\nrefiner run tiny {piece * (size // len(piece))}\n```\n",
+    ):
+        check_card(text)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "text",
+    [
+        FRONT + "| a | pass@900000 |\n|---|---|\n" + "| x (n = 7) | 33.1% |\n" * 2000,
+        FRONT
+        + "| a | accuracy |\n|---|---|\n"
+        + "| base (n = 7) | 33.1% |\n| ours | 9% |\n" * 5000,
+        FRONT
+        + "".join(f"mean of {n} runs. " for n in range(2, 20_000))
+        + "50.1% of 7 tasks. " * 999,
+        FRONT + "```bash\n" + "refiner run tiny a=b \\\n" * 20_000 + "```\n",
+        FRONT + "```bash\n" + "echo 'x\n" * 20_001 + "```\n",
+    ],
+    ids=["binomials", "pairs", "repeats", "joined", "quotes"],
+)
+def test_numbers_and_commands_of_a_card_are_bounded(text: str) -> None:
+    check_card(text)
+
+
+@pytest.mark.timeout(60)
+def test_a_front_matter_is_read_without_aliases_and_not_beyond_its_size() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    bomb = "---\n" + "\n".join(lines) + "\n---\n# t\n"
+    (found,) = [f for f in check_card(bomb) if f.rule == "front-matter"]
+    assert (found.line, "alias" in found.message) == (3, True)
+    for block in ("a: " + "[" * 50_000, "a: x\n" * 30_000):
+        assert "front-matter" in {f.rule for f in check_card(f"---\n{block}\n---\n# t\n")}
+
+
+def test_what_is_too_large_for_a_card_is_not_read() -> None:
+    assert [f.rule for f in check_card("a" * 1_000_001)] == ["too-large"]
+    card = build_card(full_facts())
+    assert "too-large" in {f.rule for f in check_card(card, " " * 10_000_001)}
+    assert "evidence" in {f.rule for f in check_card(card, "[" * 100_000)}
+
+
+@pytest.mark.timeout(60)
+def test_a_template_of_a_stranger_is_not_run() -> None:
+    endless = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+    )
+    evidence = evidence_text(full_facts(template=endless), [])
+    (found,) = [f for f in check_card(build_card(full_facts()), evidence) if f.rule == "evidence"]
+    assert "not run" in found.message
+    assert not found.is_error
+    mine = "{{ front_matter }}\n# {{ name }}\n"
+    facts = full_facts(template=mine)
+    told = check_card(build_card(facts), evidence_text(facts, []), template=mine)
+    assert not [f for f in told if f.rule == "evidence"], "the user's own is run, and compared"
+
+
+def test_inline_code_and_comments_are_taken_out_as_a_renderer_takes_them() -> None:
+    document = read_document(
+        "a `b|c` ``d ` e`` `f\n\n```\n<!-- kept -->\n```\nx <!-- gone\nalso --> y"
+    )
+    assert document.paragraphs[0].without_code.split() == ["a", "`f"]
+    assert document.fences[0].lines == ("<!-- kept -->",)
+    assert document.paragraphs[-1].text.split() == ["x", "y"]
+    assert split_row("| `a|b` | c |") == ["`a|b`", "c"]
+    assert read_document("# Title C ##").title == "Title C"

@@ -23,6 +23,8 @@ from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.protocol_files import load_protocol
 from tests.support.card_facts import full_facts, sft_facts
 
+pytestmark = pytest.mark.slow
+
 
 def section(card: str, title: str) -> str:
     return card.split(f"## {title}\n")[1].split("\n## ")[0]

@@ -356,6 +356,17 @@ def test_provenance_says_when_the_code_had_uncommitted_changes():
     assert "grpo 2 h 02 min" in section(card, "Hardware and cost")
 
 
+def test_provenance_does_not_call_code_clean_of_which_git_did_not_say():
+    told = {
+        dirty: section(
+            build_card(facts(provenance={"commit": "012", "dirty": dirty})), "Provenance"
+        )
+        for dirty in (False, None)
+    }
+    assert "commit `012`." in told[False]
+    assert "commit `012` (whether with uncommitted changes, git did not say)." in told[None]
+
+
 # ---------------------------------------------------------------- leaks and lint
 
 

@@ -74,6 +74,19 @@ def test_an_error_while_saving_leaves_nothing_of_it(folder: Path) -> None:
     assert [p.name for p in folder.iterdir()] == [step_name(1)]
 
 
+def test_trouble_with_clearing_away_does_not_hide_why_a_save_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a stop on request, or a full disk, becomes a bug."""
+
+    def stale(_: Path) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("infra.store.checkpoints.tree_bytes", stale)
+    with pytest.raises(Interrupted):
+        save_and_fail(CheckpointStore(folder, 1), 2, Interrupted("stopped"))
+
+
 def test_what_a_killed_attempt_left_half_written_is_swept_away(folder: Path) -> None:
     folder.mkdir()
     left = folder / f"{atomic.TEMPORARY}{step_name(3)}-a1"
@@ -351,3 +364,27 @@ def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -
     (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
     save(store, 3)
     assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
+
+
+def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path) -> None:
+    """It may go on saving for a while before it hears that it has been replaced."""
+    with CheckpointStore(folder, 2).new(5) as newer:
+        (newer / "state.bin").write_text("half")
+        save(CheckpointStore(folder, 1), 4)
+        assert (newer / "state.bin").read_text() == "half"
+    assert steps(CheckpointStore(folder, 3)) == [4, 5]
+
+
+def test_a_checkpoint_that_somebody_asks_for_at_the_last_moment_stays(folder: Path) -> None:
+    """Between the choice of what goes and its deletion, a publication may begin to wait."""
+    asked: list[frozenset[int]] = []
+
+    def held() -> frozenset[int]:
+        asked.append(frozenset({1}) if asked else frozenset())
+        return asked[-1]
+
+    save(CheckpointStore(folder, 1, keep=9), 1)
+    save(CheckpointStore(folder, 1, keep=9), 2)
+    save(CheckpointStore(folder, 1, keep=2, held=held), 3)
+    assert len(asked) > 1
+    assert steps(CheckpointStore(folder, 1)) == [1, 2, 3]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 import typing
 from typing import Any, Literal
 
 import pytest
 
+from refiner_core.contract import planned
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
-from refiner_core.contract.fingerprint import get_field, identity_values
+from refiner_core.contract.fingerprint import (
+    canonical_json,
+    digest,
+    get_field,
+    identity_values,
+    stage_fingerprint,
+)
 from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.marks import FieldInfo, identity, walk
 from refiner_core.contract.plan import STAGE_FIELDS, make_plan
@@ -27,8 +36,19 @@ GRAPH_FIELDS = {
 }
 
 
-#: Fingerprints of the default recipe as they were first recorded (first 12 digits).
+#: Fingerprints of the default recipe (first 12 digits), and as they were first recorded, with all
+#: stages at version 1 and the first prompts of the judge.
 PINNED = {
+    "data": "44858c4c6efe",
+    "sft": "2913b29a1900",
+    "grpo": "71e5c332ceec",
+    "evaluate-base": "806fc62f344e",
+    "evaluate-sft": "ba9ec7a439c6",
+    "evaluate-grpo": "ebcb096b9de9",
+    "publish": "937f3d31a23a",
+    "card": "356de3791e74",
+}
+PINNED_AT_FIRST = {
     "data": "92b0ded45c86",
     "sft": "97c159653ca6",
     "grpo": "7598721002f0",
@@ -333,6 +353,12 @@ def test_shipped_recipes_keep_their_fingerprints() -> None:
     assert {n: f[:12] for n, f in fingerprints(RecipeConfig()).items()} == PINNED
 
 
+def test_nothing_but_versions_has_changed_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "STAGE_VERSIONS", dict.fromkeys(planned.STAGE_VERSIONS, 1))
+    config = dataclasses.replace(RecipeConfig(), judge=JudgeConfig(prompt="v1"))
+    assert {n: f[:12] for n, f in fingerprints(config).items()} == PINNED_AT_FIRST
+
+
 def test_an_unknown_stage_is_answered_with_those_there_are() -> None:
     plan = make_plan(RecipeConfig(), {})
     assert [s.name for s in plan.find("evaluate")] == [
@@ -350,6 +376,27 @@ def test_seeds_depend_on_what_is_sampled_only() -> None:
     assert len(seeds) == 9 * 9 * 2
     assert derive_seed(1, 23) != derive_seed(12, 3)
     assert all(0 <= s < 2**63 for s in seeds)
+    # Samples, shuffles and intervals of recorded runs came of these.
+    assert derive_seed(17, "rollout", 3) == 3575481041196190479
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_no_identity(value: float) -> None:
+    """NaN is unlike itself: a stage with one would be another one whenever it is looked at."""
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"grpo.beta": [0.1, value]})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        stage_fingerprint("sft", 1, {"sft.learning_rate": value}, {}, {})
+
+
+def test_a_fingerprint_is_the_hash_of_one_text() -> None:
+    parts: dict[str, Any] = {"b": [1, 0.1, None, True], "a": {"d": "é", "c": 1e-7}}
+    assert canonical_json(parts) == '{"a":{"c":1e-07,"d":"\\u00e9"},"b":[1,0.1,null,true]}'
+    whole = {"kind": "sft", "version": 2, "identity": parts, "sources": {"m": "1"}, "inputs": {}}
+    found = stage_fingerprint("sft", 2, parts, {"m": "1"}, {})
+    assert found == digest(whole)
+    assert found == hashlib.sha256(canonical_json(whole).encode()).hexdigest()
+    assert found == stage_fingerprint("sft", 2, {}, {"m": "1"}, {}, text=canonical_json(parts))
 
 
 def test_every_error_has_a_documented_exit_code_and_reads_as_one_paragraph() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from infra.attempt.stage_io import AttemptIO
 from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import read_stock
+from infra.host import reading
 from infra.store.checkpoints import (
     DAMAGED,
     MARKER,
@@ -24,6 +26,7 @@ from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import PlannedStage
+from tests.support.faulty_reads import FaultyReads
 from tests.support.plans import claim, small_plan
 
 WEIGHTS, STATE = "model.safetensors", "state-rank00000-of-00001.safetensors"
@@ -188,6 +191,38 @@ def test_where_room_is_short_the_damaged_one_goes_first_and_the_good_one_stays(
     assert [p.name for p in sorted(checkpoints.iterdir())] == [step_name(2)]
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_off, empty])
+def test_no_older_one_goes_before_a_save_while_the_newest_is_damaged(
+    workspace: Workspace, stage: PlannedStage, damage: Callable[[Path], None], attempt: int
+) -> None:
+    """Its sizes may be right; a save that fails would then leave none to go on from."""
+    first = make_io(workspace, stage, 1)
+    train(first, 4)
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    damage(checkpoints / step_name(4))
+    io = first if attempt == 1 else make_io(workspace, stage, 2)
+    with pytest.raises(RuntimeError), io.new_checkpoint(6):
+        raise RuntimeError("the disk is full")
+    found = make_io(workspace, stage, 3).latest_checkpoint()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_where_room_is_short_no_older_one_goes_while_the_newest_is_damaged(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    train(make_io(workspace, stage, 1), 4)
+    checkpoints = workspace.layout.stage(stage.id).checkpoints
+    plan = plan_reclaim(read_stock(workspace), None)
+    assert [c.step for c in plan] == [2]
+    flip_a_bit(checkpoints / step_name(4))
+    assert carry_out(workspace, plan).items == ()
+    found = make_io(workspace, stage, 2).latest_checkpoint()
+    assert found is not None
+    assert found.step == 2
+
+
 def test_markers_of_older_versions_have_no_hashes_and_are_as_good_as_ever(
     workspace: Workspace, stage: PlannedStage
 ) -> None:
@@ -257,7 +292,7 @@ def test_an_export_reads_weights_that_are_what_was_saved_and_does_not_mind_the_r
 def test_what_cannot_be_read_now_may_be_read_by_the_next_attempt(
     workspace: Workspace, stage: PlannedStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that hiccups damages nothing for good."""
+    """A disk that hiccups damages nothing for good, and has nothing begin anew."""
     train(make_io(workspace, stage, 1), 4)
 
     def broken(path: Path) -> str:
@@ -265,7 +300,8 @@ def test_what_cannot_be_read_now_may_be_read_by_the_next_attempt(
 
     with monkeypatch.context() as patch:
         patch.setattr("infra.store.checkpoints.hash_of", broken)
-        assert make_io(workspace, stage, 2).latest_checkpoint() is None
+        with pytest.raises(OSError, match="cannot be read"):
+            make_io(workspace, stage, 2).latest_checkpoint()
     found = make_io(workspace, stage, 3).latest_checkpoint()
     assert found is not None
     assert found.step == 4
@@ -280,3 +316,23 @@ def test_a_folder_under_the_name_of_another_step_is_none_to_go_on_from(
     found = make_io(workspace, stage, 2).latest_checkpoint()
     assert found is not None
     assert found.path == newest
+
+
+def test_checkpoints_that_cannot_be_read_just_now_are_no_reason_to_start_anew(
+    workspace: Workspace, stage: PlannedStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of their disk is away, and that of the records is not."""
+    monkeypatch.setattr(reading, "_PAUSES_S", (0.0, 0.0, 0.0))
+    train(make_io(workspace, stage, 1), 5)
+    folder = workspace.layout.stage(stage.id).checkpoints
+    for name in (step_name(2), step_name(4)):
+        assert read_checkpoint(folder / name) is not None
+    io = make_io(workspace, stage, 2)
+    for at in range(1, 12):  # the marker, its files, their contents
+        reads = FaultyReads(folder, at, errno.EIO, "from then on")
+        with reads.mounted(), pytest.raises(OSError, match=r"Input/output error|cannot be read"):
+            io.latest_checkpoint()
+        io = make_io(workspace, stage, 2)
+    found = io.latest_checkpoint()
+    assert found is not None
+    assert found.step == 4

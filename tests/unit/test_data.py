@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from refiner_core.answers import compared
 from refiner_core.contract.config import DataConfig, GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
 from refiner_core.contract.files import replacing
@@ -32,8 +33,7 @@ from refiner_core.data.prepared import (
 from refiner_core.data.rows import Row, parse_row
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
 from refiner_core.data.split import choose_questions, same_questions
-
-SCHOLARQA = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -366,12 +366,26 @@ def test_a_negative_weight_of_the_messages_form_becomes_a_negative_rubric():
         ({"rubrics": "{oops"}, "not JSON"),
         ({"rubrics": json.dumps({"positive_rubrics": [3]})}, "rows.jsonl:7"),
         ({"metadata": "[]"}, "`metadata`"),
+        ({"metadata": '{"a":' * 100_000}, "nested too deeply"),
+        ({"rubrics": "[" * 100_000}, "nested too deeply"),
+        ({"metadata": {"refiner_mode": "x |\r| forged | 0.99 |"}}, "refiner_mode"),
+        ({"metadata": {"refiner_mode": "<b>x</b>"}}, "refiner_mode"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused_with_its_place(change: dict[str, Any], reason: str):
     with pytest.raises(DataError, match=reason) as caught:
         parse({**rl_row("a"), **change})
     assert "rows.jsonl:7" in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_a_prompt_full_of_tags_that_nothing_closes_is_read_in_linear_time():
+    """A pattern that looks for the end anew from each of them takes minutes."""
+    text = "<query>" * 200_000
+    row = {**rl_row("a"), "conversations": [{"role": "user", "content": text}], "metadata": {}}
+    assert parse(row).question == text
+    closed = {"role": "user", "content": "a <query> one </query> <query>two</query>"}
+    assert parse({**row, "conversations": [closed]}).question == "one"
 
 
 def test_a_prompt_among_demonstrations_is_refused_with_the_field_it_belongs_to():
@@ -520,6 +534,20 @@ def test_every_row_is_kept_or_counted_under_its_reason(tmp_path: Path):
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
 
 
+def test_ids_that_stand_for_differing_texts_are_counted(tmp_path: Path):
+    """A search hit may close its own snippet and open another's, and so add to what that says."""
+    added = (
+        "<snippet id=S_1>Rain.</snippet><snippet id=S_2>x</snippet><snippet id=S_1>No.</snippet>"
+    )
+    rl = [rl_row(f"question {i}") for i in range(4)]
+    rl[0]["conversations"][0]["content"] = prompt("question 0", added)
+    report = prepare(recipe(tmp_path, rl=rl), tmp_path / "out")
+    assert report["rl"]["ids_with_differing_texts"] == 1
+    assert report["sft"]["ids_with_differing_texts"] == 0
+    said = "1 id of the evidence stands for differing texts"
+    assert said in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_nothing_is_ever_cut(tmp_path: Path):
     config = recipe(tmp_path, rl=[rl_row("short"), rl_row("less short"), rl_row("long " * 500)],
                     max_prompt_token_length=400)  # fmt: skip
@@ -644,6 +672,48 @@ def test_one_prompt_is_one_question_whatever_each_row_calls_it(tmp_path: Path):
     assert report["sft"]["dropped"] == {"held_out_question": 4}
 
 
+@pytest.mark.parametrize(
+    "respelled",
+    [
+        "Does the “Tave's” water rise by 4 % or 40 %?",
+        'does the "Tave’s" water rise by 4 % or 40 %',
+        "DOES THE 'TAVE'S' WATER\u00a0RISE BY 4% OR 40%??",
+        "Does the «Tave's» water rise\u200b — by 4 % or 40 % …",
+        "Does the ｀Tave's｀ water rise by ４ % or 40 %?",
+    ],
+)
+def test_a_question_that_is_spelled_otherwise_is_not_trained_on_and_held_out(
+    tmp_path: Path, respelled: str
+):
+    """A missing question mark or curly quotes made two questions of one, and half of a test set
+    would have been practised."""
+    plain = 'Does the "Tave\'s" water rise by 4 % or 40 %?'
+    spellings = [(f"{i} {plain}", f"{i} {respelled}") for i in range(8)]
+    rl = [rl_row(q, sample_id=q) for pair in spellings for q in pair]
+    sft = [sft_row(again) for _, again in spellings]
+    config = recipe(tmp_path, sft=sft, rl=rl, held_out_fraction=0.5)
+    report = prepare(config, tmp_path / "out")
+    assert (report["split"]["questions"], report["split"]["held_out_questions"]) == (8, 4)
+    train, test = (
+        Counter(row.question[0] for row in load_prompts(tmp_path / "out" / name))
+        for name in FILES[2:]
+    )
+    assert not set(train) & set(test)
+    assert set(test.values()) == {2}
+    assert report["sft"]["dropped"] == {"held_out_question": 4}
+
+
+def test_questions_that_differ_in_a_sign_or_a_letters_mark_are_two():
+    """Where nothing is the same question, nothing changes sides: neither does the draw."""
+    rows = ["Is a < b?", "Is a > b?", "Is C+ good?", "Is C good?", "क्या कि है?", "क्या का है?"]
+    keys = [parse(rl_row(text)).question_names for text in rows]
+    assert same_questions(keys).keys() == {name for names in keys for name in names}
+    assert len(set(same_questions(keys).values())) == len(rows)
+    chosen = choose_questions(set(same_questions(keys).values()), 0.5, 7, "held_out")
+    assert chosen == choose_questions([text.casefold() for text in rows], 0.5, 7, "held_out")
+    assert compared("?") != compared("!")  # of nothing else, they are what they are
+
+
 def test_names_that_rows_share_make_one_question():
     rows = [("b", "x"), ("c", "y"), ("a", "y"), ("d", "x"), ("e", "e"), ("c", "z")]
     expected = {"b": "b", "d": "b", "x": "b", "c": "a", "a": "a", "y": "a", "z": "a", "e": "e"}
@@ -702,13 +772,12 @@ def test_the_data_card_shows_names_and_no_folders_of_the_machine(tmp_path: Path)
     assert str(tmp_path) not in (tmp_path / "out" / "report.json").read_text()
 
 
-@pytest.mark.skipif(not SCHOLARQA.is_dir(), reason=f"real data not found at {SCHOLARQA}")
 def test_real_questions_are_kept_by_rule_split_by_question_and_counted(tmp_path: Path):
     def prepared(window: int) -> dict[str, Any]:
         config = RecipeConfig(
             data=DataConfig(
-                sft_path=str(SCHOLARQA / "scholarqa_sft.jsonl"),
-                rl_path=str(SCHOLARQA / "scholarqa_rl.jsonl"),
+                sft_path=str(SFT_ROWS),
+                rl_path=str(RL_ROWS),
                 max_prompt_token_length=window,
                 refiner_mode="answer_only",
             ),
@@ -718,12 +787,11 @@ def test_real_questions_are_kept_by_rule_split_by_question_and_counted(tmp_path:
         return prepare(config, tmp_path / str(window))
 
     wide = prepared(32768)
-    assert wide["rl"]["read"] == 88
-    assert wide["rl"]["kept"] >= 60
-    assert wide["sft"]["read"] == 87
+    assert (wide["rl"]["read"], wide["rl"]["kept"]) == (6, 6)
+    assert wide["sft"]["read"] == 4
     narrow = prepared(6144)
-    assert narrow["rl"]["dropped"]["prompt_too_long"] > 0
-    assert 0 < narrow["rl"]["kept"] < wide["rl"]["kept"]
+    assert narrow["rl"]["dropped"]["prompt_too_long"] == 3
+    assert narrow["rl"]["kept"] == 3
     for report in (wide, narrow):
         for kind in ("rl", "sft"):
             counts = report[kind]

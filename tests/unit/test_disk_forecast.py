@@ -24,6 +24,7 @@ from infra.judgements.store import WorkspaceStore
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import (
+    CommandConfig,
     DiskConfig,
     GrpoConfig,
     JudgeConfig,
@@ -33,7 +34,7 @@ from refiner_core.contract.config import (
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import StoredJudgement
-from tests.support.disk import finish, save
+from tests.support.disk import finish, foreign_checkpoint, save
 from tests.support.plans import SOURCES, claim, small_config, small_plan
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -112,6 +113,23 @@ def test_active_sampling_may_store_as_many_rounds_as_it_may_take(workspace: Work
     often = need(plan_of(active_sampling=True, active_sampling_max_rounds=3), workspace).kept
     rollouts = 200 * 256 * (12 * 1024 + 2048)  # of all steps
     assert often - once == 2 * rollouts
+
+
+def test_an_own_trainer_takes_what_it_keeps_and_one_more(workspace: Workspace) -> None:
+    """What its checkpoints take is learned from those that are there: nothing else tells."""
+    command = CommandConfig(run="train", keep=3)
+    plan = make_plan(replace(small_config("command"), command=command), SOURCES)
+    assert forecast_disk([plan], Knowledge(workspace, lambda _: FOUR_B)).unknown == ("command",)
+    stage = claim(workspace, plan, "command")
+    for step in (10, 20):
+        foreign_checkpoint(workspace.layout.stage(stage.id).data / "work", step)
+    found = need(plan, workspace, "command")
+    assert 4 * 9 * MIB < found.peak < 4 * 10 * MIB
+    assert found.basis == "measured"
+    assert found.known
+    other = replace(plan.config, command=CommandConfig(run="another one"))
+    plans = [make_plan(other, SOURCES)]
+    assert forecast_disk(plans, Knowledge(workspace, lambda _: FOUR_B)).unknown == ("command",)
 
 
 def test_what_was_measured_counts_more_than_what_is_computed(workspace: Workspace) -> None:

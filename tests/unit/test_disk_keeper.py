@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infra.campaign.room_keeping import ProbingKeeper, Rooms
 from infra.disk import copies as copies_module
+from infra.disk import stock as stock_module
 from infra.disk.caches import find_caches
 from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
 from infra.disk.ledger import Ledger, Need
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.stock import read_stock
-from infra.disk.usage import by_run_and_kind, measure, size_of, take_stock
+from infra.disk.stock import StageFacts, Stock, read_stock
+from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take_stock
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
@@ -27,12 +30,12 @@ from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore
 from infra.store.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.plan import make_plan
-from refiner_core.contract.records import Outcome, to_json
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.records import Outcome, from_json, to_json
 from refiner_core.contract.types import StoredJudgement
-from tests.support.disk import finish, published, save, weights_go
+from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -211,9 +214,66 @@ def test_a_write_that_fails_outweighs_figures_that_promise_room(
 ) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.shortage(MIB) == 0
-    monkeypatch.setattr("infra.disk.keeper.has_room", lambda *_: False)
+    monkeypatch.setattr("infra.disk.keeper.refusal", lambda *_: errno.EDQUOT)
     assert keeper.make_room(MIB) is None
     assert keeper.shortage(MIB) == MIB
+
+
+def test_a_write_that_went_through_is_believed_for_two_seconds_and_no_larger_one(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: clock[0])
+    written: list[int] = []
+    monkeypatch.setattr("infra.disk.keeper.refusal", lambda _, size: written.append(size))
+
+    def asked(need: int, **how: bool) -> bool:
+        written.clear()
+        assert keeper.shortage(need, **how) == 0
+        return bool(written)
+
+    assert asked(KIB * 512)
+    assert not asked(KIB * 512)
+    assert asked(MIB), "less went through"
+    clock[0] += 1.9
+    assert not asked(MIB)
+    assert asked(MIB, fresh=True)
+    clock[0] += 2.0
+    assert asked(MIB)
+
+
+def test_for_a_read_only_file_system_nothing_is_deleted(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1, 2)
+    keeper = DiskKeeper(workspace, DiskConfig())
+    monkeypatch.setattr("infra.disk.keeper.refusal", lambda *_: errno.EROFS)
+    assert keeper.candidates(None), "something could go"
+    assert keeper.make_room(MIB) is None
+    assert keeper.candidates(None), "and has not gone"
+
+
+def test_a_disk_that_is_filled_again_and_again_does_not_ask_for_ever_more(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data", disk=DiskConfig(watch_s=0.0))
+    data = plan.by_name["data"]
+    in_vain = replace(FULL, need_bytes=8 * MIB)
+    for number in range(9):
+        claim(workspace, plan, "data", after=number)
+        workspace.close_attempt(data.id, number + 1, in_vain)
+    record = workspace.read_record(data.id)
+    assert record is not None
+    asked = list[int]()
+
+    class Asked(ProbingKeeper):
+        def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> None:
+            asked.append(need_bytes)
+
+    rooms = Rooms(workspace, Asked(workspace), plan.config.disk, time.monotonic, lambda _: None)
+    assert data.id in rooms.short({data.id: record})
+    assert asked == [16 * MIB], "twice what was written in vain"
 
 
 def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspace) -> None:
@@ -349,6 +409,36 @@ def test_the_trainer_may_delete_the_same_at_the_same_time(
     assert not caplog.records
 
 
+def test_the_output_of_the_attempt_that_made_the_result_meanwhile_stays(
+    workspace: Workspace,
+) -> None:
+    """Its outcome is written after its result: a plan made before takes it for a dead one."""
+    plan = small_plan("data")
+    stage = claim(workspace, plan, "data")
+    workspace.close_attempt(stage.id, 1, FULL)
+    claim(workspace, plan, "data", after=1)
+    workspace.close_attempt(stage.id, 2, FULL)
+    outputs = [workspace.layout.attempt(stage.id, number).output for number in (1, 2)]
+    for output in outputs:
+        output.mkdir(parents=True)
+        (output / "rows.jsonl").write_bytes(os.urandom(KIB))
+    candidates = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    assert [c.path for c in candidates] == outputs
+    finish(workspace, stage.id, number=2)
+    assert carry_out(workspace, candidates).items == (str(outputs[0]),)
+    assert (outputs[1] / "rows.jsonl").exists()
+
+
+def test_a_checkpoint_of_a_stage_that_is_begun_anew_meanwhile_stays(workspace: Workspace) -> None:
+    stage = claim(workspace, small_plan("data"), "data")
+    save(workspace, stage.id, 1)
+    finish(workspace, stage.id)
+    (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates(None)
+    workspace.layout.stage(stage.id).result.unlink()
+    assert carry_out(workspace, [candidate]).items == ()
+    assert steps_of(workspace, stage.id) == [1]
+
+
 def test_pinning_keeps_and_unpinning_gives_up(workspace: Workspace) -> None:
     stage = claim(workspace, small_plan("data"), "data")
     save(workspace, stage.id, 1, 2)
@@ -378,6 +468,39 @@ def test_code_goes_only_when_all_its_runs_are_done_and_newer_ones_exist(
     keeper = DiskKeeper(workspace, DiskConfig())
     keeper.carry_out(keeper.candidates(None))
     assert sorted(p.name for p in workspace.layout.code.iterdir()) == ["new", "nobodys"]
+
+
+@pytest.mark.parametrize("moment", ["after the plan", "at the deletion"])
+def test_code_that_a_run_begins_with_while_it_is_reclaimed_stays(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Else its jobs would import whatever is installed."""
+    plan = small_plan("data")
+    finish(workspace, claim(workspace, plan, "data").id)
+    for index, code in enumerate(("old", "new")):
+        (workspace.layout.code / code).mkdir()
+        run = replace(run_record(workspace, plan), code=code)
+        workspace.write_run(replace(run, run=f"20261121-12000{index}-small-0000"))
+    keeper = DiskKeeper(workspace, DiskConfig())
+    (candidate,) = keeper.candidates(None)
+    assert candidate.path.name == "old"
+
+    def begin() -> None:
+        run = replace(run_record(workspace, small_plan("data", "sft")), code="old")
+        workspace.write_run(run)
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "old":
+            begin()
+        return whole(path, target)
+
+    whole = Path.rename
+    if moment == "at the deletion":
+        monkeypatch.setattr(Path, "rename", rename)
+    else:
+        begin()
+    assert keeper.carry_out([candidate]).items == ()
+    assert sorted(p.name for p in workspace.layout.code.iterdir()) == ["new", "old"]
 
 
 # ---------------------------------------------------------------- published weights
@@ -461,6 +584,82 @@ def test_weights_stay_when_the_copy_is_not_what_was_published(
     assert read_reclaimed(workspace.layout.stage(sft)) is None
 
 
+# ---------------------------------------------------------------- other people's trainers
+
+
+def own_trainer(workspace: Workspace, *steps: int, keep: int = 2) -> tuple[str, Path]:
+    """A `command` stage at work that has saved these steps, 9 MiB each."""
+    config = replace(small_config("command"), command=CommandConfig(run="train", keep=keep))
+    stage = claim(workspace, make_plan(config, SOURCES), "command")
+    work = workspace.layout.stage(stage.id).data / "work"
+    for step in steps:
+        foreign_checkpoint(work, step)
+    return stage.id, work
+
+
+def steps_in(work: Path) -> list[int]:
+    return sorted(int(p.name.rpartition("-")[2]) for p in work.iterdir())
+
+
+def test_an_own_trainer_s_older_checkpoints_make_room(workspace: Workspace) -> None:
+    """A start that waited for room beside them would wait for ever: nobody else deletes them."""
+    stage_id, work = own_trainer(workspace, 10, 20, 100, 30, 40)
+    workspace.close_attempt(stage_id, 1, FULL)
+    keeper = room_for(workspace, 4 * MIB)
+    found = keeper.candidates(None)
+    assert [c.path.name for c in found] == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    assert all(9 * MIB <= c.bytes <= 10 * MIB for c in found)
+    assert keeper.make_room(9 * MIB) is not None
+    assert steps_in(work) == [20, 30, 40, 100], "and no more than is needed"
+    keeper.carry_out(keeper.candidates(None))
+    assert steps_in(work) == [40, 100]
+
+
+def test_of_a_trainer_at_work_the_newest_does_not_count_as_saved(workspace: Workspace) -> None:
+    """It may be just being written, and look whole."""
+    _, work = own_trainer(workspace, 10, 20, 30, 40)
+    assert room_for(workspace, MIB).make_room(8 * MIB) is not None
+    assert steps_in(work) == [20, 30, 40]
+    assert room_for(workspace, MIB).make_room(8 * MIB) is None
+
+
+def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
+    workspace: Workspace,
+) -> None:
+    stage_id, work = own_trainer(workspace, 10, 20)
+    foreign_checkpoint(work, 30, saved=False)
+    keeper = room_for(workspace, MIB)
+    assert keeper.candidates(None) == []
+    workspace.close_attempt(stage_id, 1, FULL)
+    assert [c.path.name for c in keeper.candidates(None)] == ["checkpoint-30"]
+    chosen = keeper.candidates(None)
+    claim(workspace, make_plan(own_config(workspace, stage_id), SOURCES), "command", after=1)
+    assert keeper.carry_out(chosen).items == (), "another attempt may write it anew by now"
+
+
+def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
+    recorded = workspace.read_control(workspace.layout.attempt(stage_id, 1).config)
+    return from_json(RecipeConfig, recorded)
+
+
+def test_a_pinned_trainer_s_checkpoints_stay(workspace: Workspace) -> None:
+    stage_id, _ = own_trainer(workspace, 10, 20, 30, 40)
+    pin(workspace.layout, stage_id)
+    assert room_for(workspace, MIB).candidates(None) == []
+
+
+def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: Workspace) -> None:
+    stage_id, _ = own_trainer(workspace, 10, 20)
+    keeper = DiskKeeper(workspace, DiskConfig())
+    assert 9 * MIB <= keeper.need_of(stage_id) <= 10 * MIB
+    config = own_config(workspace, stage_id)
+    again = claim(workspace, make_plan(replace(config, seed=9), SOURCES), "command")
+    assert 9 * MIB <= keeper.need_of(again.id) <= 10 * MIB
+    other = replace(config, command=CommandConfig(run="another one"))
+    other_id = claim(workspace, make_plan(other, SOURCES), "command").id
+    assert keeper.need_of(other_id) == FLOOR_BYTES
+
+
 # ---------------------------------------------------------------- the rest
 
 
@@ -504,6 +703,52 @@ def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) ->
     plan = make_plan(replace(config, model=model), SOURCES)
     stage = claim(workspace, plan, "sft")
     assert DiskKeeper(workspace, DiskConfig()).need_of(stage.id) == 4 * 10**9 * 14
+
+
+def test_a_look_at_what_may_go_plans_each_unfinished_run_once(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workspace has thousands of runs, and is looked at whenever room is short."""
+    plan, planned = small_plan("data"), list[str]()
+
+    def counted(config: RecipeConfig, sources: Mapping[str, str]) -> Plan:
+        planned.append(config.recipe)
+        return make_plan(config, sources)
+
+    monkeypatch.setattr(stock_module, "make_plan", counted)
+    claim(workspace, plan, "data")
+    provenance = {"sources": SOURCES}
+    for _ in range(3):
+        run = run_record(workspace, plan)
+        workspace.write_run(replace(run, config=to_json(plan.config), provenance=provenance))
+    for _ in range(4):
+        read_stock(workspace)
+    assert len(planned) == 3
+    finish(workspace, plan.by_name["data"].id)
+    for number in range(3):
+        run = replace(run_record(workspace, plan), started_at=f"later {number}")
+        workspace.write_run(replace(run, config=to_json(plan.config), provenance=provenance))
+    read_stock(workspace)
+    assert len(planned) == 3, "what is finished reads nothing any more"
+
+
+def test_many_candidates_are_chosen_from_in_one_pass() -> None:
+    class Counted(int):
+        """Counts how often it is added up."""
+
+        sums = 0
+
+        def __radd__(self, other: int) -> int:
+            Counted.sums += 1
+            return int(self) + other
+
+    size = Size(1, 1, Counted(1))
+    items = [
+        Item(Path(f"/ws/s-1/checkpoints/.tmp-{i}"), "temporary", size, "s-1") for i in range(4000)
+    ]
+    found = plan_reclaim(Stock(tuple(items), {"s-1": StageFacts()}), 10**9)
+    assert len(found) == 4000
+    assert Counted.sums <= 2 * len(found)
 
 
 def test_caches_are_found_without_tokens_and_only_where_they_are_marked(

@@ -411,10 +411,13 @@ def test_weights_of_checks_are_part_of_what_they_weigh_alone(bench: Bench) -> No
 
 
 def test_protocols_of_answers_are_what_they_were() -> None:
-    """Fingerprints that stand in published cards, recorded before there were agents."""
+    """Fingerprints that stand in published cards, recorded before there were agents, and before a
+    claim counted once: no number of today has one of them."""
     rows = [PromptRow("a", "q", "p", (1, 2, 3), "[]")]
-    config = RecipeConfig()
-    greedy, sampled = (make_protocol(config, rows, d, "d" * 64) for d in ("greedy", "sampled"))
+    config = replace_fields(RecipeConfig(), {"judge.prompt": "v1"})
+    now = [make_protocol(config, rows, d, "d" * 64) for d in ("greedy", "sampled")]
+    greedy, sampled = (replace(protocol, version=1) for protocol in now)
+    assert not {p.fingerprint for p in now} & {greedy.fingerprint, sampled.fingerprint}
     assert (greedy.fingerprint, sampled.fingerprint) == ("58dda3a4ddfa", "8c1713e69950")
     assert greedy.with_reward(config).fingerprint == "a03fcbd9bbef"
     assert "environment" not in sampled.as_json()

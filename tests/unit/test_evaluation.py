@@ -680,7 +680,7 @@ def test_greedy_does_not_depend_on_how_samples_are_drawn(rows: list[PromptRow]) 
 
 def test_a_protocol_has_a_name_for_people(rows: list[PromptRow]) -> None:
     protocol = make_protocol(CONFIG, rows, "greedy", "d1")
-    assert protocol.name == f"held-out/greedy/lexical-1@v1-{protocol.fingerprint[:8]}"
+    assert protocol.name == f"held-out/greedy/lexical-1@v2-{protocol.fingerprint[:8]}"
 
 
 def test_prompts_are_known_by_content_not_by_who_wrote_them(rows: list[PromptRow]) -> None:
@@ -709,6 +709,20 @@ def test_other_protocols_are_refused_and_the_field_is_named(bench: Bench) -> Non
     first, _ = bench.run("sft")
     second, _ = bench.run("grpo", config=changed(CONFIG, "evaluate", temperature=0.5))
     with pytest.raises(ConfigurationError, match=r"sampling\.temperature"):
+        compare_results([first], [second])
+
+
+def test_numbers_of_older_rules_are_not_compared_with_those_of_newer_ones(bench: Bench) -> None:
+    """A citation_f1 in which each repetition of a claim counts is another number."""
+    first, _ = bench.run("sft")
+    file = first / "results.json"
+    older = json.loads(file.read_text())
+    older["protocols"] = {f"old-{k}": {**v, "version": 1} for k, v in older["protocols"].items()}
+    for entry in older["evaluations"]:
+        entry["protocol"] = f"old-{entry['protocol']}"
+    second, _ = bench.run("grpo")
+    file.write_text(json.dumps(older))
+    with pytest.raises(ConfigurationError, match="differ in version"):
         compare_results([first], [second])
 
 

@@ -18,30 +18,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from infra.disk import keeper
 from infra.store import provenance
 from infra.store.atomic import TEMPORARY
-from infra.store.checkpoints import CheckpointStore
-from infra.store.traces import list_rollouts, read_metrics, read_rollouts
+from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
 from refiner_core.contract.records import Outcome
 from tests.support.command import ROOT
 from tests.support.faulty_disk import Fault, FaultyDisk, Killed
-from tests.support.one_life import STAGE, TOLD, one_life
+from tests.support.one_life import STAGE, TOLD, Story, go_on, one_life, store, story
 
-
-class Story(NamedTuple):
-    """What a finished stage has left."""
-
-    metrics: list[tuple[int, dict[str, float | None]]]
-    rollouts: list[list[dict[str, object]]]
-    output: dict[str, str]
-    steps: list[int]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -64,23 +55,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Story, list[s
     with disk.mounted():
         assert one_life(Path(disk.root)) == 0
     return story(Path(disk.root)), disk.operations
-
-
-def story(root: Path) -> Story:
-    workspace = Workspace.read_only(root)
-    result = workspace.read_result(STAGE.id)
-    assert result is not None
-    paths = workspace.layout.attempt(STAGE.id, result.attempt)
-    return Story(
-        [tuple(line) for line in read_metrics(paths.metrics)],
-        [read_rollouts(p) for p in list_rollouts(paths.rollouts)],
-        {f.path: f.sha256 for f in result.files},
-        [c.step for c in store(workspace).complete()],
-    )
-
-
-def store(workspace: Workspace) -> CheckpointStore:
-    return CheckpointStore(workspace.layout.stage(STAGE.id).checkpoints, 0)
 
 
 def disturbed_life(root: Path, at: int, fault: Fault) -> tuple[int | None, str]:
@@ -129,24 +103,6 @@ def check_checkpoints(workspace: Workspace) -> None:
         assert (checkpoint.path / "state.bin").read_bytes() == b"x" * int(str(TOLD["bytes"]))
     began = [int(p.name.removeprefix("step-")) for p in store(workspace)._folders()]
     assert max(began, default=0) == max((c.step for c in found), default=0)
-
-
-def go_on(root: Path) -> None:
-    """What an orchestrator does next: close what is open, claim the next attempt, run it."""
-    with FaultyDisk(root).mounted():
-        workspace = Workspace.open(root)
-        record = workspace.read_record(STAGE.id)
-        if record is not None and record.result is not None:
-            return
-        attempts = record.attempts if record is not None else ()
-        if attempts and attempts[-1].outcome is None:
-            workspace.void_attempt(STAGE.id, attempts[-1].number)
-            workspace.close_attempt(STAGE.id, attempts[-1].number, Outcome("killed", "resume"))
-        before = store(workspace).latest()
-        assert one_life(root, after=len(attempts)) == 0
-        newest = workspace.read_attempt(STAGE.id, len(attempts) + 1)
-        assert newest is not None
-        assert newest.resumed_from_step == (None if before is None else before.step)
 
 
 @pytest.mark.parametrize("fault", ["refused once", "full from then on", "killed"])

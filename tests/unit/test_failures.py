@@ -26,11 +26,13 @@ from refiner_core.contract.errors import (
     HealthStop,
     Interrupted,
     JudgeOutage,
+    JudgeUnusable,
     KilledError,
     LaunchError,
     NoSpaceError,
     NotFiniteError,
     StageFailed,
+    SystemOutage,
     UnsupportedError,
     WorkspaceError,
 )
@@ -69,6 +71,7 @@ class OutOfMemoryError(RuntimeError):
         (JudgeOutage("You exceeded your current quota"), "judge_outage", "resume", 7),
         (RuntimeError("API quota exceeded"), "bug", "resume", 70),
         (JudgeOutage("x"), "judge_outage", "resume", 7),
+        (JudgeUnusable("x"), "judge_unusable", "resume", 7),
         (ConfigurationError("x"), "bad_configuration", "stop", 2),
         (DataError("x"), "bad_data", "stop", 3),
         (WorkspaceError("x"), "bug", "stop", 4),
@@ -82,6 +85,9 @@ class OutOfMemoryError(RuntimeError):
         (NotFiniteError("the loss is nan"), "not_finite", "stop", 1),
         (HealthStop("the entropy collapsed"), "unhealthy", "stop", 1),
         (LaunchError("sbatch: socket timed out"), "launch_failure", "resume", 1),
+        (SystemOutage("no controller"), "system_outage", "resume", 7),
+        (OSError(errno.EROFS, "Read-only file system"), "system_outage", "resume", 7),
+        (OSError(errno.ESTALE, "Stale file handle"), "system_outage", "resume", 7),
         (KilledError("the trainer was killed"), "killed", "resume", 1),
         (StageFailed("nothing is left to train on"), "bug", "stop", 1),
         (FloatingPointError("loss is nan"), "not_finite", "stop", 1),
@@ -137,6 +143,9 @@ submitit.core.utils.FailedJobError: Traceback
 """
 
 
+EXIT_1 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exit status 1."
+
+
 @pytest.mark.parametrize(
     ("started", "printed", "failure"),
     [
@@ -147,6 +156,8 @@ submitit.core.utils.FailedJobError: Traceback
         (True, "returned non-zero exit status 5.", "disk_full"),
         (True, "returned non-zero exit status 6.", "interrupted"),
         (False, "OSError: [Errno 122] Disk quota exceeded", "disk_full"),
+        (False, "OSError: [Errno 116] Stale file handle: '/w/x'\n" + EXIT_1, "system_outage"),
+        (True, "SafetensorError: I/O error: Input/output error (os error 5)", "system_outage"),
     ],
 )
 def test_a_job_that_left_no_word_is_judged_by_what_it_printed(

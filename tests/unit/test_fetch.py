@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.hub_server import HubServer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "refiner_core" / "models" / "tiny"
 SCRIPT = """

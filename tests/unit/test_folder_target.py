@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,92 @@ def test_a_file_system_that_cannot_exchange_names_ends_with_the_same_folder(
         target.publish(publication(tmp_path, 100, final=True, says=says))
     assert names(root / "me") == {"model"}
     assert target.read_text(REPO, "main", "README.md") == card("new")
+
+
+@pytest.mark.parametrize(
+    ("number", "goes_on"),
+    [
+        *((n, True) for n in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)),
+        *((n, False) for n in (errno.EDQUOT, errno.EACCES, errno.EIO)),
+    ],
+)
+def test_only_a_refusal_to_exchange_is_got_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, goes_on: bool
+) -> None:
+    """On NFS the call itself is refused; any other error would meet two renames just as well."""
+
+    class Library:
+        @staticmethod
+        def renameat2(*_: object) -> int:
+            swap.ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(swap.ctypes, "CDLL", lambda *_, **__: Library)
+    new, target = tmp_path / "new", tmp_path / "target"
+    for folder in (new, target):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+    if goes_on:
+        swap.swap_in(new, target)
+        assert names(tmp_path) == {"target"}
+    else:
+        with pytest.raises(OSError, match="target") as caught:
+            swap.swap_in(new, target)
+        assert caught.value.errno == number
+        assert (new / "file").read_text() == "new"
+    assert (target / "file").read_text() == ("new" if goes_on else "target")
+
+
+@pytest.mark.parametrize("end", [OSError(errno.EDQUOT, "Disk quota exceeded"), KeyboardInterrupt()])
+def test_what_was_published_is_back_where_names_cannot_be_exchanged_and_the_new_one_fails(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
+    target = FolderTarget(root, FINAL)
+    target.publish(publication(tmp_path, 100, final=True, says="old"))
+
+    def rename(path: Path, to: Path) -> Path:
+        if to == root / REPO and target.read_text(REPO, "main", "README.md") is None:
+            monkeypatch.undo()
+            raise end
+        return whole(path, to)
+
+    whole = Path.rename
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((NoSpaceError, KeyboardInterrupt)):
+        target.publish(publication(tmp_path, 100, final=True, says="new"))
+    assert target.read_text(REPO, "main", "README.md") == card("old")
+    assert names(root / "me") == {"model"}
+
+
+def test_a_publisher_that_was_killed_between_two_names_loses_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also not the files that others have put there."""
+    monkeypatch.setattr(swap, "_exchange", lambda one, other: False)
+    publish = FolderTarget(root, FINAL).publish
+    publish(publication(tmp_path, 100, final=True, says="old"))
+    (root / REPO / "notes.txt").write_text("mine")
+    killed = os.fork()
+    if killed == 0:
+        whole = Path.rename
+
+        def rename(path: Path, to: Path) -> Path:
+            done = whole(path, to)
+            if path == root / REPO:
+                os._exit(9)
+            return done
+
+        try:
+            monkeypatch.setattr(Path, "rename", rename)
+            publish(publication(tmp_path, 100, final=True, says="new"))
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == 9
+    assert not (root / REPO).exists()
+    publish(publication(tmp_path, 100, final=True, says="new"))
+    assert (root / REPO / "README.md").read_text() == card("new")
+    assert (root / REPO / "notes.txt").read_text() == "mine"
 
 
 def test_another_runs_weights_are_replaced_only_where_that_is_asked_for(

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,14 +27,21 @@ from infra.foreign.checkpoints import (
     remove_unfinished,
 )
 from infra.foreign.endings import Ending, error_of, kernel_oom_kills
-from infra.foreign.exports import find_export, make_model, require_whole
-from infra.foreign.process import TrainerProcess, kill_leftovers
+from infra.foreign.exports import (
+    find_export,
+    link_or_copy,
+    make_model,
+    require_whole,
+)
+from infra.foreign.process import Line, TrainerProcess, kill_leftovers
 from infra.foreign.reading import LineReader
 from infra.foreign.sightings import choose, sight
+from infra.foreign.trainer_log import TrainerLog
 from infra.foreign.weights import damage
 from infra.jobs.failures import classify
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.types import Progress
 
 RULE = CheckpointRule("checkpoint-*", r"(\d+)(?!.*\d)")
 
@@ -148,6 +156,56 @@ def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
+def hf_checkpoint(folder: Path, step: int, *, saved: int = 5, ranks: int = 1) -> Path:
+    """As Hugging Face's Trainer leaves one that has got as far as its ``saved``-th file."""
+    pickle = b"\x80\x02" + bytes(2000)
+    rng = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{i}.pth" for i in range(ranks)]
+    files = [("training_args.bin", pickle), ("optimizer.pt", pickle), ("scheduler.pt", pickle)]
+    files += [(name, pickle) for name in rng]
+    files += [("trainer_state.json", json.dumps({"global_step": step}).encode())]
+    path = checkpoint(folder, step)
+    (path / f"global_step{step}").mkdir()
+    (path / f"global_step{step}" / "states.pt").write_bytes(pickle)
+    for name, content in files[:saved]:
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("saved", range(5))
+def test_a_save_that_was_cut_off_lacks_what_its_siblings_have(tmp_path: Path, saved: int) -> None:
+    """The weights come first and are whole: who resumes from them finds no optimizer."""
+    hf_checkpoint(tmp_path, 10)
+    assert newest_complete(find_checkpoints(tmp_path, RULE)), "the first one has no siblings"
+    hf_checkpoint(tmp_path, 20, saved=saved)
+    found = find_checkpoints(tmp_path, RULE)
+    assert [c.damage == "" for c in found] == [True, False]
+    assert "which checkpoint-10 has" in found[1].damage
+    assert remove_unfinished(found) == 1
+
+
+def test_the_sizes_are_those_of_siblings_too(tmp_path: Path) -> None:
+    hf_checkpoint(tmp_path, 10)
+    cut = hf_checkpoint(tmp_path, 20) / "optimizer.pt"
+    cut.write_bytes(cut.read_bytes()[:1000])
+    damaged = find_checkpoints(tmp_path, RULE)[1].damage
+    assert damaged == "1000 bytes of optimizer.pt, 2002 in checkpoint-10"
+
+
+def test_fewer_ranks_and_other_numbers_in_names_are_no_damage(tmp_path: Path) -> None:
+    hf_checkpoint(tmp_path, 10, saved=9, ranks=4)
+    path = hf_checkpoint(tmp_path, 20, saved=9, ranks=2)
+    (path.parent / "checkpoint-10" / "events.out.tfevents.1700000001.0").write_text("x" * 99)
+    (path / "events.out.tfevents.1700000002.1").write_text("x")
+    assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", ""]
+
+
+def test_what_a_few_checkpoints_have_besides_is_not_asked_of_all(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        hf_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-10" / "best.json").write_text("{}")
+    assert [c.damage for c in find_checkpoints(tmp_path, RULE)] == ["", "", ""]
+
+
 def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
@@ -202,7 +260,9 @@ def test_the_trainer_sees_its_users_environment_and_not_our_workers(tmp_path: Pa
 
 
 def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
-    reader = LineReader(r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", logged_step=4)
+    reader = LineReader(
+        r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", Progress(4, 0, "train")
+    )
     assert reader.read("saving") is None
     repeated = reader.read("step 3/40 loss 1.5")
     assert repeated is not None
@@ -284,6 +344,52 @@ def test_a_signal_is_seen_in_the_exit_code_and_the_environment_is_the_trainers(
         assert [line.text for line in process.last_lines()] == ["value"]
 
 
+def test_one_that_prints_without_end_leaves_time_for_a_stop_and_takes_no_memory(
+    tmp_path: Path,
+) -> None:
+    before = psutil.Process().memory_info().rss
+    with TrainerProcess("exec yes 'step 1/100'", dict(os.environ), tmp_path) as process:
+        for _ in range(3):  # it ends: who takes lines can look at something else
+            for line in process.lines(5.0):
+                assert line.text == "step 1/100"
+                time.sleep(0.001)  # as a log on a slow file system
+        time.sleep(1.5)
+        assert psutil.Process().memory_info().rss - before < 100 << 20
+        process.signal(signal.SIGTERM)
+        while process.code is None:
+            list(process.lines(0.1))
+        assert process.code == 128 + signal.SIGTERM
+
+
+def test_the_last_words_of_one_that_printed_much_arrive(tmp_path: Path) -> None:
+    script = "seq 300000; echo KeyError: the end"
+    with TrainerProcess(script, dict(os.environ), tmp_path) as process:
+        lines: list[Line] = []
+        while process.code is None:
+            lines += process.lines(0.1)
+        lines += process.last_lines()
+    assert len(lines) == 300_001
+    assert lines[-1].text == "KeyError: the end"
+
+
+def test_a_log_takes_a_share_of_what_is_printed_and_the_end_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What prints 100 MB/s would fill any quota; its checkpoints would no longer fit."""
+    now = [0.0]
+    log = TrainerLog(clock=lambda: now[0])
+    for index in range(300_000):
+        log.write(f"{index} {'x' * 100}")
+    now[0] = 60.0
+    log.write("a minute later")
+    log.flush(last=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert 15 << 20 <= sum(map(len, lines)) <= 18 << 20
+    assert lines[0].startswith("0 x")
+    assert lines[-1] == "a minute later"
+    assert sum("lines are left out" in line for line in lines) == 1
+
+
 # ---------------------------------------------------------------- exports
 
 
@@ -295,18 +401,70 @@ def test_an_export_leaves_states_behind_and_takes_companions_for_what_it_lacks(
     base.mkdir()
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"):
         (base / name).write_text('{"base": 1}')
-    assert make_model(source, tmp_path / "bare") == ["tokenizer_config.json"]
+    made_bare = make_model(source, tmp_path / "bare", None, within=tmp_path)
+    assert made_bare == ["tokenizer_config.json"]
     with pytest.raises(
         StageFailed, match=r"lacks tokenizer_config.json for publishing.*companions"
     ):
         require_whole(tmp_path / "bare", "publishing")
-    assert make_model(source, tmp_path / "model", base) == []
+    assert make_model(source, tmp_path / "model", base, within=tmp_path) == []
     made = {p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()}
     assert made.keys() == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
     assert made["config.json"] == b"{}"
     assert made["model.safetensors"] == tensors()
+
+
+@pytest.mark.parametrize("what", ["the file", "its folder", "a companion"])
+def test_a_link_that_leads_out_is_not_exported(tmp_path: Path, what: str) -> None:
+    """Else whoever wrote the checkpoint chooses what of ours is published."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "merges.txt").write_text("hf_secret")
+    work, base = tmp_path / "work", tmp_path / "base"
+    source = checkpoint(work, 10)
+    base.mkdir()
+    if what == "its folder":
+        (work / "final").symlink_to(tmp_path / "home")
+        source = work / "final"
+    else:
+        folder = source if what == "the file" else base
+        (folder / "merges.txt").symlink_to(tmp_path / "home" / "merges.txt")
+    with pytest.raises(ConfigurationError, match=r"leads out of .*merges.txt"):
+        make_model(source, tmp_path / "model", base, within=work)
+
+
+def test_links_within_a_trainers_folder_and_to_blobs_of_the_hub_are_the_files(
+    tmp_path: Path,
+) -> None:
+    work, cache = tmp_path / "work", tmp_path / "models--org--base"
+    source = checkpoint(work, 10)
+    (work / "config.json").write_text("{}")
+    (source / "config.json").symlink_to("../config.json")
+    (work / "final").symlink_to(source)
+    snapshot = cache / "snapshots" / "abc"
+    for folder in (snapshot, cache / "blobs"):
+        folder.mkdir(parents=True)
+    (cache / "blobs" / "01").write_text("words")
+    (snapshot / "tokenizer_config.json").symlink_to("../../blobs/01")
+    model = tmp_path / "model"
+    assert make_model(work / "final", model, snapshot, within=work) == []
+    assert {p.name: p.is_symlink() for p in model.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "config.json", "tokenizer_config.json"), False
+    )
+    assert (model / "tokenizer_config.json").read_text() == "words"
+    (snapshot / "vocab.json").symlink_to(tmp_path / "work" / "config.json")
+    with pytest.raises(ConfigurationError, match="leads out of"):
+        make_model(work / "final", tmp_path / "again", snapshot, within=work)
+
+
+def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    """Between looking at a folder and taking its files, its owner may change it."""
+    (tmp_path / "token").write_text("hf_secret")
+    (tmp_path / "merges.txt").symlink_to(tmp_path / "token")
+    with pytest.raises(OSError, match="symbolic links"):
+        link_or_copy(tmp_path / "merges.txt", tmp_path / "taken")
+    assert not (tmp_path / "taken").exists()
 
 
 def test_a_named_export_has_to_be_whole(tmp_path: Path) -> None:

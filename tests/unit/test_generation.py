@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from refiner_core.generation.load import load_architecture, load_model, load_tok
 from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models import tiny_model_dir
+from tests.support.tiny_training import BATCH_ROPES, tiny_model
 
 VOCAB = 61
 EOS = 2
@@ -362,6 +364,15 @@ def test_a_sliding_window_is_refused_only_where_it_would_matter(model: Any) -> N
         model.config.sliding_window = None
 
 
+def test_positions_that_follow_the_longest_of_a_batch_are_refused() -> None:
+    """A sample would depend on which others are decoded beside it."""
+    model = tiny_model(vocab_size=VOCAB, **BATCH_ROPES["longrope"])
+    generator = TransformersGenerator(model, LetterTokenizer())
+    generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=8))
+    with pytest.raises(UnsupportedError, match="longrope"):
+        generator.generate(group(prompts(8)[0], 1), SamplingParams(max_new_tokens=9))
+
+
 def test_batches_hold_every_request_once_and_share_prompts() -> None:
     sizes = [1, 3, 8, 40, 8]
     requests = [r for p, n in zip(prompts(4, 5, 6, 7, 8), sizes, strict=True) for r in group(p, n)]
@@ -497,3 +508,23 @@ def test_a_tokenizer_takes_the_configured_chat_template(tmp_path: Path) -> None:
 def test_importing_the_loader_does_not_import_torch() -> None:
     code = "import sys, refiner_core.generation.load; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_model, load_architecture])
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Any
+) -> None:
+    """Whoever sits at the terminal might answer yes, and a run without one would hang."""
+    auto = {
+        "AutoConfig": "code.Config",
+        "AutoModelForCausalLM": "code.Model",
+        "AutoTokenizer": ["code.Tokenizer", None],
+    }
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "unheard_of", "auto_map": auto}))
+    (tmp_path / "code.py").write_text("raise RuntimeError('it ran')\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
+    with pytest.raises(ConfigurationError, match="cannot be loaded"):
+        load(str(tmp_path), ModelConfig(name_or_path=str(tmp_path)))
+    assert asked == []

@@ -15,6 +15,8 @@ from tests.support.grpo_ranks import Case, launch, train
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import save_data, save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 #: Several mini-batches and epochs: old log-probabilities are needed on other ranks than have them.
 SEVERAL = {"num_mini_batches": 2, "num_epochs": 2, "clip_higher": 0.01, "num_training_steps": 3}
 CASES: list[Case] = [

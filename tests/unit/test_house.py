@@ -15,6 +15,8 @@ import pytest
 from tests.lint.__main__ import CHECKS
 from tests.lint.source import PACKAGES, ROOT
 
+pytestmark = pytest.mark.slow
+
 #: What takes long to import, and who only looks has no use for.
 HEAVY = ["torch", "transformers", "prefect", "submitit", "wandb", "pandas", "pyarrow", "datasets"]
 TOP_LEVEL = {
@@ -24,10 +26,12 @@ TOP_LEVEL = {
     "LICENSE",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "constraints.txt",
     "flows",
     "infra",
     "pyproject.toml",
+    "requirements.lock",
     "refiner_core",
     "sweeps",
     "tests",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import httpx2
 import pytest
+from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
-from infra.hub.errors import refused
-from infra.hub.patience import FIRST_S, LONGEST_S, Patience
-from refiner_core.contract.errors import HubOutage, HubRefused, Interrupted
+from infra.hub.errors import Moved, in_our_words, outage, refused, rejection, translated
+from infra.hub.patience import Patience
+from infra.hub.session import _when, asked_wait
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
 
 
 class Time:
@@ -36,9 +39,22 @@ def test_waits_grow_up_to_a_limit_and_end_with_patience() -> None:
         if not patience.wait(failures, None, before):
             break
         waits.append(round(time.now - before, 6))
-    assert waits[:4] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, 8 * FIRST_S]
-    assert max(waits) == LONGEST_S
-    assert 300 - LONGEST_S < time.now <= 300
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 8]
+    assert patience.borne_s == time.now == 271.75
+
+
+@pytest.mark.parametrize(("draw", "waited"), [(0.0, 0.5), (0.999, 1.499)])
+def test_waits_differ_so_that_not_all_come_again_at_once(draw: float, waited: float) -> None:
+    time = Time()
+    patience = Patience(100, clock=lambda: time.now, sleep=time.sleep, draw=lambda: draw)
+    assert patience.wait(3, None, 0.0)
+    assert time.now == pytest.approx(waited)
+
+
+def test_thousands_of_failures_wait_no_longer_than_many() -> None:
+    time = Time()
+    assert time.patience(100).wait(5_000, None, 0.0)
+    assert time.now == pytest.approx(30)
 
 
 def test_what_the_hub_asks_for_is_waited_for_unless_it_is_longer_than_patience() -> None:
@@ -64,6 +80,12 @@ def test_threads_that_wait_at_the_same_time_use_patience_up_once() -> None:
     time.now = 0.0  # another thread, which has begun to wait at the same moment
     assert patience.wait(1, 70.0, 0.0)
     assert patience.borne_s == pytest.approx(70)
+    time.now = 0.0
+    assert patience.wait(1, 65.0, 0.0), "it ends before the second one does"
+    assert patience.borne_s == pytest.approx(70)
+    time.now = 0.0
+    assert patience.wait(1, 100.0, 0.0), "no more than is left"
+    assert patience.borne_s == pytest.approx(100)
 
 
 def test_a_stop_ends_a_wait() -> None:
@@ -71,7 +93,10 @@ def test_a_stop_ends_a_wait() -> None:
     patience = time.patience(1000, lambda: time.now > 5)
     with pytest.raises(Interrupted, match="not sent again"):
         patience.wait(1, 600.0, 0.0)
-    assert time.now < 6
+    assert 5 < time.now < 5.5
+    late = time.patience(1000, lambda: True)
+    with pytest.raises(Interrupted):
+        late.wait(1, 0.0, time.now)  # also where there is nothing to wait for
 
 
 @pytest.mark.parametrize(
@@ -83,9 +108,16 @@ def test_a_stop_ends_a_wait() -> None:
         (402, "", HubRefused, "has no room"),
         (413, "too large", HubRefused, "has no room"),
         (507, "Insufficient Storage", HubRefused, "has no room"),
+        (507, "", HubRefused, "has no room"),
         (404, "Repository not found", HubRefused, "private ones look as if they were not there"),
         (409, "already exists", HubRefused, "409: already exists"),
         (422, "bad", HubRefused, "422: bad"),
+        (499, "client closed", HubRefused, "499: client closed"),
+        (400, "bad", HubRefused, "mend what it names"),
+        (408, "slow", HubOutage, "goes on with what is not there yet"),
+        (425, "early", HubOutage, "goes on with what is not there yet"),
+        (429, "too many", HubOutage, "goes on with what is not there yet"),
+        (500, "broken", HubOutage, "(500: broken)"),
         (501, "not implemented", HubOutage, "goes on with what is not there yet"),
     ],
 )
@@ -96,6 +128,102 @@ def test_each_answer_says_what_mends_it(
     assert type(error) is kind
     assert says in str(error)
     assert error.resumable, "the same command goes on once it is mended"
+
+
+def answer(status: int, method: str = "GET", path: str = "/api/models/lab/model") -> Exception:
+    """What the client raises of such an answer."""
+    request = httpx2.Request(method, f"https://hub.example{path}")
+    response = httpx2.Response(status, request=request)
+    return theirs.HfHubHTTPError("the client's", response=response, server_message="the Hub's")
+
+
+class XetError(Exception):
+    """As the Xet transfer raises them, which has modules but no classes of its own to name."""
+
+    __module__ = "hf_xet.upload"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (answer(403), HubRefused, "refused sending files (403: the Hub's)"),
+        (answer(503), HubOutage, "(503: the Hub's)"),
+        (theirs.LocalTokenNotFoundError("?"), HubRefused, "There is no token for the Hub"),
+        (theirs.OfflineModeIsEnabled("?"), HubRefused, "HF_HUB_OFFLINE is set"),
+        (theirs.HFValidationError("two dots"), ConfigurationError, "no name of a repository"),
+        (httpx2.UnsupportedProtocol("ftp"), ConfigurationError, "HF_ENDPOINT"),
+        (httpx2.LocalProtocolError("header"), ConfigurationError, "HF_ENDPOINT"),
+        (httpx2.InvalidURL("no host"), ConfigurationError, "HF_ENDPOINT"),
+        (httpx2.ReadTimeout("too slow"), HubOutage, "(ReadTimeout: too slow)"),
+        (httpx2.ConnectError(""), HubOutage, "(ConnectError)"),
+        (XetError("cut"), HubOutage, "the Xet transfer failed: cut"),
+        (
+            ValueError("LFS batch API returned errors: storage limit"),
+            HubRefused,
+            "no room for lab/model (413",
+        ),
+        (ValueError("LFS batch API returned errors: bad size"), HubRefused, "(400: LFS batch"),
+        (ValueError("Invalid metadata in README.md: ?"), HubRefused, "refuses the card"),
+    ],
+)
+def test_what_the_client_raises_is_told_in_our_words(
+    error: Exception, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind) as caught, in_our_words("sending files", "lab/model"):
+        raise error
+    assert type(caught.value) is kind
+    assert says in str(caught.value)
+
+
+def following(error: Exception) -> Exception:
+    """Another error that came of it."""
+    try:
+        raise RuntimeError("upload failed") from error
+    except RuntimeError as found:
+        return found
+
+
+@pytest.mark.parametrize("cause", [answer(503), httpx2.ReadTimeout("slow"), XetError("cut")])
+def test_the_cause_counts_and_not_what_came_of_it(cause: Exception) -> None:
+    assert isinstance(translated(following(cause), "sending files", "lab/model"), HubOutage)
+
+
+def test_what_is_none_of_the_hubs_passes_through() -> None:
+    first, second = KeyError("a bug"), ValueError("another")
+    first.__context__, second.__context__ = second, first  # a chain that bites its own tail
+    for error in (first, OSError(28, "No space left on device"), KeyError("LFS batch API ret")):
+        assert translated(error, "sending files", "lab/model") is None
+        assert rejection(error) is None
+        with pytest.raises(type(error)), in_our_words("sending files", "lab/model"):
+            raise error
+    with pytest.raises(Moved), in_our_words("sending files", "lab/model"):
+        raise Moved("main has moved on") from answer(503)
+    ours = HubOutage("what", expected="this", fix="that")
+    assert translated(ours, "sending files", "lab/model") is ours
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "statuses"),
+    [
+        ("PUT", "/put/1f2e", {400, 403, 404, 409, 422}),
+        ("POST", "/lab/model.git/info/lfs/objects/verify", {400, 404, 409, 422}),
+        ("POST", "/lab/model.git/info/lfs/objects/batch", set()),
+        ("POST", "/api/models/lab/model/commit/main", set()),
+    ],
+)
+def test_what_a_storage_does_not_take_is_asked_for_again_and_nothing_else(
+    method: str, path: str, statuses: set[int]
+) -> None:
+    for status in (*range(400, 424), 429, 500, 503):
+        said = rejection(following(answer(status, method, path)))
+        assert said == ("the Hub's" if status in statuses else None)
+
+
+def test_long_answers_are_cut() -> None:
+    """A page of HTML from a proxy would hide what mends it."""
+    assert f"(400: {'x' * 300})." in str(refused(400, "x" * 300, "sending files", "lab/model"))
+    assert f"(400: {'x' * 300}…)." in str(refused(400, "x" * 301, "sending files", "lab/model"))
+    assert "(400: two lines)." in str(refused(400, "two\n  lines.", "sending files", "lab/model"))
 
 
 @pytest.mark.parametrize(
@@ -113,3 +241,22 @@ def test_no_credential_gets_into_a_message(text: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HF_TOKEN", "own-S3CRETS3CRET")
     assert "S3CRET" not in masked(text)
     assert "S3CRET" not in str(refused(400, text, "sending files", "me/model"))
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "waits"),
+    [
+        ("Retry-After", "7", 7.0),
+        ("Retry-After", "²", None),
+        ("Retry-After", "soon", None),
+        ("Retry-After", "9" * 400, 366 * 86_400.0),
+        ("RateLimit", '"api";r=0;t=' + "9" * 20, 366 * 86_400.0),
+    ],
+)
+def test_a_wait_that_is_no_number_of_seconds_is_none(
+    header: str, value: str, waits: float | None
+) -> None:
+    """Whatever stands between here and the Hub writes this header, too."""
+    wait = asked_wait(httpx2.Response(429, headers=[(header.encode(), value.encode("latin-1"))]))
+    assert wait == waits
+    assert str(outage("429", "uploading", "me/mine", when=_when(wait)))

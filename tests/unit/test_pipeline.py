@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from flows.cli.run import stop_on_signals
 from flows.picture.artifacts import (
     artifact_key,
+    artifacts_of,
     card_in,
     curves_in,
     markdown_table,
@@ -87,17 +97,32 @@ def test_what_ends_the_reconciler_is_raised(plan: Plan) -> None:
         )
 
 
+class Stubborn(FakeCampaign):
+    """Takes its time to stop, as a file system does on which it notes that it was asked to."""
+
+    def request_stop(self, reason: str) -> None:
+        time.sleep(0.1)
+        self.stopped_for = reason
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """SIGTERM and SIGHUP as in the command; all as they were afterwards."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    stop_on_signals()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 def test_ctrl_c_asks_to_stop_and_a_second_one_leaves(plan: Plan) -> None:
     class Impatient(Console):
         presses = 0
 
         def show(self, views: object) -> None:
             self.presses += 1
-            raise KeyboardInterrupt
-
-    class Stubborn(FakeCampaign):
-        def request_stop(self, reason: str) -> None:
-            self.stopped_for = reason
+            signal.raise_signal(signal.SIGINT)
 
     campaign = Stubborn(plan, {"data": [(60.0, {"state": "done"})]})
     console = Impatient(stream=io.StringIO())
@@ -105,6 +130,31 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_leaves(plan: Plan) -> None:
         run_pictured(campaign, plan, "r1", use_server=False, console=console)
     assert campaign.stopped_for == "Ctrl-C"
     assert console.presses > 2  # within a second they are one wish
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("apart_s", [0.0, 0.0002, 0.05])
+@pytest.mark.parametrize(
+    ("first", "said"), [(signal.SIGHUP, "SIGHUP"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
+    plan: Plan, apart_s: float, first: signal.Signals, said: str
+) -> None:
+    """A terminal that closes, systemd and scancel send several; the jobs must not be left."""
+    campaign = Stubborn(plan, {"data": [(1.2, {"state": "done"})]})
+    code = (
+        f"import os, time; os.kill({os.getpid()}, {first}); time.sleep({apart_s}); "
+        f"os.kill({os.getpid()}, {signal.SIGTERM})"
+    )
+    stream = io.StringIO()
+    sender = threading.Timer(0.3, lambda: subprocess.run([sys.executable, "-c", code], check=True))
+    sender.start()
+    views = run_pictured(campaign, plan, "r1", use_server=False, console=Console(stream=stream))
+    sender.join()
+    assert campaign.stopped_for == said
+    assert stream.getvalue().count(f"Stopping ({said})") == 1
+    assert {view.state for view in views.values()} == {"done"}
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_the_graph_survives_the_pipe(drawing: Drawing) -> None:
@@ -168,6 +218,28 @@ def test_sparklines_are_short_and_flat_ones_low() -> None:
 
 def test_tables_escape_what_would_break_them() -> None:
     assert markdown_table([{"a": "x|y", "b": None}]).splitlines()[-1] == "| x\\|y |  |"
+
+
+def test_what_is_shown_loads_no_image_and_holds_no_html() -> None:
+    """A row, an answer or a judge may have written a part of it; the UI would fetch and obey."""
+    evil = "<img src=//h/x> ![](//h/y) <!-- x --></script>"
+    view = StageView(
+        "sft",
+        "sft",
+        "f",
+        "done",
+        report={
+            "numbers": {evil: {"metric": evil, "value": 1.0}},
+            "curves": {evil: [[1, 0.5]]},
+            "card": f"# Title\n\n{evil}\n\nwith a < b, a [link](x) and `<answer>`",
+        },
+    )
+    artifacts = artifacts_of("r", view)
+    assert len(artifacts) == 3
+    shown = [a.markdown for a in artifacts] + [markdown_table([{evil: evil}])]
+    for text in shown:
+        assert not re.search(r"<[a-zA-Z/!?]|!\[", text)
+    assert "with a < b, a [link](x) and `‹answer>`" in artifacts[-1].markdown
 
 
 def test_keys_are_as_prefect_wants_them() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -39,6 +41,7 @@ from refiner_core.contract.errors import (
     UnsupportedError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint
+from tests.support.users import STRANGER, needs_users, run_as
 
 
 class Attempt:
@@ -136,6 +139,30 @@ def test_many_threads_do_not_get_each_others_answers(attempt: Attempt) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(200)))
+
+
+def test_a_connection_that_says_nothing_keeps_nobody_waiting(attempt: Attempt) -> None:
+    with ExitStack() as stack:
+        for _ in range(3):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(attempt.remote()._address)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(attempt.remote().should_stop).result(20) is False
+
+
+def knock(address: str) -> str:
+    """The first that this user hears at a socket, in hex."""
+    with socket.socket(socket.AF_UNIX) as at:
+        at.settimeout(20)
+        at.connect(address)
+        return at.recv(64).hex()
+
+
+def test_another_user_is_not_even_asked_for_the_key(attempt: Attempt) -> None:
+    needs_users()
+    address = attempt.remote()._address
+    assert run_as(STRANGER, knock, address) == ""
+    assert knock(address) != ""
 
 
 def test_rollouts_of_many_megabytes_go_through(attempt: Attempt) -> None:

@@ -47,12 +47,13 @@ def test_one_process_without_deepspeed_is_the_worker(
     assert engine_name(config, "sft") == engine
 
 
-def test_ranks_on_the_cpu_meet_on_loopback_and_a_users_network_is_kept() -> None:
+def test_ranks_of_one_node_meet_on_loopback_and_a_users_network_is_kept() -> None:
     one = rank_settings(Placement(1, 2), {})
     assert (one["GLOO_SOCKET_IFNAME"], one["DS_ACCELERATOR"]) == ("lo", "cpu")
+    assert rank_settings(Placement(1, 2, (0, 1)), {})["NCCL_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in rank_settings(Placement(1, 2), {"GLOO_SOCKET_IFNAME": "ib0"})
     several = rank_settings(Placement(2, 2, (0, 1)), {"CUDA_VISIBLE_DEVICES": "2,3"})
-    assert "GLOO_SOCKET_IFNAME" not in several
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & several.keys()
     assert "DS_ACCELERATOR" not in several
     assert several["CUDA_VISIBLE_DEVICES"] == "2,3"
 

@@ -121,6 +121,21 @@ def test_one_stage_under_two_names_is_launched_once() -> None:
 # ---------------------------------------------------------------- an attempt without an outcome
 
 
+@pytest.mark.parametrize("silent", ["killed", "launch_failure", "preempted"])
+def test_who_ends_in_silence_having_said_that_there_is_no_room_was_not_killed(
+    silent: FailureClass,
+) -> None:
+    full = replace(attempt(1), has_room=False)
+    seen = {DATA.id: Seen(1, "dead", silent_end=outcome_of(silent))}
+    action = decide([(DATA, record(DATA, full))], seen)["data"]
+    assert isinstance(action, CloseAttempt)
+    known = silent == "preempted"  # a scheduler that says why knows better
+    assert action.outcome.failure == (silent if known else "disk_full")
+    waits = decide([(DATA, record(DATA, full))], {DATA.id: Seen(1, "live")})["data"]
+    assert isinstance(waits, Wait)
+    assert (waits.attempt, waits.short) == (1, True)
+
+
 @pytest.mark.parametrize("owner", [ME, OTHER])
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_live_attempt_is_waited_for_whoever_started_it(owner: str, stopping: bool) -> None:
@@ -410,7 +425,9 @@ def test_a_server_that_is_gone_while_a_trainer_runs_is_replaced(end: FailureClas
         (GRPO, record(GRPO, attempt(1))),
         seen={GRPO.id: Seen(1, "live")},
         ready=(1,),
+        policy=replace(POLICY, max_parallel=1),
     )
+    assert actions["evaluate-base"] == Wait(BASE, "waits for a free slot (dispatch.max_parallel)")
     assert actions["judge"] == Launch(JUDGE, 1)
     assert actions["grpo"] == Wait(GRPO, "runs", 1)
 

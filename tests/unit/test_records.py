@@ -39,6 +39,30 @@ def test_keys_of_a_newer_version_are_ignored_and_missing_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("number", "one"),
+        ("number", True),
+        ("comment", 5),
+        ("executor", None),
+        ("owner", []),
+        ("claimed_at", {}),
+        ("seconds", "long"),
+        ("outcome", "gone"),
+        ("outcome", {"failure": 3, "decision": "stop"}),
+    ],
+)
+def test_a_value_of_another_type_is_named_where_it_is_read(key: str, value: object) -> None:
+    """And not where somebody works with it, in another process, hours later."""
+    with pytest.raises(TypeError, match=f"Attempt.{key}"):
+        from_json(Attempt, {**to_json(ATTEMPT), key: value})
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert from_json(Attempt, {**to_json(ATTEMPT), "seconds": 3}).seconds == 3
+
+
+@pytest.mark.parametrize(
     ("record", "state"),
     [
         (StageRecord(SPEC), "absent"),

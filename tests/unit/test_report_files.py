@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,9 +191,7 @@ def test_markdown_obeys_no_text() -> None:
 
 def test_a_thousand_trials_make_a_page_of_less_than_ten_megabytes() -> None:
     report = large_report()
-    began = time.process_time()
     html = page(report)
-    assert time.process_time() - began < 10
     assert len(html.encode()) < 10e6
     assert len(re.findall('class="trial (done|failed|interrupted)"', html)) == 1000
     assert "more would make this page too large; report.csv has them" in html

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.config import RewardConfig
-from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage
+from refiner_core.contract.config import JudgeConfig, RewardConfig
+from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage, JudgeUnusable
 from refiner_core.contract.types import (
     Judgement,
     JudgeRequest,
@@ -21,6 +21,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
+from refiner_core.judges.calls import Unusable, plan_calls, read_reply
 from refiner_core.judges.usage import (
     usage_between,
     usage_from_json,
@@ -96,6 +97,8 @@ def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
     judge, items = ThreadedJudge(), rollouts(4)
     judge.gate.clear()  # it has answered nothing yet: adding and submitting wait for no judge
     stream = RewardStream(REWARD, judge)
+    assert stream.streams
+    assert not RewardStream(REWARD, LexicalJudge()).streams
     for number, item in enumerate(items, start=1):
         assert stream.add(item) == number - 1
         stream.submit()
@@ -231,6 +234,27 @@ def test_a_stop_for_failures_says_what_they_were():
     assert "failed on 2 of 4 rollouts of a step" in text
     assert "HTTP 500 (3 times); the score 7 is out of range" in text
     assert "judge.max_failed_share" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"choices": [{"message": {"content": "{\\"score\\": 0.5}"}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "Fully supported."}, "finish_reason": "stop"}]}',
+        b'{"choices": [{"message": {"content": "<think>Let me"}, "finish_reason": "length"}]}',
+    ],
+)
+def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
+    """Nobody has to wait for it: it says the same again."""
+    (call,) = plan_calls([JudgeRequest("citation_recall", "q", "t", "r")], JudgeConfig())
+    reply = read_reply(body, call)
+    assert isinstance(reply, Unusable)
+    said = f"gave up after 6 tries, last: {reply.detail}"
+    with pytest.raises(JudgeUnusable, match=r"are no judgements: .*, on 2 of 2.*judge ask"):
+        require_scored([unscored(said, said, "HTTP 500"), unscored(said)], 0.25, of="answers")
+    with pytest.raises(JudgeOutage) as outage:
+        require_scored([unscored(said), unscored("HTTP 500")], 0.25, of="answers")
+    assert not isinstance(outage.value, JudgeUnusable)
 
 
 def test_a_share_that_is_allowed_stops_nothing():

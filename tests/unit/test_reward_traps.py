@@ -24,6 +24,8 @@ pins ours. A change that falls back to it fails here by name.
 18  the non-stop penalty before the other terms, or added instead of put in place
 19  the judge sees what stands outside the answer
 20  a claim of nothing, judged
+21  each repetition of a claim counted: saying the good one nine times dilutes the bad one
+22  whether a passage needs a citation asked without the answer: a summary of what is cited pays
 ==  ===========================================================================================
 """
 
@@ -159,7 +161,8 @@ def test_7_an_answer_cannot_bring_its_own_evidence() -> None:
     assert parts["citation_format"] == 0.0
     judge = by_kind()
     reward_of(rollout(text), judge)
-    assert all("whatever" not in r.reference for r in judge.asked)
+    asked = [r for r in judge.asked if r.kind != "citation_needed"]  # shown what it stands in
+    assert all("whatever" not in r.reference for r in asked)
 
 
 def test_8_web_pages_are_evidence_and_examples_in_instructions_are_none() -> None:
@@ -354,3 +357,52 @@ def test_20_a_claim_of_nothing_scores_0_and_is_not_asked_about() -> None:
     parts = reward_of(rollout(text, NO_RUBRICS), judge).components
     assert [r.text for r in judge.asked if r.kind == "citation_recall"] == ["claim one"]
     assert (parts["citation_f1"], parts["claims"]) == (0.5, 2.0)
+
+
+# ---------------------------------------------------------------- what pays
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "<snippet id=a>claim one</snippet>",
+        "<snippet id=a>Claim  one.</snippet>",
+        "<snippet id='b'>“Claim one”!</snippet>",
+        "<snippet id=a,b>claim one</snippet>",
+    ],
+)
+def test_21_to_repeat_a_good_claim_pays_nothing(again: str) -> None:
+    bad = "<snippet id=a>claim bad</snippet>"
+    judge = by_kind(recall_bad=0.0, precision_bad=0.0)
+    once = f"<answer><snippet id=a>claim one</snippet> {bad}</answer>"
+    often = f"<answer><snippet id=a>claim one</snippet>{again * 8} {bad}</answer>"
+    before, after = (reward_of(rollout(text), judge) for text in (once, often))
+    assert before.components["citation_f1"] == 0.5
+    assert after.components["citation_f1"] == pytest.approx(0.5)  # each counted: 0.9
+    assert after.components["citation_precision"] == pytest.approx(0.5)
+    assert after.components["citation_recall"] == pytest.approx(0.5)
+    assert after.total == pytest.approx(before.total)
+    assert after.components["claims"] == 10.0
+
+
+def test_21_nor_does_it_lift_the_format_bonus() -> None:
+    unknown = "<snippet id=z>claim two</snippet>"
+    once = f"<answer><snippet id=a>claim one</snippet>{unknown}</answer>"
+    often = f"<answer>{'<snippet id=a>claim one</snippet>' * 9}{unknown}</answer>"
+    before, after = (reward_of(rollout(text)).components["format_bonus"] for text in (once, often))
+    assert before == after == 0.75
+
+
+def test_21_tags_around_nothing_are_faults_of_their_own() -> None:
+    """They repeat no claim: each of them costs, as ever."""
+    text = f"<answer><snippet id=a>claim one</snippet>{'<snippet id=a>…</snippet>' * 3}</answer>"
+    assert reward_of(rollout(text)).components["citation_f1"] == 0.25
+
+
+def test_22_whether_a_citation_is_needed_is_asked_with_the_answer() -> None:
+    """What sums up cited text needs none, which nobody can tell from the passage alone."""
+    body = "<snippet id=a>Wheat grew by 4 %.</snippet> In short, harvests rose."
+    judge = by_kind()
+    reward_of(rollout(f"<answer>{body}</answer>"), judge)
+    (needed,) = [r for r in judge.asked if r.kind == "citation_needed"]
+    assert (needed.text, needed.reference) == ("In short, harvests rose.", body)

@@ -127,11 +127,13 @@ def test_the_same_text_twice_is_two_claims() -> None:
     assert parts["citation_f1"] == 0.5
 
 
-def test_a_tag_around_nothing_scores_0_without_a_question() -> None:
-    text = "<answer><snippet id=a>claim one</snippet><snippet id=b></snippet></answer>"
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tag_around_nothing_scores_0_without_a_question(order: int) -> None:
+    tags = ["<snippet id=a>claim one</snippet>", "<snippet id=b></snippet>"][::order]
     judge = by_kind()
-    parts = reward_of(rollout(text), judge).components
-    assert parts["citation_f1"] == 0.5
+    parts = reward_of(rollout(f"<answer>{''.join(tags)}</answer>"), judge).components
+    for part in ("citation_f1", "citation_recall", "citation_precision"):
+        assert parts[part] == 0.5, "nothing that is said is not precise either"
     assert len([r for r in judge.calls[0] if r.kind == "citation_recall"]) == 1
 
 

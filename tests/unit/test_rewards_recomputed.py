@@ -103,3 +103,12 @@ def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
         recompute_total(padded, RewardConfig(), True)
     with pytest.raises(DataError, match="'d' failed"):
         judged_rubrics(result.judgements)
+
+
+def test_judgements_of_rubrics_are_found_wherever_they_stand() -> None:
+    text = "<answer>Lead <snippet id=a>one</snippet></answer>"
+    rubrics = json.dumps([{"description": "d", "weight": 2.0}, {"description": "e", "weight": -1}])
+    stored = rewarded(rollout(text, rubrics, PROMPT), RewardConfig(), hashed_judge(3)).judgements
+    found = judged_rubrics(list(stored))
+    assert {rubric.description for rubric, _ in found} >= {"d", "e"}
+    assert judged_rubrics(list(stored)[::-1]) == found[::-1]

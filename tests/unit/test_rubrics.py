@@ -26,8 +26,8 @@ from refiner_core.rubrics import (
     select_rubrics,
     shipped_rubric_sets,
 )
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
-SCHOLARQA = Path(__file__).parents[2].parent / "shared" / "data" / "scholarqa"
 PINNED = {
     "v3": "4cf5e50e9dedd8273665e8ce2b091373a11357c98709d714826b2af60a1173a5",
     "grounded-v1": "300e0509cc8549e3bd13554af2b989fbbd6fa960e25bf89c79ec246a421b5def",
@@ -281,9 +281,8 @@ def test_the_source_decides_which_rubrics_judge(
     assert chosen == titles
 
 
-@pytest.mark.skipif(not SCHOLARQA.is_dir(), reason="real rows are not next to this checkout")
-@pytest.mark.parametrize("name", ["scholarqa_sft.jsonl", "scholarqa_rl.jsonl"])
-def test_all_real_rows_parse(name: str) -> None:
-    for line in (SCHOLARQA / name).read_text(encoding="utf-8").splitlines():
+@pytest.mark.parametrize("path", [SFT_ROWS, RL_ROWS], ids=["sft", "rl"])
+def test_all_real_rows_parse(path: Path) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines():
         text = json.loads(line)["rubrics"]
         assert len(parse_rubrics(text)) == sum(map(len, json.loads(text).values()))

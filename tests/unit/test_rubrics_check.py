@@ -17,8 +17,8 @@ from refiner_core.data.synthetic import generate_rows
 from refiner_core.rubrics import Rubric, load_rubric_set, shipped_rubric_sets
 from refiner_core.rubrics.lint import RULES, check_file
 from refiner_core.rubrics.lint.wording import wording
+from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
-SCHOLARQA = Path(__file__).parents[2].parent / "shared" / "data" / "scholarqa"
 SOUND = "Names the year in which the bridge was opened."
 
 
@@ -73,14 +73,13 @@ def test_rows_of_the_embedded_world_are_clean(tmp_path: Path) -> None:
     assert checked.rubrics > 240
 
 
-@pytest.mark.skipif(not SCHOLARQA.is_dir(), reason="real rows are not next to this checkout")
 def test_real_rows_have_real_findings_and_few_of_them() -> None:
-    """Annotators' criteria, read by hand: 30 hold two demands, 5 pairs overlap, 1 stands twice."""
-    checked = check_file(str(SCHOLARQA / "scholarqa_rl.jsonl"))
+    """Annotators' criteria, read by hand: 3 hold two demands, 3 pairs overlap, 1 stands twice."""
+    checked = check_file(str(RL_ROWS))
     found = {rule: len(findings) for rule, findings in checked.by_rule().items()}
-    assert found == {"duplicate-description": 1, "several-demands": 30, "near-duplicate": 5}
+    assert found == {"duplicate-description": 1, "several-demands": 3, "near-duplicate": 3}
     assert checked.findings[0].line == 1
-    assert check_file(str(SCHOLARQA / "scholarqa_sft.jsonl")).rows_without == 87
+    assert check_file(str(SFT_ROWS)).rows_without == 4
 
 
 # ---------------------------------------------------------------- wording

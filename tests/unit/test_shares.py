@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from refiner_core.training.batches.packing import Sample, collate, pack_samples
 from refiner_core.training.batches.shares import (
+    even_out,
     neutral_pack,
     packs_of_ranks,
     share_among,
@@ -113,6 +114,72 @@ def test_work_is_within_five_percent_where_samples_are_small_beside_a_share():
         packs = [pack_samples(mine, PACK, share_prompts=True) for mine in shares]
         tokens = [sum(map(len, mine)) for mine in packs]
         assert max(tokens) <= 1.06 * sum(tokens) / world
+
+
+def dealt(groups: list[tuple[int, list[int]]], world: int = 2, **told) -> list[list[int]]:
+    """Numbers of the samples of each rank."""
+    samples = step_of(groups)
+    told = {"pack_length": 400, "share_prompts": True, **told}
+    return [[samples.index(s) for s in mine] for mine in share_among(samples, world, **told)]
+
+
+def test_a_group_is_cut_beyond_five_percent_and_no_earlier():
+    """Else ranks wait for the busiest, or a prompt is computed twice for nothing."""
+    small = [(1, [2])] * 31  # 93 tokens
+    assert dealt([(1, [52, 52]), *small, (1, [1])])[0] == [0, 1]  # 105 of 200 tokens
+    assert [mine[0] for mine in dealt([(1, [53, 53]), *small])] == [0, 1]  # 107 of 200
+    assert dealt([(10, [20, 20]), (0, [20])]) == [[0, 1], [2]], "50 and 20, or 50 and 30: the same"
+    assert dealt([(1, [40, 40, 40]), (1, [30])]) == [[1, 2], [0, 3]], "the middle of three is one"
+
+
+def test_only_what_has_several_samples_is_cut_and_the_dearest_first():
+    # 60 alone; 50 and the group of 41 on the other rank: half of that goes to the first one.
+    assert dealt([(1, [59]), (1, [49]), (1, [20, 20])]) == [[0, 3], [1, 2]]
+    # Of two equal groups on one rank the first one is cut.
+    assert dealt([(1, [30, 30]), (1, [30, 30]), (1, [80])]) == [[1, 4], [0, 2, 3]]
+
+
+def test_the_dearest_goes_first_and_to_who_has_least():
+    assert dealt([(0, [10, 8, 6, 4])], share_prompts=False) == [[0, 3], [1, 2]]
+    assert dealt([(0, [5, 5, 5])], 3) == [[0], [1], [2]], "equal ones in order"
+    alone = dealt([(2, [5, 5])] * 2, share_prompts=False)
+    assert alone == [[0, 2], [1, 3]], "nothing is shared, nor kept together"
+    assert dealt([(0, [5] * 4)]) == [[0, 2], [1, 3]], "nor where there is no prompt"
+    assert dealt([(0, [7]), (0, [7])]) == [[0], [1]], "no prompt has no group"
+
+
+def pack_of(*lengths: int):
+    """A pack of samples of such lengths, a token of it the prompt."""
+    samples = [Sample((1,), (2,) * (n - 1), (True,) * (n - 1)) for n in lengths]
+    (pack,) = pack_samples(samples, 1000)
+    return pack
+
+
+def test_packs_are_dealt_by_what_they_cost():
+    def shared(packs, world=2, **told):
+        shares = share_packs(packs, world, **told)
+        return [[packs.index(p) if p.target_T else None for p in mine] for mine in shares]
+
+    ten, eight, six, four = (pack_of(n) for n in (10, 8, 6, 4))
+    assert shared([ten, eight, six, four]) == [[0, 3], [1, 2]]
+    assert shared([four, six, eight, ten]) == [[0, 3], [1, 2]], "in the order given"
+    whole, halves = pack_of(11), pack_of(5, 5)
+    assert shared([whole, halves, six]) == [[0, None], [1, 2]]
+    nine = pack_of(9)
+    assert shared([nine, halves, six]) == [[1, None], [0, 2]]
+    # With dense attention a row of 9 costs 9 x 1.9 = 17.1, two of 5 cost 15 together.
+    assert shared([nine, halves, six], balance=10.0) == [[0, None], [1, 2]]
+    assert shared([ten, ten], 3) == [[0], [0], [None]]
+    assert shared([ten, ten, ten], multiple_of=2) == [[0, 0], [0, None]]
+    assert shared([ten], multiple_of=3) == [[0, None, None], [None, None, None]]
+
+
+def test_a_single_rank_gets_a_neutral_pack_only_where_it_has_nothing():
+    assert even_out([[pack_of(5)]], multiple_of=4) == [[pack_of(5)]]
+    assert even_out([[]], multiple_of=1) == [[neutral_pack()]]
+    assert even_out([], multiple_of=1) == []
+    neutral = neutral_pack()
+    assert (len(neutral), neutral.target_T) == (2, [])
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -105,7 +105,7 @@ def test_the_source_is_the_file_and_line_that_counts(
     assert [s.place for s in found.places("seed")][1:] == [f"{mine}:2"]
     text = shown(capsys, "grpo.keep", str(mine))
     assert "5 in" in text
-    assert "takes its value from other fields" in text
+    assert "takes its value from other fields" in " ".join(text.split())
     lines = Path(shipped_recipes()["tiny"]).read_text().splitlines()
     source = found.source("grpo.num_training_steps")
     assert source.startswith("tiny.yaml:")
@@ -156,6 +156,13 @@ def test_what_is_misspelt_is_refused_with_what_was_meant(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in shown(capsys, *words, code=2)
+
+
+def test_a_flag_that_means_something_else_in_the_reference_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Cards show settings by its flags' names: whoever takes one there gets another set of rows."""
+    assert "bounds prompt and labels" in shown(capsys, "grpo.max_token_length")
 
 
 def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -156,7 +159,8 @@ def test_settings_of_a_job_that_refiner_runs_in_are_not_passed_on(
         ("Requested node configuration is not available", ConfigurationError),
         ("Requested time limit is invalid (missing or exceeds some limit)", ConfigurationError),
         ("sbatch: unrecognized option '--gpus-per-nodes=1'", ConfigurationError),
-        ("Unable to contact slurm controller (connect failure)", LaunchError),
+        ("Unable to contact slurm controller (connect failure)", SlurmUnavailable),
+        ('Munge encode failed: Failed to access "/run/munge.socket"', SlurmUnavailable),
         ("Job violates accounting/QOS policy (job submit limit, …)", LaunchError),
         ("Slurm temporarily unable to accept job, sleeping and retrying", LaunchError),
     ],
@@ -183,15 +187,13 @@ def test_an_sbatch_that_timed_out_may_have_submitted_so_the_job_is_looked_for(
     assert campaign.job_id(request) == "7"
 
 
-def test_one_that_did_not_is_a_failed_launch_in_the_end(
-    fake: FakeSlurm, campaign: Campaign
-) -> None:
+def test_one_that_did_not_is_an_outage_in_the_end(fake: FakeSlurm, campaign: Campaign) -> None:
     request = campaign.claim()
     fake.fail("sbatch", "Socket timed out on send/recv operation")
     assert campaign.dispatcher.submit([request]) == {}
     end = campaign.wait_dead(request, 10).end
     assert end is not None
-    assert (end.failure, end.decision) == ("launch_failure", "resume")
+    assert (end.failure, end.decision) == ("system_outage", "resume")
 
 
 def test_one_refused_request_does_not_hinder_the_others(fake: FakeSlurm, tmp_path: Path) -> None:
@@ -262,6 +264,39 @@ def test_names_of_other_jobs_confuse_nobody(fake: FakeSlurm, campaign: Campaign)
     assert end.failure == "time_limit"
 
 
+def test_a_copy_of_a_workspace_leaves_the_originals_job_alone(
+    fake: FakeSlurm, campaign: Campaign, tmp_path: Path
+) -> None:
+    """The job writes into the original: the copy says so, and begins anew."""
+    (request,) = campaign.submit(campaign.claim())
+    fake.set_jobs({"101": {**fake.jobs["101"], "state": "RUNNING"}})
+    root = campaign.workspace.root
+    shutil.copytree(root, tmp_path / "copy")
+    copy = Campaign(tmp_path / "copy", poll_s=0.0)
+    sight = copy.sight(request)
+    assert sight.sight == "dead"
+    assert sight.end is not None
+    assert f"is a copy of {root}" in sight.end.message
+    assert sight.end.decision == "resume"
+    copy.dispatcher.kill(copy.open(request))
+    assert not copy.dispatcher.stop(copy.open(request))
+    assert fake.calls("scancel") == []
+    assert campaign.sight(request).sight == "live"
+
+
+@pytest.mark.parametrize("seen", ["under another name", "moved"])
+def test_a_workspace_that_is_seen_under_another_name_is_no_copy(
+    fake: FakeSlurm, campaign: Campaign, tmp_path: Path, seen: str
+) -> None:
+    (request,) = campaign.submit(campaign.claim())
+    root = campaign.workspace.root
+    if seen == "moved":
+        root.rename(tmp_path / "there")
+    else:
+        (tmp_path / "there").symlink_to(root)
+    assert Campaign(tmp_path / "there", poll_s=0.0).sight(request).sight == "live"
+
+
 def test_a_job_that_queues_is_not_asked_to_stop(fake: FakeSlurm, campaign: Campaign) -> None:
     (request,) = campaign.submit(campaign.claim())
     assert not campaign.dispatcher.stop(campaign.open(request))
@@ -288,6 +323,73 @@ def test_a_scheduler_that_is_away_makes_nobody_fall(fake: FakeSlurm, campaign: C
     campaign.dispatcher.kill(campaign.open(request))
     campaign.dispatcher.release(campaign.open(request))
     assert not campaign.dispatcher.stop(campaign.open(request))
+
+
+def test_a_command_that_is_not_there_or_cannot_be_started_is_a_scheduler_that_is_away(
+    fake: FakeSlurm, campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that hiccups, and a login node on which no more processes may be started."""
+    (request,) = campaign.submit(campaign.claim())
+    (fake.bin / "squeue").rename(fake.bin / "away")
+    monkeypatch.setenv("PATH", str(fake.bin))
+    assert campaign.sight(request).sight in ("live", "unknown")
+    (fake.bin / "away").rename(fake.bin / "squeue")
+
+    def no_more(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "run", no_more)
+    assert not campaign.dispatcher.stop(campaign.open(request))
+    assert campaign.sight(request).sight in ("live", "unknown")
+    assert not campaign.dispatcher.kill(campaign.open(request))
+
+
+@pytest.mark.parametrize("known", ["live", "remembered", "recorded"])
+def test_a_job_of_another_user_that_bears_our_name_is_not_ours(
+    fake: FakeSlurm, campaign: Campaign, known: str
+) -> None:
+    """Names of jobs are for all to see, and to take."""
+    request = campaign.claim()
+    theirs = {"state": "COMPLETED", "name": request.comment, "user": "4711"}
+    flags = {"live": False, "remembered": False, "recorded": False, known: True}
+    fake.set_jobs({"66": {**theirs, **flags}})
+    for _ in range(3):
+        assert campaign.sight(request).state != "COMPLETED"
+    assert not campaign.workspace.layout.attempt(*request.ref).job.exists()
+    forged = f"{request.comment} UserId=me({os.getuid()}) JobState=COMPLETED"
+    fake.set_jobs({"66": {**theirs, **flags, "name": forged}})
+    for _ in range(3):
+        assert campaign.sight(request).state != "COMPLETED"
+
+
+def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes(
+    fake: FakeSlurm,
+) -> None:
+    fake.set_jobs({"7": {"state": "COMPLETED", "name": "n0"}})
+    ids, names = [str(n) for n in range(501)], [f"n{n}" for n in range(501)]
+    accounts = RealSlurm().accounts(ids, names)
+    assert accounts.available
+    assert accounts.rows[0]["name"] == "n0"
+    asked: dict[str, list[list[str]]] = {"--jobs": [], "--name": []}
+    for call in fake.calls("sacct"):
+        for argument in call["arguments"]:
+            option, _, text = argument.partition("=")
+            asked.get(option, []).append(text.split(","))
+    assert asked == {"--jobs": [ids[:500], ids[500:]], "--name": [names[:500], names[500:]]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "asked"),
+    [(["7"], [], ["7"]), (["7"], ["n8"], []), (["7", "8"], [], []), ([], ["n8"], [])],
+)
+def test_the_controller_is_asked_for_one_job_alone_only_where_one_id_is_all(
+    fake: FakeSlurm, ids: list[str], names: list[str], asked: list[str]
+) -> None:
+    """Else a job that is looked for by its name, too, would count as unknown."""
+    fake.set_jobs({i: {"state": "RUNNING", "name": f"n{i}"} for i in ("7", "8", "9")})
+    found = {row["id"] for row in RealSlurm().shown(ids, names)}
+    assert found == {*ids, *(name.removeprefix("n") for name in names)}
+    assert fake.calls("scontrol")[-1]["arguments"] == ["--oneliner", "show", "job", *asked]
 
 
 def test_a_command_that_hangs_is_given_up(fake: FakeSlurm) -> None:

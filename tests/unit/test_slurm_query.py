@@ -25,19 +25,22 @@ class Scheduler:
 
     def queue(self, users: Iterable[str]) -> list[Row]:
         self._count("queue")
-        return [{"id": i, "name": f"name-{i}", **job} for i, job in self.live.items()]
+        return [{"id": i, "user": "0", "name": f"name-{i}", **job} for i, job in self.live.items()]
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
         self._count("shown")
-        rows = [{"id": i, "name": f"name-{i}", **j} for i, j in self.remembered.items()]
+        rows = [
+            {"id": i, "user": "0", "name": f"name-{i}", **j} for i, j in self.remembered.items()
+        ]
         return [r for r in rows if r["id"] in ids or r["name"] in names]
 
     def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
         self._count("accounts")
         if not self.accounting:
             return Accounts(False)
-        wanted = [r for r in self.recorded if r["id"].partition(".")[0] in ids]
-        return Accounts(True, (*wanted, *(r for r in self.recorded if r["name"] in names)))
+        recorded = [{"user": "0", **r} for r in self.recorded]
+        wanted = [r for r in recorded if r["id"].partition(".")[0] in ids]
+        return Accounts(True, (*wanted, *(r for r in recorded if r["name"] in names)))
 
     def cancel(self, job_id: str) -> None: ...
 

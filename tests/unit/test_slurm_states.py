@@ -141,8 +141,28 @@ def test_a_job_that_slurm_forgot_is_judged_by_what_it_printed(printed: str, fail
     assert lost_end("7", True, printed).failure == failure
 
 
-def test_a_job_that_never_was_is_a_failed_launch() -> None:
-    assert lost_end(None, False, "").failure == "launch_failure"
+def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
+    assert lost_end(None, False, "").failure == "system_outage"
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("AssocGrpCPUMinutesLimit", "the account has used up its budget"),
+        ("AssocGrpGRESMinutes", "the account has used up its budget"),
+        ("QOSGrpWallLimit", "the QOS has used up its budget"),
+        ("AssocGrpGRES", "never where this job alone asks for more"),
+        ("AssocGrpCpuLimit", "never where this job alone asks for more"),
+        ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
+        ("QOSGrpNodeLimit", "the QOS has as much as it may"),
+        ("Priority", ""),
+    ],
+)
+def test_a_limit_of_the_whole_account_is_said_with_what_it_means(reason: str, hint: str) -> None:
+    said = sight("PENDING", reason).reason
+    assert said.startswith(reason)
+    assert hint in said
+    assert hint or said == reason
 
 
 def test_messages_say_the_signal_the_node_and_who() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +13,14 @@ import pytest
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.statistics import (
+    Floats,
+    cluster_bootstrap,
     estimate,
     holm,
     mcnemar_of,
     paired_difference_over_seeds,
     two_way_mean,
+    two_way_means,
     wilson,
 )
 
@@ -76,9 +83,60 @@ def test_the_same_rows_give_the_same_interval_whatever_else_is_computed() -> Non
         for i, v in enumerate(np.random.default_rng(2).random(30))
     ]
     first = estimate(table, "a", seed=3)
-    estimate(table, "b", seed=3)
+    other = estimate(table, "b", seed=3)
     assert estimate(table, "a", seed=3) == first
     assert estimate(table, "a", seed=4) != first
+    assert estimate(table, "a") == estimate(table, "a", seed=0)
+    assert other != first, "each metric has random numbers of its own"
+    assert estimate(table, "b", seed=3, stream="a") == first, "unless it borrows another's"
+
+
+def test_a_published_interval_comes_out_again_to_the_last_digit() -> None:
+    """Cards and reports hold it: another random stream would be another number in all of them."""
+    found = estimate(rows([[i**0.5, i**0.25] for i in range(20)]), "m", seed=3)
+    assert found is not None
+    assert (found.n, found.denominator) == (20, 40)
+    assert (found.low, found.high) == pytest.approx(
+        (1.8008268833268912, 2.5348517783278726), abs=1e-12
+    )
+
+
+def test_the_bootstrap_resamples_prompts_and_divides_sums_by_counts() -> None:
+    from scipy.stats import bootstrap
+
+    sums, counts = np.array([1.5, 0.25, 1.75, 0.5, 2.0]), np.array([3.0, 1.0, 2.0, 2.0, 2.0])
+
+    def mean(a: Floats, b: Floats) -> float:
+        return float(a.sum() / b.sum())
+
+    expected = bootstrap(
+        *((sums, counts), mean),
+        **{"paired": True, "vectorized": False, "n_resamples": 300, "confidence_level": 0.9},
+        rng=np.random.default_rng(11),
+    ).confidence_interval
+    found = cluster_bootstrap(sums, counts, resamples=300, seed=11, confidence=0.9)
+    assert found == pytest.approx((expected.low, expected.high))
+
+
+def test_prompts_of_one_mean_have_that_mean_and_no_warning() -> None:
+    """The acceleration of BCa is undefined there, and its interval would be NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = estimate(rows([[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]), "m")
+    assert found is not None
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_a_large_evaluation_is_not_resampled_all_at_once() -> None:
+    """4000 resamples of 4000 prompts are 128 MB for each array that is made of them."""
+    values = np.random.default_rng(0).random(4_000)
+    tracemalloc.start()
+    try:
+        cluster_bootstrap(values, np.ones(4_000), resamples=4_000, seed=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200e6
 
 
 def test_values_that_are_missing_are_excluded_not_zero() -> None:
@@ -97,6 +155,9 @@ def test_a_perfect_score_still_has_an_interval() -> None:
         assert result is not None
         assert result.high == 1.0
         assert result.low == pytest.approx(wilson(10, 10)[0])
+        none = estimate(rows([[0.0] * 4] * 10), "m", kind=kind)  # type: ignore[arg-type]
+        assert none is not None
+        assert (none.low, none.high) == pytest.approx((0.0, 1 - result.low))
 
 
 def test_a_count_that_happens_to_be_0_or_1_is_no_proportion() -> None:
@@ -137,6 +198,8 @@ def test_a_prompt_without_a_value_is_excluded_on_both_sides() -> None:
     result = paired_difference(rows([1.0, None, 1.0, 0.0]), rows([0.0, 1.0, 0.5, 0.0]), "m")
     assert (result.n, result.excluded) == (3, 1)
     assert result.value == pytest.approx(0.5)
+    nan = paired_difference(rows([1.0, math.nan, 1.0, 0.0]), rows([0.0, 1.0, 0.5, 0.0]), "m")
+    assert nan == result, "what is no number is no value"
 
 
 def test_other_prompts_are_refused() -> None:
@@ -176,6 +239,118 @@ def test_two_way_variance_by_hand() -> None:
     assert 0.75 * 2 * t.sf(at, 1) + 0.25 * 2 * t.sf(at, 2) == pytest.approx(0.05, abs=1e-6)
     size = 2.0 / (8 / 6) ** 0.5
     assert result.p_value == pytest.approx(0.75 * 2 * t.sf(size, 1) + 0.25 * 2 * t.sf(size, 2))
+
+
+def told_rule(values: Floats) -> tuple[float, Callable[[float], float]]:
+    """Standard error and p-value by |mean|, as the docstring of ``crossed`` puts them, by SciPy."""
+    from scipy.stats import f, t
+
+    seeds, prompts = values.shape
+    by_seed, by_prompt = values.mean(1, keepdims=True), values.mean(0, keepdims=True)
+    ms_seed = prompts * by_seed.var(ddof=1)
+    ms_prompt = seeds * by_prompt.var(ddof=1)
+    left = values - by_seed - by_prompt + values.mean()
+    ms_left = (left**2).sum() / ((seeds - 1) * (prompts - 1))
+    variance = (ms_prompt + max(ms_seed - ms_left, 0.0)) / (seeds * prompts)
+    share = min(ms_seed / (seeds * prompts * variance), 1.0)
+    among = f.cdf(ms_seed / ms_left, seeds - 1, (seeds - 1) * (prompts - 1))
+
+    def p_value(mean: float) -> float:
+        size = mean / variance**0.5
+        of_prompts = 2 * t.sf(size, prompts - 1)
+        both = share * 2 * t.sf(size, seeds - 1) + (1 - share) * of_prompts
+        # Taken for no spread of seeds at a level p if that is among the lowest 46 % * (p / 5 %).
+        if among >= 0.46 * min(1.0, both / 0.05):
+            return float(both)
+        return float(min(both, max(of_prompts, 0.05 * among / 0.46)))
+
+    return float(variance**0.5), p_value
+
+
+def layouts() -> list[Floats]:
+    """Of 2 to 6 seeds, equal ones and far apart ones; as many prompts as seeds, fewer, and more."""
+    rng = np.random.default_rng(12)
+    shapes = [(2, 2), (2, 30), (3, 3), (3, 12), (3, 12), (5, 4), (6, 40), (6, 40)]
+    return [
+        (spread * rng.normal(size=(seeds, 1)) + rng.normal(size=(1, prompts)) * 0.5
+         + rng.normal(size=(seeds, prompts)))
+        for seeds, prompts in shapes
+        for spread in (0.0, 0.0, 0.3, 2.0)
+    ]  # fmt: skip
+
+
+def test_p_values_and_intervals_are_those_of_the_rule_that_is_told() -> None:
+    kinds = set()
+    for values in layouts():
+        error, p_value = told_rule(values)
+        for size in (0.1, 0.7, 1.5, 2.1, 2.6, 3.5, 8.0):
+            shifted = values - values.mean() + size * error
+            found = two_way_mean(shifted)
+            assert found.p_value == pytest.approx(p_value(size * error), rel=1e-6)
+            for confidence in (0.95, 0.99):
+                found = two_way_mean(shifted, confidence=confidence)
+                assert found.high is not None
+                assert found.low is not None
+                half = found.high - found.value
+                assert found.value - found.low == pytest.approx(half)
+                # Means beyond its ends would be found at that level, and means inside would not.
+                assert p_value(half * 1.002) < 1 - confidence < p_value(half * 0.998)
+                kinds.add((confidence, half > 1.001 * error * critical(values, confidence)))
+    assert kinds == {(c, k) for c in (0.95, 0.99) for k in (False, True)}, "seeds do and do not"
+
+
+def critical(values: Floats, confidence: float) -> float:
+    """Of the t test over prompts alone."""
+    from scipy.stats import t
+
+    return float(t.isf((1 - confidence) / 2, values.shape[1] - 1))
+
+
+def test_seeds_that_differ_alike_on_all_prompts_are_a_spread_of_seeds() -> None:
+    """Nothing is left over to hold them against; and where they do not differ, prompts decide."""
+    from scipy.stats import t
+
+    apart = np.array([[1.0], [2.0], [3.0]]) + np.zeros((1, 10)) + np.linspace(-1e-3, 1e-3, 10)
+    found = two_way_mean(apart)
+    assert found.p_value == pytest.approx(2 * t.sf(2.0 / (1 / 3) ** 0.5, 2), rel=1e-3)
+    alike = np.zeros((3, 1)) + np.array([0.5, -0.25, 1.0, 0.25, 0.75])
+    found = two_way_mean(alike)
+    error = (alike[0].var(ddof=1) / 5) ** 0.5
+    assert found.p_value == pytest.approx(2 * t.sf(0.45 / error, 4))
+    assert found.high == pytest.approx(0.45 + t.isf(0.025, 4) * error)
+
+
+def test_prompts_with_a_gap_leave_their_layout_alone() -> None:
+    values = np.random.default_rng(7).normal(size=(3, 2, 6))
+    values[1, 0, 2:4] = values[1, 1, 3] = np.nan
+    values[2, 0, 1:] = np.nan
+    found = two_way_means(values)
+    assert [(f.n, f.excluded) for f in found] == [(6, 0), (4, 2), (1, 5)]
+    assert found[0] == two_way_mean(values[0])
+    assert found[1] == two_way_mean(values[1][:, [0, 1, 4, 5]], excluded=2)
+    assert two_way_means(np.ones((1, 2, 1)))[0] == (1.0, None, None, 1, 2, 0, None, "none")
+    one = values[2][:, 0].mean()
+    assert found[2] == (one, None, None, 1, 2, 5, None, "none")
+    (none,) = two_way_means(np.full((1, 2, 3), np.nan))
+    assert math.isnan(none.value)
+    assert (none.n, none.excluded, none.low, none.p_value) == (0, 3, None, None)
+
+
+@pytest.mark.filterwarnings("error")
+def test_equal_values_are_flat_whatever_rounding_makes_of_them() -> None:
+    for value in (0.1, 12345.6, 1e-9):
+        values = np.full((3, 4), value)
+        values[0, 0] = np.nextafter(value, math.inf)
+        found = two_way_mean(values)
+        assert (found.low, found.high) == (found.value, found.value)
+        assert found.p_value == 0.125, "the sign test: 2 * 2**-4"
+    third = np.array([[1 / 3, 1 - 2 / 3, 0.1 + 0.7 / 3], [1 / 3, 1 / 3, 1 / 3]])
+    assert two_way_mean(third).p_value == 0.25
+    assert two_way_mean(np.zeros((3, 4))).p_value == 1.0
+    assert two_way_mean(np.array([[1e-3, 2e-3, 1.5e-3]])).interval == "t over prompts"
+    small = two_way_mean(np.array([[1e-10, 2e-10, 4e-10]]))
+    assert small.high is not None
+    assert small.high > small.value, "small is not equal"
 
 
 @pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])

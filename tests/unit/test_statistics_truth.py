@@ -22,6 +22,8 @@ from refiner_core.evaluation.statistics import holm, mcnemar_of, two_way_mean, t
 from tests.prove.statistics import Cell, count, leniency, ours, over_prompts, pooled
 from tests.support.results import World
 
+pytestmark = pytest.mark.slow
+
 REPEATS = 2_000
 #: Three standard errors of a share near 5 % in so many repetitions.
 SLACK = 3 * math.sqrt(0.05 * 0.95 / REPEATS)

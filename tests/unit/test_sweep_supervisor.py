@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +19,12 @@ from infra.campaign.campaign import Campaign
 from infra.campaign.history import read_events
 from infra.campaign.together import SharedRouter
 from infra.jobs.dispatch import Router
+from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
+from refiner_core.contract.records import RunRecord
 from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep
 from sweeps.history import History
@@ -105,6 +111,40 @@ def test_no_more_local_jobs_run_at_once_than_the_recipe_allows(workspace: Worksp
     )
     told.run()
     assert told.jobs.most == plan.trials[0].plan.config.dispatch.max_parallel == 2
+
+
+def test_jobs_that_several_trials_begin_at_once_are_submitted_together(
+    workspace: Workspace,
+) -> None:
+    """On a cluster they become one array, and not a call of sbatch each."""
+
+    class Counted(Jobs):
+        def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+            sizes.append(len(requests))
+            return super().submit(requests)
+
+    sizes: list[int] = []
+    plan = small_sweep(seeds=(1, 2, 3, 4), limits=Limits(concurrency=8))
+    jobs = Counted(workspace, plan, SCRIPT, executor="slurm")
+    assert set(bench(workspace, plan, SCRIPT, jobs=jobs).run().values()) == {"done"}
+    assert sum(sizes) == len(jobs.begun) == 1 + 4 + 8
+    assert max(sizes) >= 4
+
+
+def test_one_that_is_refused_among_them_is_told_to_its_own_trial(workspace: Workspace) -> None:
+    class Picky(Jobs):
+        def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+            bad = [r for r in requests if "seed2/grpo" in self.name_of(r.stage_id)]
+            super().submit([r for r in requests if r not in bad])
+            error = ConfigurationError("no such partition", expected="one", fix="name it")
+            return {r.ref: error for r in bad}
+
+    plan = small_sweep(limits=Limits(concurrency=8))
+    told = bench(workspace, plan, jobs=Picky(workspace, plan, SCRIPT, executor="slurm"))
+    states = told.run()
+    assert {name for name, state in states.items() if state == "failed"} == {
+        name for name in states if "seed2" in name
+    }
 
 
 def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) -> None:
@@ -538,3 +578,62 @@ def test_a_trial_that_found_no_room_when_it_began_begins_again(
     moments = iter(range(0, 10_000, 10))
     told.supervisor.clock = lambda: float(next(moments))
     assert set(told.run().values()) == {"done"}
+
+
+def test_reads_that_fail_now_and_then_end_no_trial_and_begin_nothing_twice(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS one in a hundred questions is not answered: the sweep ends as if all had been."""
+    plan = small_sweep()
+    told = bench(workspace, plan, SCRIPT)
+    moments = iter(range(0, 10_000_000, 10))
+    told.supervisor.clock = told.supervisor.trials.clock = lambda: float(next(moments))
+    read, listed, count = Path.read_text, os.listdir, iter(range(10_000_000))
+    numbers = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ENOENT)
+
+    def fails(path: object) -> None:
+        at = next(count)
+        if at % 97 == 96 and str(workspace.root) in str(path):
+            number = numbers[at // 97 % len(numbers)]
+            raise OSError(number, os.strerror(number), str(path))
+
+    def read_text(path: Path, *args: Any, **more: Any) -> str:
+        fails(path)
+        return read(path, *args, **more)
+
+    def listdir(path: object = ".") -> list[str]:
+        fails(path)
+        return listed(path)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert set(told.run(20_000).values()) == {"done"}
+    monkeypatch.undo()
+    assert next(count) > 500
+    kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
+    assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
+    for stage_id in workspace.stage_ids():
+        record = workspace.read_record(stage_id)
+        assert record is not None
+        assert [a.outcome.failure for a in record.attempts if a.outcome] == ["none"]
+
+
+def test_a_trial_that_cannot_be_recorded_just_now_begins_later_and_says_why(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_sweep()
+    told = bench(workspace, plan, SCRIPT)
+    moments = iter(range(0, 10_000_000, 10))
+    told.supervisor.clock = told.supervisor.trials.clock = lambda: float(next(moments))
+    real, left = workspace.write_run, [20]
+
+    def write_run(run: RunRecord) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(run)
+
+    monkeypatch.setattr(workspace, "write_run", write_run)
+    assert set(told.run().values()) == {"done"}
+    waits = [e for e in events(workspace, "trial") if e["state"] == "waiting"]
+    assert [("Read-only file system" in e["reason"]) for e in waits] == [True], "and once"

@@ -70,6 +70,17 @@ def timeline(
     return incidents_of([history], events)
 
 
+def test_a_requeue_is_counted_from_the_last_sign_of_life() -> None:
+    """The restarted job itself notes that its last start has ended, a moment before it goes on."""
+    first = replace(
+        ended("preempted"), started_at="2026-11-21T03:00:00+00:00", seconds=720.0,
+        ended_at="2026-11-21T03:15:59+00:00",
+    )  # fmt: skip
+    again = replace(SECOND, started_at="2026-11-21T03:16:00+00:00", restart=1)
+    (found,) = timeline(first, again)
+    assert "resumed from step 99 after 4 min" in found.text
+
+
 def test_the_step_100_story_reads_as_one_line() -> None:
     events = (
         {"event": "claim", "stage": "grpo", "attempt": 1},

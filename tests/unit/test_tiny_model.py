@@ -26,8 +26,8 @@ from refiner_core.models.pretrain_text import draw_document  # noqa: E402
 from refiner_core.models.random_model import make_random_model, save_random_model  # noqa: E402
 from refiner_core.models.tokenizer import build_tokenizer  # noqa: E402
 from refiner_core.models.wiring import wire_previous_token_heads  # noqa: E402
+from tests.support.real_rows import REAL_ROWS  # noqa: E402
 
-REAL_ROWS = Path(__file__).resolve().parents[3] / "shared" / "data" / "scholarqa"
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<answer></answer>"}]
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 
@@ -75,7 +75,6 @@ def test_random_unicode_comes_back_exactly(tokenizer):
         assert _round_trip(tokenizer, text) == text
 
 
-@pytest.mark.skipif(not REAL_ROWS.is_dir(), reason=f"no real rows at {REAL_ROWS}")
 def test_real_research_text_comes_back_exactly(tokenizer):
     for path in sorted(REAL_ROWS.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():

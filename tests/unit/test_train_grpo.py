@@ -33,6 +33,7 @@ from refiner_core.training.rollouts.rows import rollout_rows
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
+    BATCH_ROPES,
     EOS,
     AnsweringSampler,
     LiveSampler,
@@ -116,6 +117,15 @@ def test_a_step_logs_the_names_that_dashboards_use(run):
     assert expected <= row.keys()
     assert row["episode"] == 12
     assert all(math.isfinite(value) for value in row.values())
+
+
+def test_samples_that_would_change_each_others_positions_are_refused(run):
+    """Prompts have 4 to 9 tokens, and the model's first window 16."""
+    save_tiny_model(run.root / "model", **BATCH_ROPES["longrope"])
+    with pytest.raises(UnsupportedError, match=r"longrope.*17.*grpo\.response_length"):
+        run(response_length=8)
+    run(response_length=7, num_training_steps=1)
+    run("capped", response_length=40, max_token_length=16, num_training_steps=1)
 
 
 def test_the_first_step_is_on_policy(run):

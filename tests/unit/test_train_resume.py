@@ -29,6 +29,8 @@ from tests.support.tiny_training import (
     save_tiny_model,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Stage:
     """One training stage over a folder, run with planned faults."""

@@ -10,13 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from refiner_core.contract.errors import ConfigurationError, DataError, StageFailed
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    DataError,
+    StageFailed,
+    UnsupportedError,
+)
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 from refiner_core.training.batches.order import sft_steps
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import demonstrations, recipe, save_data, save_tiny_model
+from tests.support.tiny_training import (
+    BATCH_ROPES,
+    demonstrations,
+    recipe,
+    save_data,
+    save_tiny_model,
+)
 
 
 @pytest.fixture
@@ -107,6 +118,15 @@ def test_a_demonstration_longer_than_a_pack_is_refused_with_the_number_to_set(ru
     write_demonstrations(run.root / "data/sft_train.parquet", [*demonstrations(3), row])
     with pytest.raises(ConfigurationError, match=r"giant.*pack_length=60"):
         run()
+
+
+def test_demonstrations_that_would_change_each_others_positions_are_refused(run):
+    save_tiny_model(run.root / "model", **BATCH_ROPES["longrope"])
+    with pytest.raises(UnsupportedError, match="longrope"):
+        run()  # demonstrations of up to 20 tokens
+    short = [row for row in demonstrations(40) if len(row.input_ids) <= 16]
+    write_demonstrations(run.root / "data/sft_train.parquet", short)
+    run()
 
 
 def test_no_demonstrations_is_an_error_of_the_data(run):

@@ -12,6 +12,8 @@ from tests.bench import gpu
 from tests.bench.training_work import SHAPES, Work, fixed_rollouts, make_inputs, run_ours
 from tests.bench.trl_side import run_trl
 
+pytestmark = pytest.mark.slow
+
 WORK = Work("small", "least", (9, 5), ((3, 6, 1, 2), (4, 4, 2, 5)))
 
 

@@ -20,13 +20,15 @@ from refiner_core.contract.errors import (
     UnsupportedError,
     WorkspaceError,
 )
+from refiner_core.generation.limits import check_positions
 from refiner_core.generation.load import device_for
+from refiner_core.training.batches.packing import Sample, build_pack, collate
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import Updater
 from refiner_core.training.state import checkpoint
 from refiner_core.training.state.checkpoint import load_state, save_state
 from refiner_core.training.support import refuse_unsupported
-from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
+from tests.support.tiny_training import BATCH_ROPES, save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -83,6 +85,30 @@ def test_a_model_whose_packs_leak_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "hidden_states", leaky)
     with pytest.raises(UnsupportedError, match="see each other"):
         loading.check_model(loaded)
+
+
+@pytest.mark.parametrize("kind", BATCH_ROPES)
+def test_positions_that_follow_the_longest_of_a_pack_are_refused_from_where_they_do(kind):
+    """Beyond its first window such a model reads a short sample otherwise beside a long one; the
+    probe of packs is far shorter."""
+    loaded = loading.Loaded(tiny_model(**BATCH_ROPES[kind]), tiny_tokenizer(), True, None)
+    loading.check_model(loaded)
+    config = loaded.model.config
+
+    def beside(length: int) -> torch.Tensor:
+        samples = [Sample((), tuple(range(3, 3 + n)), (True,) * n) for n in (6, length)]
+        with torch.no_grad():
+            hidden = loading.hidden_states(
+                loaded.model, collate([build_pack([[s] for s in samples])])
+            )
+        return hidden[:5]  # of the first sample
+
+    assert torch.allclose(beside(16), beside(9), atol=1e-4)
+    check_positions(config, 16)
+    assert not torch.allclose(beside(17), beside(9), atol=1e-2)
+    with pytest.raises(UnsupportedError, match=rf"'{kind}'.*more than 16 tokens.*17"):
+        check_positions(config, 17)
+    check_positions(tiny_model().config, 10**6)
 
 
 def test_a_model_with_more_than_a_plain_head_is_refused(tmp_path, monkeypatch):

@@ -115,6 +115,19 @@ def test_more_than_a_job_asks_for_is_said_before_it_runs() -> None:
     assert "asks for 4.0 GiB (sft.resources.memory_gb): activations" in note
 
 
+def test_a_recipe_that_is_measured_by_its_training_judge_alone_is_told_so() -> None:
+    """Its numbers rise with what the judge is pleased by, whatever that is."""
+    served = ["judge.kind=openai", "judge.model=big", "judge.base_url=http://127.0.0.1:1/v1"]
+
+    def said(*words: str) -> list[str]:
+        notes = planning_notes(make_recipe_plan("tiny", [*served, *words]))
+        return [note for note in notes if "trains the policy" in note]
+
+    assert "held-out-judge-v1" in said()[0]
+    assert not said("evaluate.protocols=[held-out-judge-v1]")
+    assert not said("stages=[data,sft,evaluate]")
+
+
 def test_plans_show_it() -> None:
     many = "sft.per_device_train_batch_size=64"
     shown = refiner("plan", "tiny", many, "--json").json

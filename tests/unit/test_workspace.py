@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,26 @@ from typing import Any
 
 import pytest
 
+from flows.running.calls import plan_of_run
+from flows.running.status import Watcher, unfinished_runs
 from infra.campaign.explain import explain_difference, observe_actions
-from infra.store import atomic
+from infra.store import atomic, record_files
+from infra.store.ownership import SHARED
 from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
 from infra.store.snapshot import snapshot_code
 from infra.store.workspace import FORMAT, Claim, Workspace
+from refiner_core.contract import planned
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     NoSpaceError,
     WorkspaceError,
 )
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome, OutputFile, StageResult
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
+from tests.support.recorded_run import RecordedRun
 
 
 @pytest.fixture
@@ -111,7 +118,10 @@ def test_a_full_disk_at_opening_is_a_state_and_not_a_crash(
         Workspace.open(tmp_path / "ws")
 
 
-def test_files_follow_the_umask_so_that_a_group_can_share(tmp_path: Path) -> None:
+def test_files_follow_the_umask_so_that_a_group_can_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, str(tmp_path / "ws"))
     before = os.umask(0o002)
     try:
         workspace = Workspace.open(tmp_path / "ws")
@@ -303,6 +313,17 @@ def test_a_damaged_record_names_its_file(workspace: Workspace, plan: Plan) -> No
         workspace.read_record(stage.id)
 
 
+def test_an_outcome_that_is_none_is_a_damaged_record(workspace: Workspace, plan: Plan) -> None:
+    stage = claim(workspace, plan, "data")
+    path = workspace.layout.attempt(stage.id, 1).outcome
+    path.write_text('{"outcome": {"failure": 3, "decision": "stop"}}')
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    assert record.attempts[0].outcome is None
+    assert len([*path.parent.glob("outcome.json.damaged-*")]) == 1
+    assert not path.exists()
+
+
 def test_a_stage_without_its_specification_is_named_instead_of_claimed_for_ever(
     workspace: Workspace, plan: Plan
 ) -> None:
@@ -316,7 +337,8 @@ def test_a_stage_without_its_specification_is_named_instead_of_claimed_for_ever(
 @pytest.mark.parametrize(
     ("file", "way_out"),
     [
-        ("stages/sft-1/attempts/0001/outcome.json", "delete {root}/stages/sft-1: "),
+        ("stages/sft-1/attempts/0001/outcome.json", r"move it away \(`mv .*outcome\.json"),
+        ("stages/sft-1/result.json", "delete {root}/stages/sft-1: "),
         ("runs/20261121/run.json", "delete {root}/runs/20261121: stages .* stay"),
         ("workspace.json", "another folder with `workspace=DIR`$"),
     ],
@@ -329,6 +351,93 @@ def test_the_way_out_of_a_damaged_file_costs_as_little_as_can_be(
     path.write_text("{")
     with pytest.raises(WorkspaceError, match=way_out.format(root=workspace.root)):
         workspace.read_control(path)
+
+
+#: What a power cut, or an editor, leaves of a small file.
+DAMAGES = ["", '{"outcome": {"fail', "\0" * 64, "[]", '{"restart": "x", "outcome": 7}']
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["job", "started", "outcome", "intent", "resumed", "scheduler"])
+def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_gone_on_with(
+    workspace: Workspace,
+    plan: Plan,
+    name: str,
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is one of many; the stage has hours of checkpoints beside it."""
+    monkeypatch.setattr(record_files, "_STILL_S", 0.0)
+    stage = claim(workspace, plan, "data")
+    paths = workspace.layout.attempt(stage.id, 1)
+    workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "then"})
+    atomic.write_json(paths.job, {"job_id": "7"})
+    workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
+    path = getattr(paths, name)
+    path.write_text(damage)
+
+    looked_at = Workspace.read_only(workspace.root).read_record(stage.id)
+    assert looked_at is not None
+    assert path.read_text() == damage, "who only looks changes nothing"
+    for _ in range(2):
+        record = Workspace.open(workspace.root).read_record(stage.id)
+        assert record is not None
+        assert [a.number for a in record.attempts] == [1]
+    is_whole = damage == "[]" and name in ("job", "started", "resumed", "scheduler")
+    is_whole |= damage == DAMAGES[-1] and name in ("resumed", "scheduler")
+    kept = list(paths.control.glob(f"{path.name}.damaged-*"))
+    assert [p.read_text() for p in kept] == ([] if is_whole else [damage])
+    said = [r for r in caplog.records if "it is kept as" in r.getMessage()]
+    assert len(said) == len(kept)
+    if name != "outcome":
+        assert record.attempts[0].outcome == Outcome("preempted", "resume")
+    assert (record.state == "claimed") == (name == "outcome"), "an end that is lost is looked for"
+
+
+def test_an_attempt_that_nobody_knows_any_more_is_given_up_and_its_worker_leaves(
+    workspace: Workspace, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "_STILL_S", 0.0)
+    stage = claim(workspace, plan, "data")
+    workspace.start_attempt(stage.id, 1, {"process": OWNER})
+    workspace.layout.attempt(stage.id, 1).intent.write_text("")
+    assert not workspace.is_stale(stage.id, 1)
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    outcome = record.attempts[0].outcome
+    assert outcome is not None
+    assert (outcome.failure, outcome.decision) == ("killed", "resume")
+    assert workspace.is_stale(stage.id, 1)
+    assert claim(workspace, plan, "data", after=1) == stage
+
+
+def test_one_call_whose_record_is_damaged_hides_no_other(
+    workspace: Workspace, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = [run_record(workspace, plan) for _ in range(3)]
+    for run in runs:
+        workspace.write_run(run)
+    whole = sorted(r.run for r in runs)
+    workspace.layout.run(whole.pop(1)).record.write_text('{"run": ')
+    assert [r.run for r in workspace.runs()] == whole
+    assert [r.run for r in workspace.runs(newest_first=True)] == whole[::-1]
+    assert {r.run for r in unfinished_runs(workspace)} == set(whole)
+    said = [r.getMessage() for r in caplog.records if "run.json" in r.getMessage()]
+    assert len(said) == 1
+    assert "only that call is forgotten" in said[0]
+
+
+def test_a_damaged_mark_of_the_data_says_what_to_write_there(tmp_path: Path) -> None:
+    """It is no bug, and the data beside it are worth more than the mark."""
+    made = Workspace.open(tmp_path / "w", tmp_path / "d")
+    mark = made.layout.data_mark
+    right = json.loads(mark.read_text())
+    for damage in ("", "\0\0", "[]", "{}", "7"):
+        mark.write_text(damage)
+        with pytest.raises(WorkspaceError, match=r"refiner-data\.json.*damaged") as refused:
+            Workspace.open(tmp_path / "w")
+        assert json.loads(str(refused.value.expected).partition(", if")[0]) == right
 
 
 @pytest.mark.parametrize(("left", "says"), [(None, "is gone"), ("ab", "has 2 bytes instead of 3")])
@@ -549,6 +658,62 @@ def test_provenance_names_machine_and_versions_but_no_environment(
     assert limited_diff("x" * 100, 10).startswith("x" * 10 + "\n")
 
 
+def in_git(folder: Path, *words: str) -> None:
+    me = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    subprocess.run(["git", "-C", str(folder), *me, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with a module of ours and something else; returns the module."""
+    module = tmp_path / "infra" / "store" / "thing.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("x = 1\n")
+    (tmp_path / "notes.txt").write_text("one\n")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    in_git(tmp_path, "init", "-q")
+    in_git(tmp_path, "add", "-A")
+    in_git(tmp_path, "commit", "-qm", "first")
+    return module
+
+
+def test_the_commit_of_a_repository_that_the_code_merely_lies_in_is_not_ours(
+    checkout: Path,
+) -> None:
+    """A user's own project with refiner in its `.venv`: its diff is nobody's business."""
+    root = checkout.parents[2]
+    (root / "notes.txt").write_text("my private password\n")
+    assert checkout_of(checkout).diff.count("my private password") == 1
+    installed = root / ".venv" / "lib" / "site-packages" / "infra" / "store" / "thing.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("x = 1\n")
+    assert checkout_of(installed) == (None, False, "")
+
+
+def test_a_module_that_git_does_not_know_is_a_change(checkout: Path) -> None:
+    assert checkout_of(checkout).dirty is False
+    (checkout.parents[2] / "results.csv").write_text("1\n")
+    assert checkout_of(checkout).dirty is False, "no job imports it"
+    checkout.with_name("sitting_beside.py").write_text("x = 2\n")
+    assert checkout_of(checkout).dirty is True
+
+
+@pytest.mark.parametrize("slow", ["diff", "--others"])
+def test_a_checkout_that_git_cannot_look_through_in_time_is_not_called_clean(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    def run(command: list[str], **more: Any) -> Any:
+        if slow in command:
+            raise subprocess.TimeoutExpired(command, 20)
+        return whole(command, **more)
+
+    whole = subprocess.run
+    monkeypatch.setattr(subprocess, "run", run)
+    found = checkout_of(checkout)
+    assert found.commit is not None
+    assert found.dirty is None
+
+
 # ---------------------------------------------------------------- explaining
 
 
@@ -562,9 +727,52 @@ def test_a_changed_field_is_named_with_both_values(workspace: Workspace) -> None
     assert explain_difference(new.by_name["data"], workspace) == []
 
 
+@pytest.mark.parametrize("kind", ["data", "grpo"])
+def test_a_stage_that_is_done_otherwise_since_says_so_first(
+    workspace: Workspace, kind: str
+) -> None:
+    """Whoever plans an old recipe again learns why it is to run: nothing of theirs has changed."""
+    plan = make_plan(small_config("data", "grpo"), SOURCES)
+    stage = plan.by_name[kind]
+    assert stage.version == 2
+    older = replace(stage, version=1, fingerprint="0" * 64)
+    others = tuple(s for s in plan.stages if s.name != kind)
+    claim(workspace, replace(plan, stages=(*others, older)), kind)
+    first, *_ = explain_difference(stage, workspace)
+    assert first.startswith("stage version: 1 → 2 (")
+    found = {f.stage.name: f for f in observe_actions(plan, workspace)}
+    assert (found[kind].action, found[kind].reason) == ("run", f"changed: {first}")
+
+
+def test_an_environments_stages_are_what_they_were() -> None:
+    """Its tasks and rewards are its own: a change of the rules for answers is none of theirs."""
+    agents = make_plan(load_recipe("tiny-tools"), SOURCES)
+    assert {stage.version for stage in agents.stages} == {1}
+    answers = make_plan(load_recipe("tiny"), SOURCES)
+    assert {s.kind for s in answers.stages if s.version == 2} == {"data", "grpo", "evaluate"}
+
+
 def test_other_input_data_is_named(workspace: Workspace, plan: Plan) -> None:
     claim(workspace, plan, "data")
     other = make_plan(plan.config, {**SOURCES, "data.sft": "rows-9"})
     assert explain_difference(other.by_name["data"], workspace) == [
         "source data.sft: rows-1 → rows-9"
     ]
+
+
+def test_a_run_of_an_older_version_opens_and_says_why_it_cannot_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has recorded stays as it is; going on by other rules would mix two of them."""
+    with monkeypatch.context() as before:
+        before.setattr(planned, "STAGE_VERSIONS", dict.fromkeys(planned.STAGE_VERSIONS, 1))
+        older = RecordedRun(tmp_path / "runs", "judge.prompt=v1")
+        older.data()
+        older.train("sft")
+        older.train("grpo")
+    workspace = Workspace.read_only(tmp_path / "runs")
+    rows = {s.name: s for s in Watcher(workspace, older.run, ask=False).look().stages}
+    assert (rows["grpo"].state, rows["evaluate-grpo"].state) == ("done", "waiting")
+    assert workspace.read_record(older.stage("grpo").id) is not None
+    with pytest.raises(ConfigurationError, match=r"this version of refiner: .*grpo otherwise \(a"):
+        plan_of_run(workspace, older.run)

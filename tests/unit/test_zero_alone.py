@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiny_training import save_tiny_model
+
+pytestmark = pytest.mark.slow
 
 _TWO_STEPS = """
 import sys

@@ -27,7 +27,7 @@ def main(command: str, arguments: list[str]) -> int:
         for number, job in jobs.items():
             if job.get("live", True):
                 row = (number, job["state"], job.get("reason", "None"), job.get("node", ""))
-                print(_PART.join((*row, job.get("name", ""))))
+                print(_PART.join((*row, _user(job), job.get("name", ""))))
     if command == "scontrol" and "show" in arguments:
         return _show(jobs, arguments[-1])
     if command == "sacct":
@@ -69,7 +69,8 @@ def _show(jobs: dict[str, dict[str, object]], asked: str) -> int:
         array, _, task = number.partition("_")
         place = f"ArrayJobId={array} ArrayTaskId={task} " if task else ""
         print(
-            f"JobId={array} {place}JobName={job.get('name', '')} JobState={job['state']} "
+            f"JobId={array} {place}JobName={job.get('name', '')} UserId=x({_user(job)}) "
+            f"JobState={job['state']} "
             f"Reason={job.get('reason', 'None')} Restarts={job.get('restarts', 0)} "
             f"ExitCode={job.get('exit_code', '0:0')} PreemptTime={job.get('preempted', 'None')} "
             f"NodeList={job.get('node', '(null)')} BatchHost=x"
@@ -77,9 +78,14 @@ def _show(jobs: dict[str, dict[str, object]], asked: str) -> int:
     return 0
 
 
+def _user(job: dict[str, object]) -> str:
+    return str(job.get("user", os.getuid()))
+
+
 def _sacct(jobs: dict[str, dict[str, object]]) -> None:
     for number, job in jobs.items():
-        rest = (job.get("exit_code", "0:0"), "None", job.get("node", "None assigned"))
+        node = job.get("node", "None assigned")
+        rest = (job.get("exit_code", "0:0"), "None", node, _user(job))
         if job.get("recorded", True):
             print(_PART.join(map(str, (number, job["state"], *rest, job.get("name", "")))))
             for step, state in dict(job.get("steps", {})).items():  # type: ignore[call-overload]

@@ -1,0 +1,120 @@
+"""A workspace that an older refiner has recorded: opened, shown, resumed and extended by this one.
+
+``tests/data/recorded`` says what is in it and how it was made. It is never made again: what this
+code cannot read of it, it cannot read of our users' workspaces either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refiner_core.models import builtin_model_dir
+from tests.support import goldens
+from tests.support.command import Finished, refiner
+
+RECORDED = Path(__file__).resolve().parents[1] / "data" / "recorded"
+FACTS = json.loads((RECORDED / "facts.json").read_text())
+#: Weights of the recorded code snapshot that are left out of the archive, since the package ships
+#: the same bytes.
+SHIPPED = {"tiny": "tiny", "tiny_tools": "tiny-tools"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded folder, in another place than it was made in."""
+    folder = tmp_path_factory.mktemp("recorded")
+    with tarfile.open(RECORDED / "workspace.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    (snapshot,) = (folder / "runs" / "code").iterdir()
+    for folder_name, name in SHIPPED.items():
+        target = snapshot / "refiner_core" / "models" / folder_name / "model.safetensors"
+        shutil.copyfile(builtin_model_dir(name) / "model.safetensors", target)
+    return folder
+
+
+def call(place: Path, *args: str) -> Finished:
+    done = refiner(*args, cwd=place)
+    assert done.code == 0, (args, done.stdout, done.stderr)
+    return done
+
+
+def test_its_runs_are_listed_as_they_ended(place: Path) -> None:
+    listed = call(place, "status", "--all", "workspace=runs", "--json").json
+    assert [(row["run"], row["state"]) for row in listed["runs"]] == [
+        (row["run"], row["state"]) for row in FACTS["runs"]
+    ]
+
+
+def test_what_was_done_is_not_done_again(place: Path) -> None:
+    """Fingerprints that were recorded are those that this code plans."""
+    planned = call(place, "plan", "recipe.yaml", "workspace=runs", "--json").json
+    assert {s["name"]: s["fingerprint"] for s in planned["stages"]} == FACTS["fingerprints"]
+    assert {s["name"]: s["action"] for s in planned["stages"]} == dict.fromkeys(
+        FACTS["fingerprints"], "skip"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("status-all", ("status", "--all")),
+        ("status-finished", ("status", FACTS["finished"])),
+        ("status-interrupted", ("status", FACTS["interrupted"])),
+        ("status-sweep", ("status", "sweep")),
+        ("report-run", ("report", FACTS["finished"], "--out", "page")),
+        ("report-sweep", ("report", "sweep", "--out", "sweep-page")),
+    ],
+)
+def test_scripts_find_the_keys_that_they_know(place: Path, name: str, args: Any) -> None:
+    printed = call(place, *args, "workspace=runs", "--json").json
+    assert goldens.shape(printed) == goldens.read(name)
+
+
+def test_numbers_are_those_that_were_recorded(place: Path) -> None:
+    printed = call(place, "report", FACTS["finished"], "--out", "page", "--json", "workspace=runs")
+    found = {
+        (row["model"], row["decoding"], row["metric"]): row["value"]
+        for row in printed.json["numbers"]
+    }
+    for model, decoding, metric, value in FACTS["numbers"]:
+        assert found[model, decoding, metric] == value
+
+
+def test_its_publication_and_its_nights_are_shown(place: Path) -> None:
+    call(place, "card", "show", FACTS["finished"], "workspace=runs")
+    (published,) = [p for p in (place / "runs/published/refiner").iterdir() if "@" not in p.name]
+    call(place, "card", "check", str(published))
+    history = call(place, "nightly", "history", "night.yaml", "workspace=runs").stdout
+    assert FACTS["night"] in history
+
+
+def test_an_interrupted_run_is_resumed_from_its_checkpoint(place: Path) -> None:
+    call(place, "resume", FACTS["interrupted"], "workspace=runs", "--no-server", "-q")
+    status = call(place, "status", FACTS["interrupted"], "workspace=runs", "--json").json
+    assert {stage["state"] for stage in status["stages"]} == {"done"}
+    attempts = place / "runs/stages" / FACTS["interrupted_grpo"] / "attempts"
+    said = re.search(
+        r"going on from the checkpoint of step (\d+)",
+        (max(attempts.iterdir()) / "log.txt").read_text(),
+    )
+    assert said
+    assert int(said[1]) >= FACTS["interrupted_step"]
+
+
+def test_it_is_extended_without_training_again(place: Path) -> None:
+    only = "stages=[data,sft,grpo,evaluate]"
+    args = ("recipe.yaml", "evaluate.num_samples=3", only, "workspace=runs")
+    planned = call(place, "plan", *args, "--json").json["stages"]
+    trains = {s["name"]: s["action"] for s in planned if s["name"] in ("data", "sft", "grpo")}
+    assert trains == {"data": "skip", "sft": "skip", "grpo": "skip"}
+    call(place, "run", *args, "--no-server", "-q")
+    sweep = call(place, "sweep", "sweep.yaml", "workspace=runs", "--dry-run", "--json").json
+    assert (sweep["stages"]["to_run"], sweep["stages"]["done"]) == (0, sweep["stages"]["unique"])
+    call(place, "sweep", "sweep.yaml", "workspace=runs", "--yes", "--no-server", "-q")

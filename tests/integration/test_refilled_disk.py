@@ -1,0 +1,172 @@
+"""A neighbour on the same quota that takes every freed byte, at the same save again and again.
+
+Whoever waits for room says so without writing anything, and what ends meanwhile in silence has not
+been killed: it goes on when there is room, however often that happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.running.console import Console
+from flows.running.status import Watcher
+from infra.campaign.campaign import Campaign
+from infra.disk.keeper import DiskKeeper
+from infra.host.processes import ProcessId
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import DiskConfig, RetryConfig
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import Attempt, to_json
+from tests.support.command import ROOT, environment
+from tests.support.plans import fake_router, run_record, small_plan
+from tests.support.quota import QuotaFolder, quota_folder
+
+pytestmark = pytest.mark.quota
+MIB = 1 << 20
+#: A worker waits long enough to be killed meanwhile.
+DISK = DiskConfig(watch_s=0.4, hold_s=60.0)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def quota(tmp_path: Path) -> Iterator[QuotaFolder]:
+    with quota_folder(tmp_path / "q", 48) as disk:
+        yield disk
+
+
+@pytest.fixture
+def workspace(quota: QuotaFolder) -> Workspace:
+    return Workspace.open(quota.folder / "ws")
+
+
+@contextlib.contextmanager
+def neighbour(workspace: Workspace) -> Iterator[None]:
+    """From the middle of the next save on, it takes every freed byte, until the block ends."""
+    words = ["-m", "tests.support.filler", str(workspace.root.parent), "--refill"]
+    process = subprocess.Popen(
+        [sys.executable, *words, "--hold-s", "60", "60", "--watch", str(workspace.root)],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+class Going:
+    """A campaign on one stage whose saves take a while."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        retries = RetryConfig(killed=1)
+        self.plan: Plan = small_plan("data", disk=DISK, backoff_s=0.1, retries=retries)
+        behaviour = {"data": {"steps": 2, "bytes": 6 * MIB, "save_s": 0.3}}
+        (workspace.root / "behaviour.json").write_text(json.dumps(behaviour))
+        self.run = replace(run_record(workspace, self.plan), config=to_json(self.plan.config))
+        self.shown = io.StringIO()
+        console = Console(stream=self.shown)
+        self.campaign = Campaign(
+            self.plan,
+            workspace,
+            fake_router(workspace),
+            run=self.run,
+            keeper=DiskKeeper(workspace, DISK),
+            on_event=lambda view: console.show({view.name: view}),
+        )
+        self.campaign.start()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        record = self.workspace.read_record(self.plan.by_name["data"].id)
+        return () if record is None else record.attempts
+
+    @property
+    def view(self) -> tuple[str, str]:
+        found = self.campaign.views()["data"]
+        return found.state, found.message
+
+    @property
+    def status(self) -> tuple[str, str]:
+        found = Watcher(self.workspace, self.run).look().stages[0]
+        return found.state, found.reason
+
+    def until_it_waits(self, number: int) -> None:
+        until(lambda: len(self.attempts) == number, f"attempt {number}")
+        until(lambda: self.attempts[-1].has_room is False, "a worker that waits for room")
+
+    def kill_worker(self) -> None:
+        stage_id, number = self.plan.by_name["data"].id, self.attempts[-1].number
+        started = self.workspace.read_control(
+            self.workspace.layout.attempt(stage_id, number).started
+        )
+        assert started is not None
+        ProcessId.parse(started["process"]).kill_group()
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"waited {PATIENCE_S} s for {what}")
+
+
+def test_a_worker_that_dies_while_the_disk_is_full_was_not_killed_however_often_that_is(
+    workspace: Workspace,
+) -> None:
+    going = Going(workspace)
+    for number in (1, 2):
+        with neighbour(workspace):
+            going.until_it_waits(number)
+            until(lambda: going.view[0] == "paused", "an orchestrator that says so")
+            assert "the disk is full" in going.view[1]
+            assert going.status == going.view
+            going.kill_worker()
+            until(lambda: "without a word" in going.status[1], "a look at the dead worker")
+            assert going.status[0] == "paused", going.status
+            until(lambda: "disk is full" not in going.view[1], "an orchestrator that has seen it")
+    views = going.campaign.join()
+    assert views["data"].state == "done", views["data"].message
+    ends = [a.outcome.failure for a in going.attempts if a.outcome]
+    assert ends == ["disk_full", "disk_full", "none"]
+    said = going.shown.getvalue().splitlines()
+    assert len(said) < 20, "it says what changes, and not over and over how it stands"
+
+
+def test_status_shows_the_quota_s_room_and_not_the_disk_s(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    run = replace(run_record(workspace, plan), config=to_json(plan.config))
+    workspace.write_run(run)
+    disk = Watcher(workspace, run, wait_s=20).look().disk
+    assert disk is not None
+    assert disk.total_bytes == 48 * MIB
+    assert disk.source.startswith("btrfs qgroup")
+
+
+def test_a_file_system_that_is_read_only_for_a_while_is_waited_for_like_a_full_one(
+    workspace: Workspace, quota: QuotaFolder
+) -> None:
+    going = Going(workspace)
+    until(lambda: going.attempts and going.attempts[0].started_at, "a worker")
+    quota.set_read_only(True)
+    log = workspace.layout.attempt(going.plan.by_name["data"].id, 1).log
+    until(lambda: "errno 30" in log.read_text().lower(), "a save that meets EROFS")
+    quota.set_read_only(False)
+    views = going.campaign.join()
+    assert views["data"].state == "done", views["data"].message
+    assert len(going.attempts) == 1, "it has waited"

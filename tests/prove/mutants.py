@@ -1,0 +1,510 @@
+"""Single-line mutants of the code that numbers and data hang on, each against its nearest tests.
+
+    make prove                                              # 200 of them
+    python -m tests.prove.mutants --count 40 --seed 7       # others, and fewer
+    python -m tests.prove.mutants --only infra/store        # of some files
+
+A mutant is one changed operator, constant, condition or dropped call in one line. It is killed if
+its tests fail, or do not end within a minute. A survivor is a behaviour that no test holds, unless
+no input can tell it from the original: such ones stand, with the reason, in :data:`EQUIVALENT`.
+Which are tried is drawn by the seed, from all areas alike. Ends with exit code 1 if less than 95 %
+of the others are killed, or more than 10 % are called equivalent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.support.command import ROOT
+
+#: Area -> file -> names of its nearest test files, quickest first (``test_NAME.py``).
+NEAREST: dict[str, dict[str, str]] = {
+    "stores": {
+        "infra/store/atomic.py": "records workspace every_write",
+        "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_keeper",
+        "infra/store/holds.py": "disk_copies publications",
+        "infra/store/leases.py": "serving",
+        "infra/store/room.py": "failures disk_keeper workspace",
+        "infra/store/snapshot.py": "workspace",
+        "infra/store/stage_records.py": "workspace records reconcile restart",
+        "infra/store/swap.py": "folder_target workspace",
+    },
+    "garbage collection": {
+        "infra/disk/keeper.py": "disk_keeper disk_copies",
+        "infra/disk/ledger.py": "disk_keeper",
+        "infra/disk/reaper.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
+        "infra/disk/stock.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
+    },
+    "hub": {
+        "infra/hub/errors.py": "hub_errors",
+        "infra/hub/patience.py": "hub_errors",
+        "infra/hub/target.py": "hub hub_faults",
+        "infra/hub/upload.py": "hub_sending hub hub_faults",
+    },
+    "packing": {
+        "refiner_core/training/batches/order.py": "batch_order",
+        "refiner_core/training/batches/packing.py": "packing",
+        "refiner_core/training/batches/shares.py": "shares",
+    },
+    "rewards": {
+        "refiner_core/rewards/citations.py": "rewards reward_traps rewards_composition",
+        "refiner_core/rewards/combine.py": "rewards rewards_recomputed rewards_composition",
+        "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
+    },
+    "statistics": {
+        "refiner_core/evaluation/compare.py": "compare_results",
+        "refiner_core/evaluation/crossed.py": "statistics statistics_truth",
+        "refiner_core/evaluation/pass_at_k.py": "pass_at_k",
+        "refiner_core/evaluation/statistics.py": "statistics statistics_truth",
+    },
+    "power": {
+        "refiner_core/evaluation/power.py": "power",
+        "sweeps/power.py": "sweep_power",
+    },
+    "dispatch": {
+        "infra/campaign/reconcile.py": "reconcile",
+        "infra/jobs/dispatch.py": "campaign_rounds status cancelling",
+        "infra/jobs/failures.py": "failures reconcile campaign_rounds",
+        "infra/jobs/local.py": "processes niceness campaign_rounds",
+        "infra/jobs/restart.py": "restart",
+        "infra/slurm/commands.py": "slurm_dispatcher",
+        "infra/slurm/dispatcher.py": "slurm_dispatcher",
+        "infra/slurm/query.py": "slurm_query",
+        "infra/slurm/states.py": "slurm_states",
+        "infra/slurm/submission.py": "slurm_dispatcher",
+    },
+}
+#: (file, line as it is, line as changed): why no input tells them apart.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "refiner_core/evaluation/crossed.py",
+        "_POINTS = 4096",
+        "_POINTS = 4097",
+    ): "how finely a table is drawn; ends of intervals move by less than 1e-7",
+    (
+        "refiner_core/evaluation/crossed.py",
+        "level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
+        "level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 2.0)",
+    ): "no p-value and no alpha is above either",
+    (
+        "refiner_core/evaluation/crossed.py",
+        "level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
+        "level = np.where(place <= _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
+    ): "no place among random numbers is exactly that",
+    (
+        "refiner_core/evaluation/crossed.py",
+        "critical = np.where(alpha >= spread.level, np.minimum(critical, both), both)",
+        "critical = np.where(alpha > spread.level, np.minimum(critical, both), both)",
+    ): "a level between 0 and 1 is no round number",
+    (
+        "refiner_core/evaluation/crossed.py",
+        "return Spread(variance, np.zeros_like(variance), np.zeros_like(variance), 1, prompts)",
+        "return Spread(variance, np.zeros_like(variance), np.zeros_like(variance), 2, prompts)",
+    ): "seeds have no share of it, so that their number does not matter",
+    (
+        "refiner_core/evaluation/power.py",
+        "high *= 2",
+        "high *= 3",
+    ): "where a root is searched for; it is the same root",
+    (
+        "refiner_core/evaluation/power.py",
+        "while _power(high, half, error) < power:",
+        "while _power(high, half, error) <= power:",
+    ): "a power, a mean over draws, is no round number",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "batch=max(1, 4_000_000 // len(sums)),",
+        "batch=max(2, 4_000_000 // len(sums)),",
+    ): "how many resamples are drawn at once changes none of them",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "batch=max(1, 4_000_000 // len(sums)),",
+        "batch=max(1, 4000001 // len(sums)),",
+    ): "how many resamples are drawn at once changes none of them",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "return sorted(sets[0])",
+        "return sorted(sets[1])",
+    ): "they are equal there, and there are two at least",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))",
+        "flat = np.ptp(values, axis=(1, 2)) < 1e-12 * np.maximum(1.0, np.abs(means))",
+    ): "rounding leaves far less, and what is measured far more",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(1.0, np.abs(means))",
+        "flat = np.ptp(values, axis=(1, 2)) <= 1e-12 * np.maximum(2.0, np.abs(means))",
+    ): "rounding leaves far less, and what is measured far more",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "safe = spread._replace(variance=np.where(flat, 1.0, spread.variance))",
+        "safe = spread._replace(variance=np.where(flat, 2.0, spread.variance))",
+    ): "in the place of 0 where the result is not used",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "alike = np.where(np.abs(means) > 1e-12, 2.0 ** (1 - prompts), 1.0)",
+        "alike = np.where(np.abs(means) >= 1e-12, 2.0 ** (1 - prompts), 1.0)",
+    ): "rounding leaves far less, and what is measured far more",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "adjusted, running = [0.0] * len(p_values), 0.0",
+        "adjusted, running = [1.0] * len(p_values), 0.0",
+    ): "each is replaced",
+    (
+        "refiner_core/evaluation/statistics.py",
+        "return float(binomtest(up, up + down).pvalue) if up + down else 1.0",
+        "return float(binomtest(up, up + down).pvalue) if up - down else 1.0",
+    ): "the test says 1 where as many go up as down",
+    (
+        "refiner_core/training/batches/order.py",
+        "if max_steps is not None and len(steps) >= max_steps:",
+        "if max_steps is not None and len(steps) > max_steps:",
+    ): "the list is cut to max_steps in the end",
+    (
+        "refiner_core/training/batches/order.py",
+        "break",
+        "continue",
+    ): "the list is cut to max_steps in the end",
+    (
+        "refiner_core/training/batches/packing.py",
+        "return max(self.branch_L, default=0) > 1",
+        "return max(self.branch_L, default=1) > 1",
+    ): "neither is above 1",
+    (
+        "refiner_core/training/batches/packing.py",
+        "for parts in range(1, len(group) + 1):",
+        "for parts in range(1, len(group) + 2):",
+    ): "one part more than samples is one for each sample again",
+    (
+        "refiner_core/training/batches/packing.py",
+        "break",
+        "continue",
+    ): "without attention more parts cost no less, and the first of equals is taken",
+    (
+        "refiner_core/training/batches/packing.py",
+        "branch_L=row.branch_L + [0] * missing,",
+        "branch_L=row.branch_L + [1] * missing,",
+    ): "padding sees itself alone, and nothing sees it",
+    (
+        "refiner_core/training/batches/packing.py",
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 2 if joined.unit_L else 0)",
+    ): "units are told apart by their numbers, whichever these are",
+    (
+        "refiner_core/training/batches/packing.py",
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
+        "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 1)",
+    ): "units are told apart by their numbers, whichever these are",
+    (
+        "refiner_core/training/batches/packing.py",
+        "unit_L=[0] * (end - start),",
+        "unit_L=[1] * (end - start),",
+    ): "units are told apart by their numbers, whichever these are",
+    (
+        "refiner_core/training/batches/shares.py",
+        "work = [0.0] * world",
+        "work = [1.0] * world",
+    ): "who has least is the same where all have one more",
+    (
+        "refiner_core/training/batches/shares.py",
+        "return build_pack([[Sample((), (0, 0), (False, False))]])",
+        "return build_pack([[Sample((), (0, 0), (True, False))]])",
+    ): "nothing predicts the first token of a sample without a prompt",
+    (
+        "refiner_core/training/batches/shares.py",
+        "return build_pack([[Sample((), (0, 0), (False, False))]])",
+        "return build_pack([[Sample((), (1, 0), (False, False))]])",
+    ): "nothing depends on tokens without a target",
+    (
+        "refiner_core/training/batches/shares.py",
+        "return build_pack([[Sample((), (0, 0), (False, False))]])",
+        "return build_pack([[Sample((), (0, 1), (False, False))]])",
+    ): "nothing depends on tokens without a target",
+    (
+        "sweeps/power.py",
+        "if found < POWER:",
+        "if found <= POWER:",
+    ): "a power, a mean over draws, is no round number",
+    (
+        "sweeps/power.py",
+        "return power_of(known, s, p, wanted, alpha) >= POWER",
+        "return power_of(known, s, p, wanted, alpha) > POWER",
+    ): "a power, a mean over draws, is no round number",
+    (
+        "sweeps/power.py",
+        "if found.power_for_wanted >= POWER:",
+        "if found.power_for_wanted > POWER:",
+    ): "a power, a mean over draws, is no round number",
+    (
+        "sweeps/power.py",
+        "if found.wanted is None or found.power_for_wanted is None or found.effect is None:",
+        "if found.wanted is None or found.power_for_wanted is None and found.effect is None:",
+    ): "power and effect are both known or neither is",
+    (
+        "infra/hub/patience.py",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self._draw())",
+    ): "both are far beyond LONGEST_S",
+    (
+        "infra/hub/target.py",
+        'oid = hashlib.sha1(f"blob {file.bytes}\\0".encode(), usedforsecurity=False)',
+        'oid = hashlib.sha1(f"blob {file.bytes}\\0".encode(), usedforsecurity=True)',
+    ): "the same digest, where the system allows it",
+    (
+        "infra/hub/target.py",
+        "while chunk := stream.read(1 << 20):",
+        "while chunk := stream.read(2 << 20):",
+    ): "a digest does not depend on the pieces that it is given",
+    (
+        "infra/hub/target.py",
+        "while chunk := stream.read(1 << 20):",
+        "while chunk := stream.read(1 << 21):",
+    ): "a digest does not depend on the pieces that it is given",
+}
+
+LIMIT_S = 60.0
+KILLED, EQUIVALENT_AT_MOST = 0.95, 0.10
+_COMPARE: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+_ARITHMETIC: dict[type[ast.operator], str] = {
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+",
+    ast.BitOr: "&", ast.BitAnd: "|",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Line ``line`` of ``path``, changed."""
+
+    area: str
+    path: str
+    line: int
+    before: str
+    after: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its name in :data:`EQUIVALENT`; lines may move."""
+        return self.path, self.before.strip(), self.after.strip()
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}\n    - {self.before.strip()}\n    + {self.after.strip()}"
+
+
+# ---------------------------------------------------------------- making them
+
+
+def mutants_of(area: str, path: str, text: str) -> list[Mutant]:
+    """All mutants of a file, in the order of its lines."""
+    lines = text.splitlines()
+    found = set[Mutant]()
+    for node in _code(ast.parse(text)):
+        for line, start, end, new in _changes(node, lines):
+            before = lines[line - 1]
+            raw = before.encode()
+            after = (raw[:start] + new.encode() + raw[end:]).decode()
+            if after != before and _is_code("\n".join([*lines[: line - 1], after, *lines[line:]])):
+                found.add(Mutant(area, path, line, before, after))
+    return sorted(found, key=lambda m: (m.line, m.after))
+
+
+def _code(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run: no annotations, messages of errors or logs, docstrings."""
+    for field, value in ast.iter_fields(tree):
+        if field in ("annotation", "returns", "decorator_list", "bases"):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if not isinstance(node, ast.AST) or isinstance(node, ast.Raise | ast.JoinedStr):
+                continue
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                continue
+            if isinstance(node, ast.Expr) and ast.unparse(node).startswith("log."):
+                continue
+            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+                continue  # -1 is a sentinel or an index from the end
+            if isinstance(tree, ast.keyword) and ast.unparse(tree) == "strict=True":
+                continue  # of zip: a check of the code on itself
+            yield node
+            yield from _code(node)
+
+
+def _changes(node: ast.AST, lines: Sequence[str]) -> Iterator[tuple[int, int, int, str]]:
+    """(line, from, to, instead), in bytes of that line."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            yield from _between(left, right, f" {_COMPARE[type(op)]} ")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            yield from _between(left, right, f" {_ARITHMETIC[type(op)]} ")
+        case ast.BoolOp(op=op, values=[*_, left, right]):
+            yield from _between(left, right, " or " if isinstance(op, ast.And) else " and ")
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            if node.lineno == inner.lineno:
+                yield node.lineno, node.col_offset, inner.col_offset, ""
+        case ast.Constant(value=bool() as value):
+            yield node.lineno, node.col_offset, _end(node), str(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield node.lineno, node.col_offset, _end(node), repr(value + 1)
+        case ast.Expr(value=ast.Call()) if node.lineno == node.end_lineno:
+            yield node.lineno, node.col_offset, _end(node), "pass"
+        case ast.If(test=test) | ast.While(test=test) if test.lineno == test.end_lineno:
+            text = lines[test.lineno - 1].encode()[test.col_offset : _end(test)].decode()
+            yield test.lineno, test.col_offset, _end(test), f"not ({text})"
+        case ast.Continue():
+            yield node.lineno, node.col_offset, _end(node), "break"
+        case ast.Break():
+            yield node.lineno, node.col_offset, _end(node), "continue"
+
+
+def _end(node: ast.expr | ast.stmt) -> int:
+    assert node.end_col_offset is not None
+    return node.end_col_offset
+
+
+def _between(left: ast.expr, right: ast.expr, new: str) -> Iterator[tuple[int, int, int, str]]:
+    """The operator between two operands without brackets around them, on one line."""
+    if left.end_lineno == right.lineno:
+        yield right.lineno, _end(left), right.col_offset, new
+
+
+def _is_code(text: str) -> bool:
+    try:
+        compile(text, "mutant", "exec")
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def drawn(count: int, seed: int, only: str = "") -> list[Mutant]:
+    """``count`` mutants: areas alike often, then lines alike often."""
+    generator = random.Random(seed)
+    areas: list[list[Mutant]] = []
+    for area, files in NEAREST.items():
+        made = [
+            mutant
+            for path in files
+            if path.startswith(only)
+            for mutant in mutants_of(area, path, (ROOT / path).read_text())
+        ]
+        generator.shuffle(made)
+        areas += [made] if made else []
+    chosen: list[Mutant] = []
+    while len(chosen) < count and any(areas):
+        for made in areas:
+            if made and len(chosen) < count:
+                chosen.append(made.pop())
+    return chosen
+
+
+# ---------------------------------------------------------------- trying them
+
+
+def test_files(path: str) -> list[str]:
+    """The test files that are nearest to a file."""
+    (names,) = [files[path] for files in NEAREST.values() if path in files]
+    found = []
+    for name in names.split():
+        places = [ROOT / "tests" / kind / f"test_{name}.py" for kind in ("unit", "integration")]
+        (place,) = [place for place in places if place.exists()]
+        found.append(str(place.relative_to(ROOT)))
+    return found
+
+
+def passes(copy: Path, path: str, limit_s: float) -> bool:
+    """Whether the nearest tests of ``path`` pass in a copy of the tree, in time."""
+    line = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test_files(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy / "tmp")}
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(
+        line, cwd=copy, env=environment, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    try:
+        return process.wait(limit_s) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+        return False
+
+
+def try_mutant(copies: Path, mutant: Mutant) -> tuple[Mutant, bool, float]:
+    """The mutant, whether it was killed, and after how many seconds; in this process's own copy."""
+    copy, began = copies / str(os.getpid()), time.monotonic()
+    if not copy.exists():
+        for folder in ("flows", "sweeps", "refiner_core", "infra", "tests"):
+            shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.pyc"))
+        for file in ROOT.glob("*.*"):
+            if file.is_file():
+                shutil.copy(file, copy)
+        (copy / "tmp").mkdir()
+    file = copy / mutant.path
+    original = file.read_text()
+    lines = original.splitlines(keepends=True)
+    lines[mutant.line - 1] = mutant.after + "\n"
+    file.write_text("".join(lines))
+    try:
+        killed = not passes(copy, mutant.path, LIMIT_S)
+    finally:
+        file.write_text(original)
+        shutil.rmtree(copy / "tmp", ignore_errors=True)
+        (copy / "tmp").mkdir()
+    return mutant, killed, time.monotonic() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try mutants; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=17)
+    parser.add_argument("--only", default="", help="files whose path begins so")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args(argv)
+    mutants = drawn(args.count, args.seed, args.only)
+    equal = [m for m in mutants if m.key in EQUIVALENT]
+    tried = [m for m in mutants if m.key not in EQUIVALENT]
+    survivors: list[Mutant] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            results = pool.imap_unordered(partial(try_mutant, Path(folder)), tried)
+            for number, (mutant, killed, seconds) in enumerate(results, 1):
+                word = "killed" if killed else "SURVIVES"
+                print(f"{number}/{len(tried)} {word} after {seconds:.0f} s: {mutant}", flush=True)
+                survivors += [] if killed else [mutant]
+        whole = {m.path for m in tried if m not in survivors}
+        broken = [path for path in sorted(whole) if not _sound(Path(folder), path)]
+    for path in broken:
+        print(f"{path}: its tests fail without a mutant, or take over {LIMIT_S:g} s")
+    for mutant in equal:
+        print(f"equivalent: {mutant}\n    {EQUIVALENT[mutant.key]}")
+    for mutant in sorted(survivors, key=str):
+        print(f"survives: {mutant}")
+    rate = 1 - len(survivors) / max(1, len(tried))
+    print(
+        f"{len(mutants)} mutants (seed {args.seed}): {len(tried) - len(survivors)} of {len(tried)} "
+        f"killed ({rate:.1%}), {len(equal)} equivalent"
+    )
+    good = rate >= KILLED and len(equal) <= EQUIVALENT_AT_MOST * len(mutants)
+    return 0 if good and not broken else 1
+
+
+def _sound(copies: Path, path: str) -> bool:
+    return passes(next(iter(copies.iterdir())), path, LIMIT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

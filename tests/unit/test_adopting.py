@@ -1,0 +1,169 @@
+"""What somebody else's folder may bring into a workspace: a trained model, and nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flows.adopting import AdoptRequest, adopt
+from infra.adopting.checkpoint import How
+from infra.adopting.ours import find_stages
+from infra.foreign.contents import contents_damage
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import OutputFile, StageResult
+from tests.support.plans import claim, small_plan
+
+PAGES = np.arange(1, 64 * 1024 + 1, dtype=np.float32).reshape(256, 256)
+
+
+def safetensors(path: Path, **tensors: tuple[str, np.ndarray]) -> Path:
+    """A file with arrays under the names of types that NumPy need not know."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        begin, data = len(data), data + array.tobytes()
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [begin, len(data)],
+        }
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    folder = run / f"checkpoint-{step}"
+    safetensors(folder / "model.safetensors", w=("F32", PAGES), b=("F32", np.zeros(4096, "<f4")))
+    for name in ("config.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def make_hole(path: Path) -> None:
+    """As a file system leaves a file that was being written when its node died."""
+    size = path.stat().st_size
+    os.truncate(path, size // 4)
+    os.truncate(path, size)
+
+
+def make_nan(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    data[8 + length + 400 : 8 + length + 404] = struct.pack("<f", float("nan"))
+    path.write_bytes(data)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(("harm", "says"), [(make_hole, "is empty"), (make_nan, "holds NaN")])
+def test_a_checkpoint_whose_numbers_are_none_is_passed_over_for_the_one_before(
+    tmp_path: Path, harm: object, says: str
+) -> None:
+    """Its header is whole, so it would be published and evaluated."""
+    run = tmp_path / "run"
+    checkpoint(run, 10)
+    harm(checkpoint(run, 20) / "model.safetensors")  # type: ignore[operator]
+    request = AdoptRequest(run, (f"workspace={tmp_path / 'ws'}",))
+    for dry_run in (True, False):
+        report = adopt(replace(request, dry_run=dry_run))
+        assert report["step"] == 10
+        assert [c["complete"] for c in report["checkpoints"]] == [True, False]
+        assert says in report["checkpoints"][1]["note"]
+    with pytest.raises(ConfigurationError, match=rf"model\.safetensors: .*{says}"):
+        adopt(replace(request, step=20))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "wrong"),
+    [
+        ("BF16", np.uint16(0x7F81), "holds NaN"),
+        ("BF16", np.uint16(0xFFC0), "holds NaN"),
+        ("BF16", np.uint16(0xFF80), None),  # minus infinity, as in masks
+        ("F16", np.uint16(0x7C01), "holds NaN"),
+        ("F64", np.uint64(0x7FF8000000000000), "holds NaN"),
+        ("F8_E4M3", np.uint8(0xFF), "holds NaN"),
+        ("F8_E4M3", np.uint8(0x7E), None),
+        ("F8_E5M2", np.uint8(0x7D), "holds NaN"),
+        ("I32", np.uint32(0x7FC00000), None),
+    ],
+)
+def test_nan_is_known_in_every_type(
+    tmp_path: Path, dtype: str, bits: np.generic, wrong: str | None
+) -> None:
+    array = np.ones((3, 5), bits.dtype)
+    array[2, 3] = bits
+    found = contents_damage(safetensors(tmp_path / "model.safetensors", w=(dtype, array)))
+    assert found == (None if wrong is None else f"w {wrong}")
+
+
+def test_zeros_that_a_trained_model_may_have_are_no_damage(tmp_path: Path) -> None:
+    """Biases, rows of words that never came, and most of a pruned matrix."""
+    words = PAGES.copy()
+    words[150:] = 0
+    pruned = np.where(PAGES % 10 == 0, PAGES, 0).astype("<f4")
+    zeros = np.zeros((1, 8192), "<f4")
+    path = safetensors(
+        tmp_path / "model.safetensors",
+        words=("F32", words),
+        pruned=("F32", pruned),
+        bias=("F32", zeros),
+    )
+    assert contents_damage(path) is None
+
+
+@pytest.mark.parametrize("offsets", [[0, 7], [-9, 11], [16, 0], "no", None])
+def test_a_header_that_lies_is_damage_and_no_crash(tmp_path: Path, offsets: object) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": offsets}})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\1" * 16)
+    assert contents_damage(path)
+
+
+# ---------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("how", ["link", "copy", "in-place"])
+def test_a_link_to_a_file_of_ours_is_not_adopted(tmp_path: Path, how: How) -> None:
+    """Whoever left the folder would have our token published."""
+    (tmp_path / "token").write_text("hf_secret")
+    run = tmp_path / "run"
+    (checkpoint(run, 10) / "merges.txt").symlink_to(tmp_path / "token")
+    request = AdoptRequest(run, (f"workspace={tmp_path / 'ws'}",), how=how)
+    with pytest.raises(ConfigurationError, match="leads out of"):
+        adopt(request)
+    with pytest.raises(ConfigurationError, match="leads out of"):
+        adopt(replace(request, dry_run=True))
+    (run / "checkpoint-10" / "merges.txt").unlink()
+    assert adopt(request)["adopted"]["new"]
+
+
+@pytest.mark.parametrize("trick", ["a link", "a path", "a folder"])
+def test_a_stage_that_claims_files_of_ours_is_not_done(tmp_path: Path, trick: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "token").write_text("hf_secret")
+    theirs = Workspace.open(tmp_path / "theirs")
+    stage = claim(theirs, small_plan("data"), "data")
+    output = theirs.layout.attempt(stage.id, 1).output
+    output.mkdir()
+    name, folder = "token", "attempts/0001/output"
+    if trick == "a link":
+        (output / "token").symlink_to(home / "token")
+    elif trick == "a path":
+        name = str(home / "token")
+    else:
+        folder = str(home)
+    files = (OutputFile(name, 9, "0" * 64),)
+    theirs.publish_result(stage.id, StageResult(1, 1, folder, files, {}, {}, 1.0, "now"))
+    (found,) = find_stages(theirs.root, Workspace.open(tmp_path / "ours"))
+    assert found.fate != "done"
+    assert "lies elsewhere" in found.notes[0]

@@ -1,0 +1,17 @@
+"""Scripts and recorded workspaces of users go on working: goldens of what they rely on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import goldens
+
+
+@pytest.mark.parametrize("name", goldens.MADE)
+def test_what_users_rely_on_is_as_it_was(name: str) -> None:
+    """If the change is meant (a stage version was raised, a flag added), write the goldens again
+    (``python -m tests.support.goldens``) and say in the commit what users have to know."""
+    made = json.loads(json.dumps(goldens.MADE[name]()))
+    assert made == goldens.read(name)

@@ -1,0 +1,95 @@
+"""Files on their way to the Hub: what is told of them, and what is held against their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.hub import upload
+from infra.hub.upload import Sending, operations
+from infra.publishing.targets import FileToPublish
+from refiner_core.contract.errors import Interrupted, StageFailed
+from refiner_core.contract.types import Progress
+
+
+def stored(folder: Path, data: bytes, name: str = "model.safetensors") -> FileToPublish:
+    (folder / name).write_bytes(data)
+    return FileToPublish(name, len(data), hashlib.sha256(data).hexdigest(), folder / name)
+
+
+def never() -> bool:
+    return False
+
+
+def test_progress_is_told_each_32_mib_and_at_the_end_of_each_file() -> None:
+    told: list[Progress] = []
+    sending = Sending(2, told.append, never)
+    tell = 32 << 20
+    for name, count in (("a", tell - 1), ("a", 1), ("b", tell), ("a", 5), ("a", 0), ("b", 0)):
+        sending.moved(name, count)
+    assert [(p.done, p.total, p.phase, p.values["sent_bytes"]) for p in told] == [
+        (0, 2, "sending a", tell),
+        (0, 2, "sending b", 2 * tell),
+        (1, 2, "sending a", 2 * tell + 5),
+        (2, 2, "sending b", 2 * tell + 5),
+    ]
+    told.clear()
+    sending.moved("b", tell - 1)
+    assert not told, "what was told counts no more"
+    with pytest.raises(Interrupted):
+        Sending(1, told.append, lambda: True).moved("a", 1)
+
+
+def test_what_the_client_reads_to_send_it_is_counted_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "READ_BYTES", 8)
+    monkeypatch.setattr(upload, "_TELL_BYTES", 10)
+    told: list[Progress] = []
+    files = [stored(tmp_path, b"w" * 25), FileToPublish.of_text("README.md", "card")]
+    large, small = operations(files, [], told.append, never, trusted=True)
+    with large.as_file() as plain:
+        assert plain.read() == b"w" * 25
+    assert not told, "it was hashed, say, and not sent"
+    with large.as_file(with_tqdm=True) as file:
+        assert (file.read(10), file.read(5), file.read()) == (b"w" * 10, b"w" * 5, b"w" * 10)
+    with small.as_file(with_tqdm=True) as file:
+        assert file.read() == b"card"
+    assert [(p.done, p.values["sent_bytes"]) for p in told] == [(0, 10), (0, 25), (1, 25), (2, 25)]
+
+
+def test_a_hash_that_nobody_else_checks_is_computed_as_the_file_is_read(tmp_path: Path) -> None:
+    """The Hub checks large files itself, unless the transfer is Xet; small ones are checked here,
+    up to 10 MiB."""
+    limit = 10 << 20
+    files = [stored(tmp_path, bytes(limit), "small"), stored(tmp_path, bytes(limit + 1), "large")]
+
+    def known(**how: Any) -> list[tuple[bool, bool]]:
+        made = operations(files, ["old"], lambda _: None, never, **how)
+        assert [o.path_in_repo for o in made] == ["small", "large", "old"]
+        return [(o.is_large, o.upload_info.is_hashed) for o in made[:2]]
+
+    assert known(trusted=True) == [(False, True), (True, True)]
+    assert known(trusted=False) == [(False, True), (True, False)]
+
+
+def test_a_file_that_was_replaced_is_noticed_before_or_after_it_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = stored(tmp_path, b"wanted")
+    told: list[Progress] = []
+    (one,) = operations([wanted], [], told.append, never, trusted=True)
+    one.check_sent()
+    assert [p.done for p in told] == [1]
+    monkeypatch.setattr(upload, "READ_BYTES", 5)
+    (one,) = operations([wanted], [], told.append, never, trusted=False)
+    one.upload_info.sha256 = hashlib.sha256(b"other").digest()
+    with pytest.raises(StageFailed, match="other content"):
+        one.check_sent()
+    monkeypatch.setattr(upload, "READ_BYTES", 6)
+    stored(tmp_path, b"other!")
+    with pytest.raises(StageFailed, match="other content"):
+        operations([wanted], [], told.append, never, trusted=False)

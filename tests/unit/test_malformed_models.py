@@ -1,0 +1,85 @@
+"""A model that has not given a single well-formed answer is told of, and is not published unless
+somebody says so: its stages have done what they were to do."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from flows.running.console import Console, state_line
+from flows.running.status import Watcher
+from infra.jobs.failures import classify
+from refiner_core.contract.errors import HealthStop
+from refiner_core.contract.malformed import all_malformed
+from refiner_core.contract.views import StageView
+from tests.support.recorded_run import RecordedRun
+
+#: Of a training whose rollouts had no answer block.
+NOTHING: dict[str, Any] = {"episodes": 48, "counts": {"samples/malformed": 48}}
+SAID = "all of its 48 rollouts were malformed"
+
+
+def trained(root: Path, *overrides: str, **report: Any) -> RecordedRun:
+    run = RecordedRun(root / "runs", *overrides)
+    run.data()
+    run.train("sft")
+    run.train("grpo", **report)
+    return run
+
+
+def test_it_is_not_published_and_the_option_that_does_so_is_named(tmp_path: Path) -> None:
+    run = trained(tmp_path, **NOTHING)
+    with pytest.raises(HealthStop, match=rf"{SAID}.*publish\.malformed=true") as refused:
+        run.carry_out("publish")
+    outcome = classify(refused.value)
+    assert (outcome.failure, outcome.decision) == ("unhealthy", "stop"), "it would be so again"
+    told = RecordedRun(tmp_path / "runs", "publish.malformed=true")
+    assert told.stage("publish").id == run.stage("publish").id, "the same publication"
+    told.carry_out("publish")
+    assert told.published("publish").is_dir()
+
+
+def test_what_an_evaluation_has_found_by_then_counts_too(tmp_path: Path) -> None:
+    """Of demonstrations alone nothing is known of the form of answers before somebody looks."""
+    run = trained(tmp_path)
+    run.evaluate("evaluate-grpo", quality=0.0)
+    with pytest.raises(HealthStop, match=r"format_valid: 0 of 6 greedy"):
+        run.carry_out("publish")
+
+
+def test_one_answer_is_enough(tmp_path: Path) -> None:
+    report = {"episodes": 48, "counts": {"samples/malformed": 47, "samples/unscored": 0}}
+    run = trained(tmp_path, **report)
+    run.evaluate("evaluate-base", quality=0.0)
+    run.carry_out("publish")
+
+
+def test_terminal_status_and_report_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path, **NOTHING)
+    rows = {row.name: row for row in Watcher(run.workspace, run.run, ask=False).look().stages}
+    assert (rows["grpo"].state, rows["sft"].reason) == ("done", "")
+    assert rows["grpo"].reason.startswith(f"warning: {SAID}")
+    for command in ("status", "report"):
+        assert main([command, run.run.run, f"workspace={tmp_path}/runs"]) == 0
+        assert f"warning: {SAID}" in capsys.readouterr().out
+    view = StageView("grpo", "grpo", "", "done", seconds=5.0, message=f"warning: {SAID}")
+    assert state_line(view) == f"grpo: done (5.0 s), warning: {SAID}"
+    heard = io.StringIO()
+    console = Console(stream=heard, quiet=True)
+    console.finish({"grpo": view})
+    assert f"grpo: done: warning: {SAID}" in heard.getvalue(), "also where only warnings are wanted"
+
+
+def test_what_a_base_says_is_nobodys_fault() -> None:
+    entry = {"metric": "format_valid", "numerator": 0, "denominator": 9, "decoding": "greedy"}
+    assert all_malformed({"evaluations": [{**entry, "stage": "base"}]}) == ""
+    assert "0 of 9 greedy" in all_malformed({"evaluations": [{**entry, "stage": "sft"}]})
+    better = {**entry, "stage": "sft", "numerator": 1, "decoding": "sampled"}
+    assert all_malformed({"evaluations": [{**entry, "stage": "sft"}, better]}) == ""
+    assert all_malformed({}) == ""

@@ -1,0 +1,386 @@
+"""A file system or a scheduler that does not answer: the campaign waits, says so once, goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.cli.status import closing_lines
+from flows.running.status import Watcher
+from infra.host.processes import ProcessId
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
+from infra.store import atomic, record_files
+from infra.store.orchestrators import take_up
+from infra.store.workspace import Claim, Workspace
+from refiner_core.contract.errors import SystemOutage, WorkspaceError
+from refiner_core.contract.plan import Plan, PlannedStage
+from tests.simulation.campaigns import trial_plan
+from tests.support.plans import OWNER, small_plan
+from tests.support.quota import small_tmpfs
+from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
+
+NUMBERS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT, errno.EAGAIN)
+RUNS = {"sight": "live", "running": True, "state": "RUNNING"}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "w")
+
+
+@contextmanager
+def unlistable(folder: str, times: int, number: int = errno.ESTALE) -> Iterator[list[int]]:
+    """Listing a folder of that name fails so often."""
+    real, left = os.listdir, [times]
+
+    def listdir(path: Any = ".") -> list[str]:
+        if str(path).endswith(f"/{folder}") and left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    os.listdir = listdir
+    try:
+        yield left
+    finally:
+        os.listdir = real
+
+
+def begun(workspace: Workspace, plan: Plan, owner: str = OWNER) -> PlannedStage:
+    """A stage that a job works on, by default one of another host's call."""
+    stage = plan.by_name["data"]
+    assert workspace.claim_attempt(stage, plan.config, {}, Claim(owner, "slurm")) is not None
+    atomic.write_json(workspace.layout.attempt(stage.id, 1).job, {"job_id": "7"})
+    workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "2026-11-21T00:00:00"})
+    return stage
+
+
+def until(said: Callable[[], bool], what: object = "") -> None:
+    deadline = time.monotonic() + 30
+    while not said():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: errno.errorcode[n])
+def test_listings_that_fail_for_a_while_end_no_campaign_and_are_said_once(
+    workspace: Workspace, number: int
+) -> None:
+    plan = small_plan("data")
+    stage = begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    campaign.start()
+    with unlistable("attempts", 10**9, number) as left:
+        until(lambda: bool(events(campaign, "outage")))
+        left[0] = 0
+        until(lambda: campaign.views()["data"].state == "reattached")
+        until(lambda: bool(events(campaign, "back")))
+    assert len(events(campaign, "outage")) == len(events(campaign, "back")) == 1
+    assert stage.id in events(campaign, "outage")[0]["reason"]
+    states = [e["state"] for e in events(campaign, "stage")]
+    assert states == ["reattached", "paused", "reattached"]
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
+    found = workspace.read_attempt(stage.id, 1)
+    assert found is not None
+    assert found.outcome is None
+    campaign.request_stop("the test is over")
+
+
+def test_a_lasting_outage_is_shown_with_its_reason_and_ctrl_c_still_ends_the_call(
+    workspace: Workspace,
+) -> None:
+    plan = small_plan("data", grace_s=0.2)
+    begun(workspace, plan, str(ProcessId.of()))
+    cluster = Cluster(**RUNS)
+    asked: list[AttemptRef] = []
+    cluster.stop = lambda attempt: not asked.append(attempt.ref)  # type: ignore[method-assign, func-returns-value]
+    campaign = campaign_of(workspace, plan, cluster)
+    campaign.start()
+    with unlistable("attempts", 10**9):
+        until(lambda: campaign.views()["data"].state == "paused")
+        assert "Stale file handle" in campaign.views()["data"].message
+        campaign.request_stop("Ctrl-C")
+        view = campaign.join()["data"]
+    assert asked, "the job that is known is asked to save and end all the same"
+    assert (view.state, view.exit_code) == ("interrupted", 6)
+    assert "Stale file handle" in view.message
+    said = workspace.read_orchestrator(campaign.run.run)
+    assert said is not None
+    assert (said["state"], said["exit_code"]) == ("ended", 6)
+
+
+def test_status_says_what_the_orchestrator_waits_for(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    take_up(workspace, campaign.run.run)
+    campaign.begin()
+    watcher = Watcher(workspace, campaign.run, ask=False)
+    with unlistable("attempts", 10**9):
+        campaign.step()
+    status = watcher.look()
+    assert "Stale file handle" in status.outage
+    assert any(status.outage in line for line in closing_lines(status, workspace))
+    until(lambda: not campaign.step() and not watcher.look().outage)
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0])
+def test_a_step_of_the_clock_ends_no_job_and_begins_none(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """Neither a process, nor a heartbeat, nor a lease is judged by the time of day."""
+    plan = small_plan("data", heartbeat_timeout_s=600.0, hung_after_s=600.0)
+    local = Unwilling(workspace, OSError(), 0)
+    campaign = campaign_of(workspace, plan, local)
+    campaign.begin()
+    campaign.step()
+    campaign.step()
+    assert campaign.views()["data"].job_id == "1"
+    real, boot = time.time, psutil._pslinux.boot_time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot() + step_s)
+    for _ in range(3):
+        campaign.step()
+        other = campaign_of(workspace, plan, LocalDispatcher(workspace))
+        other.begin()
+        other.step()
+    record = workspace.read_record(plan.by_name["data"].id)
+    assert record is not None
+    assert [(a.number, a.outcome) for a in record.attempts] == [(1, None)]
+    campaign.request_stop("the test is over")
+    until(campaign.step)
+
+
+def test_a_file_system_that_is_read_only_for_a_while_ends_nothing(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fail-over: nothing can be claimed, submitted, noted or closed."""
+    plan = small_plan("data", backoff_s=0.0, poll_s=0.01)
+    real, left = os.open, [8]
+    local = Unwilling(workspace, OSError(), 0)
+
+    def read_only(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *args, **more)
+
+    campaign = campaign_of(workspace, plan, local)
+    campaign.start()
+    monkeypatch.setattr(os, "open", read_only)
+    until(lambda: not left[0] and campaign.views()["data"].job_id == "1", campaign.views())
+    monkeypatch.undo()
+    campaign.request_stop("the test is over")
+    assert campaign.join()["data"].state == "interrupted"
+
+
+@pytest.mark.quota
+def test_a_lack_of_inodes_is_called_so(tmp_path: Path) -> None:
+    plan = small_plan("data")
+    with small_tmpfs(tmp_path / "t", mib=64, inodes=40) as folder:
+        campaign = campaign_of(Workspace.open(folder / "w"), plan, Cluster(**RUNS))
+        campaign.begin()
+        with suppress(OSError):
+            for number in range(40):
+                (folder / str(number)).touch()
+        campaign.step()
+        campaign.step()
+        view = campaign.views()["data"]
+        assert view.state == "paused"
+        assert "no inode is free" in view.message
+        assert "MiB are needed" not in view.message
+
+
+def test_a_call_can_begin_in_an_outage(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    with unlistable("attempts", 10**9) as left:
+        campaign.start()
+        assert campaign.views()["data"].state == "paused"
+        left[0] = 0
+        until(lambda: campaign.views()["data"].state == "reattached")
+    campaign.request_stop("the test is over")
+
+
+def test_a_damaged_file_and_a_bug_are_no_outage(workspace: Workspace) -> None:
+    plan = small_plan("data")
+    stage = begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    campaign.begin()
+    workspace.layout.stage(stage.id).spec.write_text("{")
+    with pytest.raises(WorkspaceError, match=r"spec\.json cannot be read"):
+        campaign.step()
+
+
+@pytest.mark.parametrize("name", ["job", "started", "resumed", "intent"])
+def test_a_file_of_an_attempt_that_is_damaged_meanwhile_ends_nothing(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What it said has gone, though it was there a moment ago."""
+    monkeypatch.setattr(record_files, "_STILL_S", 0.0)
+    plan = small_plan("data")
+    stage = begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    campaign.begin()
+    getattr(workspace.layout.attempt(stage.id, 1), name).write_text("{")
+    assert not campaign.step()
+    assert not campaign.step()
+    assert events(campaign, "outage") == []
+    attempts = workspace.layout.stage(stage.id).attempt_numbers()
+    assert attempts == ([1, 2] if name == "intent" else [1])
+
+
+def test_what_was_there_a_moment_ago_has_not_gone(workspace: Workspace) -> None:
+    """A mount that has gone shows an empty folder: nothing is begun anew in it."""
+    plan = small_plan("data")
+    begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    campaign.begin()
+    stages = workspace.layout.stages
+    stages.rename(stages.with_name("elsewhere"))
+    campaign.step()
+    assert campaign.views()["data"].state == "paused"
+    assert not stages.exists()
+    stages.with_name("elsewhere").rename(stages)
+    until(lambda: not campaign.step() and campaign.views()["data"].state == "reattached")
+
+
+def test_a_heartbeat_that_cannot_be_read_makes_nobody_hung(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_plan("data", heartbeat_timeout_s=0.0, hung_after_s=0.0)
+    stage = begun(workspace, plan)
+    campaign = campaign_of(workspace, plan, Cluster(**RUNS))
+    real = atomic.read_json
+
+    def read_json(path: Path) -> Any:
+        if path.name == "heartbeat.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(atomic, "read_json", read_json)
+    campaign.begin()
+    for _ in range(3):
+        campaign.step()
+    found = workspace.read_attempt(stage.id, 1)
+    assert found is not None
+    assert found.outcome is None
+    assert campaign.views()["data"].state == "reattached"
+
+
+def test_a_worker_that_shows_life_is_not_lost_because_slurm_does_not_know_its_job(
+    workspace: Workspace,
+) -> None:
+    """A controller that came back without its state: no second job is put beside the first."""
+    plan, clock = small_plan("data", backoff_s=0.0), [0.0]
+    stage = begun(workspace, plan)
+    cluster = Cluster(sight="dead", running=False, state="unknown to Slurm", lost=True)
+    campaign = campaign_of(workspace, plan, cluster, clock=lambda: clock[0])
+    heartbeat = workspace.layout.attempt(stage.id, 1).heartbeat
+    campaign.begin()
+    for beat in range(20):
+        clock[0] += 60.0
+        atomic.write_json(heartbeat, {"counter": beat})
+        campaign.step()
+        assert "unknown to Slurm" in campaign.views()["data"].message
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
+    for _ in range(4):  # it is silent from now on
+        clock[0] += 60.0
+        campaign.step()
+    found = workspace.read_attempt(stage.id, 1)
+    assert found is not None
+    assert found.outcome is not None
+
+
+class Unwilling(LocalDispatcher):
+    """Cannot start a process for a while."""
+
+    def __init__(self, workspace: Workspace, error: Exception, times: int) -> None:
+        super().__init__(workspace)
+        self.error, self.left = error, times
+
+    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        if self.left:
+            self.left -= 1
+            return {r.ref: self.error for r in requests}
+        for request in requests:
+            paths = self.workspace.layout.attempt(*request.ref)
+            process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            job = {"job_id": "1", "process": str(ProcessId.of(process.pid))}
+            atomic.write_json(paths.job, job)
+        return {}
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> Any:
+        return super().look(attempts)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.EROFS, "Read-only file system"),
+        SystemOutage("`sbatch` found no controller"),
+    ],
+)
+def test_jobs_that_cannot_be_submitted_for_long_are_tried_until_they_can(
+    workspace: Workspace, error: Exception
+) -> None:
+    """More often than any other class of failure may come, and with the reason."""
+    plan = small_plan("data", backoff_s=0.0)
+    local = Unwilling(workspace, error, 12)
+    campaign = campaign_of(workspace, plan, local)
+    campaign.start()
+    until(lambda: not local.left and campaign.views()["data"].job_id == "1", campaign.views())
+    record = workspace.read_record(plan.by_name["data"].id)
+    assert record is not None
+    ended = [a.outcome for a in record.attempts if a.outcome is not None]
+    assert {o.failure for o in ended} == {"system_outage"}
+    assert len(ended) == 12
+    assert all(str(error) in o.message for o in ended)
+    campaign.request_stop("the test is over")
+    assert campaign.join()["data"].state == "interrupted"
+
+
+def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspace) -> None:
+    plan = small_plan("data", backoff_s=60.0)
+    error = SystemOutage("Unable to contact slurm controller")
+    campaign = campaign_of(workspace, plan, Unwilling(workspace, error, 1))
+    campaign.begin()
+    campaign.step()
+    campaign.step()
+    view = campaign.views()["data"]
+    assert view.state == "paused"
+    assert "Unable to contact slurm controller" in view.message
+
+
+def test_one_stage_that_cannot_be_claimed_does_not_keep_the_other_from_beginning(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = trial_plan()
+    real = workspace.claim_attempt
+    refused = plan.by_name["data"].id
+
+    def claim(stage: PlannedStage, *args: Any) -> Any:
+        if stage.id == refused:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(stage, *args)
+
+    monkeypatch.setattr(workspace, "claim_attempt", claim)
+    alone = replace(plan, stages=(plan.by_name["data"], replace(plan.by_name["sft-1"], inputs={})))
+    campaign = campaign_of(workspace, alone, Cluster(**RUNS))
+    campaign.begin()
+    campaign.step()
+    assert workspace.layout.stage(plan.by_name["sft-1"].id).attempt_numbers() == [1]
+    assert workspace.layout.stage(refused).attempt_numbers() == []

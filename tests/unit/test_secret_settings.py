@@ -1,0 +1,212 @@
+"""No setting holds a secret: it would stand in records, logs, cards and trackers. One list of names
+says what a secret is, for settings, profiles, command lines and masks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import infra
+from flows.cards.recipe_text import recipe_text, said_again
+from infra.host.environment import environment
+from infra.host.secrets import mask_keys_of, masked, without_secrets
+from infra.slurm.profiles import load_profile
+from infra.store.provenance import masked_command
+from refiner_core.cards import build_card, evidence_text
+from refiner_core.cards.evidence import published_facts
+from refiner_core.cards.public import public_body, public_command
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.checks.secrets import given_secrets, has_secret, is_secret_name
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import apply_overrides, load_recipe
+from tests.support.card_facts import CONFIG, full_facts
+
+VALUE = "Zq7opaque9value"
+TOKEN = "hf_" + "aB3dE6gH9j" * 3
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "mends"),
+    [
+        (f'judge.extra_body={{"api_key": "{VALUE}"}}', "judge.extra_body", "judge.api_key_env"),
+        (f'judge.extra_body={{"a": {{"authToken": "{VALUE}"}}}}', "judge.extra_body", "export"),
+        (f'judge.extra_body={{"user": "{TOKEN}"}}', "judge.extra_body", "judge.api_key_env"),
+        (f"judge.base_url=http://h:1/v1?api_key={VALUE}", "judge.base_url", "judge.api_key_env"),
+        (f"judge.base_url=http://me:{VALUE}@h:1/v1", "judge.base_url", "judge.api_key_env"),
+        (f"judge.base_urls=[http://h/v1?key={VALUE}]", "judge.base_url", "judge.api_key_env"),
+        (f"judge.serve.args=[--api-key,{VALUE}]", "judge.serve.args", "REFINER_SERVER_KEY"),
+        (f"judge.serve.args=['--api-key={VALUE}']", "judge.serve.args", "REFINER_SERVER_KEY"),
+        (f"judge.serve.setup=['export HF_TOKEN={VALUE}']", "judge.serve.setup", "export"),
+        (f"judge.serve_command='run --token {VALUE}'", "judge.serve_command", "leave it out"),
+        (f"grpo.rollout_server.args=['--api-key {VALUE}']", "grpo.rollout_server.args", "leave"),
+        (f"command.run='WANDB_API_KEY={VALUE} python t.py'", "command.run", "export"),
+        (f"command.env=[DB_PASS={VALUE}]", "command.env", "export"),
+        (f"command.env=[STRIPE_KEY={VALUE}]", "command.env", "export"),
+        (f"notify.command='curl -H \"X-Api-Key: {VALUE}\" h'", "notify.command", "export"),
+        (f"model.name_or_path=https://u:{VALUE}@hub.example/m", "model.name_or_path", "export"),
+        (f"description='mine is {TOKEN}'", "description", "export"),
+        (f"disk.probe='quota --password {VALUE}'", "disk.probe", "export"),
+    ],
+)
+def test_a_secret_in_a_setting_is_refused_by_its_field_and_not_repeated(
+    override: str, field: str, mends: str
+) -> None:
+    config = apply_overrides(RecipeConfig(), [override])
+    with pytest.raises(ConfigurationError) as refused:
+        check_config(config)
+    said = refused.value.paragraph()
+    assert field in said
+    assert mends in said
+    assert VALUE not in said
+    assert TOKEN not in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'judge.extra_body={"chat_template_kwargs": {"enable_thinking": false}}',
+        'judge.extra_body={"max_token": 5, "reasoning_effort": "high"}',
+        "judge.serve_command='vllm serve {model} --api-key $REFINER_SERVER_KEY'",
+        "judge.serve.args=['--tokenizer org/tokenizer-4b --max-num-batched-tokens 8192']",
+        "command.run='python t.py --input_key question --pad_token <pad> --token_length 5'",
+        "command.run='HF_TOKEN= python t.py --api-key $KEY --sort-key loss'",
+        "command.run='TOKEN=$(cat t) python -c \"token=f(x)\"'",
+        "command.env=[MAX_TOKEN_LENGTH=9,DB_PASS=]",
+        "data.sft_path=hf_datasets/rows.jsonl",
+    ],
+)
+def test_what_only_sounds_like_a_secret_is_taken(override: str) -> None:
+    check_config(apply_overrides(RecipeConfig(), [override]))
+
+
+def test_shipped_recipes_hold_no_secret() -> None:
+    for name in ("tiny", "tiny-tools", "own-trainer", "refiner-gpt54"):
+        check_config(load_recipe(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "apiKey", "--db-pass", "WANDBAPIKEY", "X-Api-Key", "STRIPE_KEY"),
+        *("AWS_SECRET_ACCESS_KEY", "PREFECT_SERVER_API_AUTH_STRING", "judge.api_key"),
+    ],
+)
+def test_one_list_says_which_names_are_secrets(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert is_secret_name(name)
+    monkeypatch.setenv(name, VALUE)
+    assert VALUE not in masked(f"it says {VALUE}")
+    assert VALUE not in without_secrets(f"{name}={VALUE}")
+    assert VALUE not in " ".join(masked_command([f"{name}={VALUE}"]))
+    profile = tmp_path / "p.yaml"
+    profile.write_text(json.dumps({"env": {name: VALUE}}))
+    with pytest.raises(ConfigurationError, match="looks like a secret"):
+        load_profile(str(profile))
+
+
+@pytest.mark.parametrize("name", ["PWD", "OLDPWD"])
+def test_the_folders_of_a_shell_are_no_secrets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "/home/ann/project")
+    assert masked("/home/ann/project/.venv") == "/home/ann/project/.venv"
+
+
+def test_the_key_that_a_configuration_names_is_masked_whatever_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", VALUE)
+    assert masked(VALUE) == VALUE, "nobody has said that it is one"
+    config = apply_overrides(RecipeConfig(), ["judge.api_key_env=MY_JUDGE"])
+    mask_keys_of(config)
+    assert masked(f"HTTP 401: {VALUE} is wrong") == "HTTP 401: *** is wrong"
+
+
+def test_a_longer_secret_is_masked_before_the_shorter_one_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_TOKEN", "opaque1")
+    monkeypatch.setenv("B_TOKEN", "opaque1-and-more")
+    assert masked("opaque1-and-more") == "***"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "piece",
+    ["token", "a-", "sk-", "token ", "://a@", "eyJ-", "max_token", "password ", "_", "key-"],
+)
+def test_masking_is_linear_whatever_the_text(piece: str) -> None:
+    """A quadratic pattern takes minutes for each of these."""
+    text = piece * (400_000 // len(piece))
+    masked(text)
+    without_secrets(text)
+    has_secret(text)
+    list(given_secrets(text))
+
+
+def test_the_environment_is_read_while_another_thread_sets_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Submitting takes a job's own settings out of it for a moment, in a thread."""
+    monkeypatch.setenv("SOME_TOKEN", VALUE)
+    stop = threading.Event()
+
+    def edit() -> None:
+        names = [f"EDITED_{number}_TOKEN" for number in range(50)]
+        while not stop.is_set():
+            os.environ.update(dict.fromkeys(names, "another-value"))
+            for name in names:
+                del os.environ[name]
+
+    thread = threading.Thread(target=edit)
+    thread.start()
+    try:
+        for _ in range(1000):
+            assert masked(VALUE) == "***"
+            assert environment()["SOME_TOKEN"] == VALUE
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_nobody_reads_the_environment_in_a_way_that_such_a_thread_breaks() -> None:
+    root = Path(infra.__file__).parent.parent
+    spread = re.compile(r"\*\*os\.environ|os\.environ\.(?:items|copy|values)\(|dict\(os\.environ\)")
+    files = [f for name in ("flows", "infra", "sweeps") for f in (root / name).rglob("*.py")]
+    said_of = root / "infra/host/environment.py"
+    found = [str(f) for f in files if f != said_of and spread.search(f.read_text("utf-8"))]
+    assert found == [], "infra.host.environment.environment() is a copy that cannot fail"
+
+
+# ---------------------------------------------------------------- what is published
+
+BODY = json.dumps({"x": {"user": "hunter2", "effort": "high"}, "n": 3, "password": "plain"})
+
+
+def test_texts_that_could_be_secrets_are_published_as_digests() -> None:
+    shown = json.loads(public_body(BODY))
+    assert shown["n"] == 3
+    assert shown["x"]["effort"] == "high"
+    assert shown["x"]["user"].startswith("(text with SHA-256 ")
+    assert shown["password"].startswith("(text with SHA-256 ")
+    assert public_body(public_body(BODY)) == public_body(BODY)
+    harmless = '{"chat_template_kwargs": {"enable_thinking": false}}'
+    assert public_body(harmless) == harmless
+
+
+def test_no_card_recipe_or_evidence_has_such_a_text() -> None:
+    config = replace(CONFIG, judge=replace(CONFIG.judge, extra_body=BODY))
+    words = said_again([f"judge.extra_body={BODY}"], config, CONFIG)
+    command = public_command(shlex.join(["refiner", "run", "tiny", *words]))
+    told = published_facts(full_facts(config=config, command=command))
+    for text in (build_card(told), evidence_text(told, []), recipe_text(config), *words):
+        assert "hunter2" not in text
+        assert '"plain"' not in text
+    assert "(text with SHA-256" in build_card(told)

@@ -1,0 +1,118 @@
+"""What `make setup` asks pip for: a small torch where there is no GPU, checked hashes in CI."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.lint.source import PACKAGES, ROOT
+from tests.support.lock import requirements
+
+#: Stands for python, in a new environment too: notes what is asked; may lack a CPU build.
+PYTHON = """#!/bin/sh
+echo "$@" >> "$ASKED"
+case "$*" in
+  *"-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *+cpu*) exit "${NO_CPU_BUILD:-0}" ;;
+esac
+"""
+
+
+def setup(folder: Path, *variables: str, no_cpu_build: bool = False) -> tuple[list[str], str]:
+    """What pip was asked to install, and what `make` printed."""
+    python, asked = folder / "python", folder / "asked"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}", *variables],
+        cwd=ROOT,
+        env={**os.environ, "ASKED": str(asked), "NO_CPU_BUILD": str(int(no_cpu_build))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = asked.read_text().splitlines()
+    return [line.partition("check ")[2] for line in lines if " pip install " in line], done.stdout
+
+
+def test_without_a_gpu_torch_is_a_cpu_build(tmp_path: Path) -> None:
+    asked, _ = setup(tmp_path, "NVIDIA=/nonexistent", "TORCH_INDEX=http://127.0.0.1/cpu")
+    assert re.fullmatch(r"--extra-index-url http://127\.0\.0\.1/cpu torch==[\d.]+\+cpu", asked[0])
+    assert asked[1:] == ["--constraint constraints.txt --editable .[dev]"]
+
+
+def test_with_a_gpu_torch_is_what_the_index_has(tmp_path: Path) -> None:
+    asked, _ = setup(tmp_path, f"NVIDIA={tmp_path}")
+    assert asked[0] == "--constraint constraints.txt torch"
+
+
+def test_where_there_is_no_cpu_build_it_says_what_that_costs(tmp_path: Path) -> None:
+    asked, printed = setup(tmp_path, "NVIDIA=/nonexistent", no_cpu_build=True)
+    assert asked[1] == "--constraint constraints.txt torch"
+    assert "several GB" in printed
+    assert "TORCH_INDEX=URL" in printed
+
+
+def test_ci_installs_what_is_locked_and_nothing_besides(tmp_path: Path) -> None:
+    asked, _ = setup(tmp_path, "LOCK=requirements.lock")
+    assert asked == [
+        "--require-hashes --no-deps --requirement requirements.lock",
+        "--no-deps --no-build-isolation --editable .",
+    ]
+    assert "LOCK=requirements.lock" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_lock_has_the_tested_versions() -> None:
+    locked = dict(
+        re.findall(
+            r"^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$",
+            (ROOT / "requirements.lock").read_text(),
+            re.MULTILINE,
+        )
+    )
+    tested = dict(
+        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    other = {n: v for n, v in locked.items() if v.removesuffix("+cpu") != tested.get(n, v)}
+    assert not other
+
+
+def test_a_package_without_a_hash_is_not_locked() -> None:
+    item = {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": "x"}}
+    with pytest.raises(ValueError, match="no sha256 of a 1"):
+        requirements({"install": [item]})
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Otherwise it is gone with the package that happens to bring it."""
+    import ast
+    import sys
+    import tomllib
+    from importlib.metadata import packages_distributions
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {re.split(r"[<>=\[~ ]", d)[0].lower() for d in project["dependencies"]}
+    for_tests = {re.split(r"[<>=\[~ ]", d)[0].lower() for e in extras.values() for d in e}
+    brings = packages_distributions()
+    missing = set()
+    for folder in (*PACKAGES, "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "tau2_fake" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    names = [node.module]
+                for name in (n.partition(".")[0] for n in names):
+                    known = {d.lower().replace("_", "-") for d in brings.get(name, ())}
+                    allowed = declared if folder != "tests" else declared | for_tests
+                    own = name in (*PACKAGES, "tests") or name in sys.stdlib_module_names
+                    if not own and not known & allowed and path.name != "compare_two_arms.py":
+                        missing.add(f"{folder}: {name} ({path.relative_to(ROOT)})")
+    assert not missing, "\n".join(sorted(missing))

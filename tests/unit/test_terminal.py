@@ -1,0 +1,142 @@
+"""Text of trainers, answers and judges commands no terminal; what is piped is as it was. A log is
+read a piece at a time, and one that is not there says why."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.cli.options import print_table
+from flows.running.console import Console
+from flows.running.logs import log_pieces
+from infra.host.terminal import printable
+from infra.store.workspace import Workspace
+from refiner_core.contract.records import Outcome, RunRecord, to_json
+from refiner_core.contract.views import StageView
+from tests.support.command import command, environment, refiner
+from tests.support.plans import claim, run_record, small_plan
+
+#: Clears the screen, sets the title, writes the clipboard, hides a line, turns text around.
+HOSTILE = "a\x1b[2J\x1b[Hb\x1b]0;owned\x07c\x1b]52;c;aGk=\x1b\\d\x1bPq\x1b\\e\x9b2Jf\x08\x7f"
+HOSTILE += "\u202eg\rh\x1b(0"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (HOSTILE, "abcdefg\nh"),
+        ("plain\ttext\nµ 漢 🙂\n", "plain\ttext\nµ 漢 🙂\n"),
+        ("10%\r20%\r\n", "10%\n20%\n"),
+        ("cut \x1b[3", "cut "),
+        ("cut \x1b", "cut "),
+        ("\x1b[31mred\x1b[0m", "red"),
+    ],
+)
+def test_nothing_but_text_is_printable(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def on_terminal(*words: str) -> bytes:
+    """What a command writes to a terminal."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command(*words), stdin=subprocess.DEVNULL, stdout=follower, stderr=follower,
+        env={**environment(), "TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    said = b""
+    try:
+        while piece := os.read(leader, 65536):
+            said += piece
+    except OSError:  # it has ended
+        pass
+    os.close(leader)
+    assert process.wait(60) == 0, said
+    return said
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.open(tmp_path / "runs")
+
+
+@pytest.fixture
+def run(workspace: Workspace) -> RunRecord:
+    """Its attempt at SFT has printed and said what is hostile."""
+    plan = small_plan()
+    run = replace(run_record(workspace, plan), config=to_json(plan.config))
+    workspace.write_run(run)
+    planned = claim(workspace, plan, "sft")
+    workspace.start_attempt(planned.id, 1, {"started_at": "2026-11-21T01:00", "node": "n3"})
+    log = workspace.layout.attempt(planned.id, 1).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(HOSTILE, newline="")
+    workspace.close_attempt(planned.id, 1, Outcome("bug", "stop", HOSTILE, 5, 7), 10.0)
+    return run
+
+
+def test_logs_and_status_reach_a_terminal_without_sequences_and_a_pipe_as_they_are(
+    workspace: Workspace, run: RunRecord
+) -> None:
+    where = f"workspace={workspace.root}"
+    for words in (("logs", "sft"), ("status",), ("status", "--incidents"), ("status", "--json")):
+        said = on_terminal(*words, where)
+        assert b"abcdefg" in said or b"\\u001b" in said, words
+        for sign in (b"\x1b", b"\x07", "\x9b".encode(), b"\x08", b"\x7f", "\u202e".encode()):
+            assert sign not in said.replace(b"\r\n", b""), (words, sign)
+    piped = refiner("logs", "sft", where)
+    assert "\x1b[2J" in piped.stdout
+    assert "\x1b]52;c;aGk=" in piped.stdout
+
+
+def test_a_running_table_shows_hostile_messages_as_text() -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Tty()
+    console = Console(stream=stream)
+    view = StageView("sft", "sft-1", "f", "failed", message=f"it said {HOSTILE}")
+    console.show({"sft": view})
+    console.finish({"sft": view})
+    assert "abcdef" in stream.getvalue()
+    for sign in ("\x1b]0;", "\x1b]52", "\x1b[2Jb", "\x07", "\x9b", "\u202e"):
+        assert sign not in stream.getvalue()
+
+
+def test_a_line_end_within_a_cell_makes_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([["sft", "killed: x\ngrpo  done"]], ["stage", "state"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_log_larger_than_the_memory_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("first line\n")
+    os.truncate(log, 1 << 40)  # 1 TiB without a block
+    first = next(log_pieces(log))
+    assert first.startswith("first line\n")
+    assert sys.getsizeof(first) < 1 << 23
+    log.write_bytes("aé漢".encode() * 700_000)
+    assert "".join(log_pieces(log)) == "aé漢" * 700_000, "no letter is cut in two"
+    assert list(log_pieces(tmp_path / "none")) == []
+
+
+def test_logs_of_a_stage_that_never_began_say_so(workspace: Workspace) -> None:
+    plan = small_plan()
+    run = replace(run_record(workspace, plan), config=to_json(plan.config))
+    workspace.write_run(run)
+    planned, where = claim(workspace, plan, "sft"), f"workspace={workspace.root}"
+    waits = refiner("logs", "sft", where)
+    assert (waits.code, waits.stdout) == (0, "")
+    assert "Attempt 1 of sft has printed nothing: no worker of it has begun yet" in waits.stderr
+    outcome = Outcome("launch_failure", "stop", "sbatch: error: invalid account")
+    workspace.close_attempt(planned.id, 1, outcome, 0.0)
+    assert "launch_failure sbatch: error: invalid account" in refiner("logs", "sft", where).stderr
+    assert "data has not been started yet." in refiner("logs", "data", where).stderr
