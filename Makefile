@@ -4,13 +4,25 @@ VENV   ?= .venv
 # Files of tests side by side; each server is started by the one file that needs it.
 TEST_PROCESSES ?= 2
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Another package index that has CPU builds of torch, where yours has none: the one that the install
+# page of PyTorch names.
+TORCH_INDEX ?=
+TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
+NVIDIA ?= /proc/driver/nvidia/version
+# The CPU build of torch on Linux without a GPU; fails where another one is wanted or there is none.
+CPU_TORCH = [ "$$(uname)" = Linux ] && [ ! -e $(NVIDIA) ] && { \
+	  $(PIP) $(TORCH_INDEX:%=--extra-index-url %) torch==$(TORCH)+cpu 2>/dev/null || { \
+	  echo 'No CPU build of torch in your package index: pip fetches that for CUDA, several GB.' \
+	    'For the small one: make setup TORCH_INDEX=URL, as the install page of PyTorch names it.'; \
+	  false; }; }
 # One thread per process: several small processes share the cores, and spinning OpenMP threads
 # make each other ten times slower.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint format bench prove pictures clean
+.PHONY: help setup run test quick pythons lock lint format bench prove pictures clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
@@ -21,15 +33,34 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
 	  "refiner needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + ". Set PYTHON=python3.12, say.")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+ifdef LOCK
+	$(PIP) --require-hashes --no-deps --requirement $(LOCK)
+	$(PIP) --no-deps --no-build-isolation --editable .
+else
+	@$(CPU_TORCH) || $(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+endif
 	@touch $@
+
+lock: setup  ## requirements.lock: what CI installs (make setup LOCK=requirements.lock), by hash
+	$(PIP) --dry-run --ignore-installed --no-build-isolation --report $(VENV)/report.json \
+	  --constraint constraints.txt setuptools torch==$(TORCH)+cpu --editable '.[dev,serving]'
+	$(BIN)/python -m tests.support.lock $(VENV)/report.json > requirements.lock
 
 run: setup  ## the whole pipeline on the tiny recipe: a few minutes, no account, no network
 	$(BIN)/refiner run tiny
 
 test: setup  ## all tests that this machine can run; the rest says why it is skipped
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+quick: setup lint  ## style, types, and the tests that are not slow: before each commit, some two minutes
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile -m 'not slow' $(PYTEST_ARGS)
+
+pythons:  ## the quick tests and a small run under each supported Python, in environments of their own
+	@set -e; for version in 3.11 3.12 3.13; do \
+	  $(MAKE) --no-print-directory quick VENV=.venv-$$version PYTHON=python$$version; \
+	  .venv-$$version/bin/python -m pytest -q tests/integration/test_end_to_end.py; \
+	done
 
 lint: setup  ## style, types, and the shape of the house: arrows, sizes, marks, dead code, copies
 	$(BIN)/ruff check .
@@ -41,12 +72,14 @@ format: setup  ## let ruff tidy up
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-prove: setup  ## the long proofs: does it learn, come back, in any weather; do its statistics hold (over an hour)
+prove: setup  ## the long proofs: does it learn, come back, in any weather; do its statistics hold (some hours)
 	$(BIN)/python -m tests.prove.learning
 	$(BIN)/python -m tests.prove.tools
 	$(BIN)/python -m tests.prove.step100
+	$(BIN)/python -m tests.prove.neighbour
 	$(BIN)/python -m tests.prove.simulation --mutations
 	$(BIN)/python -m tests.prove.statistics
+	$(BIN)/python -m tests.prove.mutants
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6
 	$(BIN)/refiner prove-resume tiny --steps 12 --interruptions 6 --stage grpo grpo.async_steps=1
 
