@@ -31,7 +31,7 @@ def test_real_rows_run_to_the_end_and_say_what_was_dropped(tmp_path: Path) -> No
         counts = report[which]
         assert counts["read"] == read
         assert counts["kept"] + sum(counts["dropped"].values()) == read
-    assert report["rl"]["kept"] == 5
+    assert report["rl"]["kept"] == 4
     assert set(report["rl"]["dropped"]) == {"prompt_too_long"}
     assert f"{report['rl']['kept']} of 6 prompts kept" in done.stdout
     assert "prompt_too_long" in done.stdout

@@ -12,6 +12,7 @@ from infra.attempt.attempt import AttemptRun
 from infra.attempt.logs import set_up_logging
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.placement import Placement
 
 
@@ -22,7 +23,7 @@ def main() -> int:
     parser.add_argument("stage_id")
     parser.add_argument("attempt", type=int)
     args = parser.parse_args()
-    set_up_logging("info")
+    set_up_logging(RecipeConfig())
     workspace = Workspace.open(args.workspace)
     with AttemptRun(workspace, args.stage_id, args.attempt) as attempt:
         job = RanksJob(

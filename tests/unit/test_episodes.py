@@ -32,6 +32,7 @@ from refiner_core.environments.episodes import (
 from refiner_core.environments.protocol import Message, Task
 from refiner_core.environments.record import EpisodeRecord, record_from_json
 from refiner_core.models.tokenizer import build_tokenizer
+from tests.support.command import wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of
 
 TOKENIZER = build_tokenizer()
@@ -585,14 +586,15 @@ def test_a_bug_of_an_environment_names_task_and_turn(at: int, where: str) -> Non
     ) as error:
         play(tasks, environment=environment)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
-    assert environment.closed == environment.made
+    # An episode at work when another fails is closed by its own thread, a moment later.
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 def test_a_reward_that_is_no_number_is_a_bug() -> None:
     environment = Counting()
     with pytest.raises(StageFailed, match="task t0"):
         play([task_of(0, reward=math.nan)], environment=environment)
-    assert environment.closed == environment.made
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 def test_errors_that_say_what_to_do_pass_as_they_are() -> None:
@@ -611,7 +613,7 @@ def test_errors_that_say_what_to_do_pass_as_they_are() -> None:
     environment = Judged()
     with pytest.raises(JudgeOutage, match="nobody answers"):
         play([task_of(n) for n in range(3)], environment=environment)
-    assert environment.closed == environment.made
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 def test_a_stop_ends_it_between_turns() -> None:
@@ -625,7 +627,7 @@ def test_a_stop_ends_it_between_turns() -> None:
             should_stop=lambda: len(told) >= 3,
         )
     assert 3 <= len(told) < 20
-    assert environment.closed == environment.made
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 def test_a_stop_is_heard_while_a_tool_hangs() -> None:
@@ -651,7 +653,7 @@ def test_what_the_caller_raises_ends_it() -> None:
 
     with pytest.raises(KeyError):
         play([task_of(n) for n in range(9)], environment=environment, on_episode=told)
-    assert environment.closed == environment.made
+    wait_until(lambda: environment.closed == environment.made, "all episodes to be closed", 20)
 
 
 class Broken:

@@ -33,6 +33,7 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.views import StageView
+from tests.support.command import wait_until
 
 TOPIC = Topic("20261121-120000-tiny-ab12", "tiny", "/scratch/me/my runs", "node7")
 
@@ -297,7 +298,15 @@ def test_a_command_that_hangs_leaves_nothing_behind(
     with pytest.raises(ChannelFailed, match="did not end"):
         channels.send(alarm, parcel_of(message), show=False)
     child = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    # A killed child is gone when init has taken it in.
+    wait_until(lambda: not _is_running(child), "its child to end", 10)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_what_another_courier_has_just_delivered_goes_out_once(
