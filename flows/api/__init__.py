@@ -150,6 +150,7 @@ if TYPE_CHECKING:
         make_recipe_plan,
         work_on,
     )
+    from flows.serving import deploy, serve
     from flows.starting.completing import Candidate, candidates
     from flows.sweeping.launching import Launch, SweepOutcome, work_on_sweep
     from flows.sweeping.planning import make_sweep_plan
@@ -273,6 +274,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "make_recipe_plan",
         "work_on",
     ),
+    "flows.serving": ("deploy", "serve"),
     "flows.sweeping.launching": (
         "Launch",
         "SweepOutcome",

@@ -58,6 +58,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("show", "Explain a configuration field: its mark, type, default and source."),
     "recipes": ("recipes", "List the shipped recipes."),
     "profiles": ("profiles", "List the shipped Slurm profiles."),
+    "serve": ("serve", "Carry out what is launched from Prefect: runs, sweeps, nights."),
+    "deploy": ("serve", "Put the same deployments on a Prefect server, for a work pool."),
     "server": ("server", "Show or stop the local Prefect server."),
     "completion": ("completion", "Print what a shell needs to complete commands and fields."),
 }

@@ -40,7 +40,7 @@ def serve(nightlies: Sequence[Nightly], *, tell: Callable[[str], None]) -> int:
     runner = Runner(name="refiner-nightly", pause_on_shutdown=True, limit=max(2, len(nightlies)))
     due = {n.name: night for n in nightlies if (night := due_night(n, datetime.now(UTC)))}
     for nightly in nightlies:
-        deployment = runner.add_deployment(_deployment(nightly))
+        deployment = runner.add_deployment(nightly_deployment(nightly))
         tell(f"{nightly.name}: {nightly.schedule} ({nightly.timezone}), {_url(info, deployment)}")
         if nightly.name in due:
             tell(f"{nightly.name}: the night of {due[nightly.name]} is not done, and begins now")
@@ -81,7 +81,7 @@ def deploy(
         There is no such pool or deployment.
     """
     info = _server()
-    wanted = [(nightly, _deployment(nightly)) for nightly in nightlies]
+    wanted = [(nightly, nightly_deployment(nightly)) for nightly in nightlies]
     return asyncio.run(_deploy(wanted, info, pool, automation))
 
 
@@ -92,7 +92,7 @@ async def _deploy(
     automation: str | None,
 ) -> list[dict[str, Any]]:
     if pool is not None:
-        await _check_pool(pool)
+        await check_pool(pool)
     target = await _target(automation) if automation is not None else None
     made = []
     for nightly, prepared in wanted:
@@ -117,7 +117,8 @@ def _server() -> ServerInfo:
     return info
 
 
-def _deployment(nightly: Nightly) -> Any:
+def nightly_deployment(nightly: Nightly) -> Any:
+    """The deployment of a nightly evaluation, with its schedule."""
     from prefect.client.schemas.schedules import CronSchedule
     from prefect.flows import EntrypointType
 
@@ -147,7 +148,14 @@ async def _begin(deployment: Any, night: str) -> None:
         await client.create_flow_run_from_deployment(deployment, parameters={"night": night})
 
 
-async def _check_pool(pool: str) -> None:
+async def check_pool(pool: str) -> None:
+    """Refuse a work pool that the server does not have.
+
+    Raises
+    ------
+    ConfigurationError
+        Names those that it has.
+    """
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
 

@@ -21,6 +21,7 @@ from flows.checking.sources import resolve_sources
 from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
 from infra.campaign.history import run_incidents
+from infra.host.processes import ProcessId
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
 from infra.store.orchestrators import orchestrator_of, take_up
@@ -330,6 +331,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     def tell(event: DiskEvent) -> None:
         campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
+    campaign.note({"event": "begin", "process": str(ProcessId.of())})
     hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
     with DiskWatch(keeper, campaign.next_save_bytes, tell):
         views = run_pictured(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from infra.host.environment import environment
 from infra.jobs.worker_command import job_settings, tail_of
 from infra.store.orchestrators import orchestrator_of
 from infra.store.snapshot import check_snapshot
@@ -99,6 +100,7 @@ def detach(workspace: Workspace, run: Recorded, *options: str) -> Detached:
         begins_at = output.tell()
         process = subprocess.Popen(
             resume_command(workspace, run, *options),
+            env=_own_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -116,6 +118,11 @@ def detach(workspace: Workspace, run: Recorded, *options: str) -> Detached:
             return Detached(run.run, log, process.pid)
         time.sleep(_POLL_S)
     return Detached(run.run, log, process.pid, message="it has not begun yet; see its log")
+
+
+def _own_environment() -> dict[str, str]:
+    """Less what is about a flow run that starts the process: it is no part of that."""
+    return {k: v for k, v in environment().items() if not k.startswith("PREFECT__")}
 
 
 def detach_as_job(

@@ -185,6 +185,7 @@ def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch, hears
     supervisor.tell = console.note
     events = supervisor.workspace.layout.run(sweep_call(supervisor.plan.sweep.name)).events
     story = Story(str(events), launch.resumed)
+    supervisor.note({"event": "begin", "process": str(ProcessId.of())})
     drawing = supervisor.graph.drawing(str(ProcessId.of()), story)
 
     def tell(event: DiskEvent) -> None:

@@ -43,7 +43,17 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("recipes", "protocols", "checking", "stages", "ranks", "worker", "notifying", "picture"),
         *("running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
         *("judge_report", "sweeping", "why", "diffing", "proving", "nightly", "reporting"),
-        *("frames", "starting", "api", "examples", "cli"),
+        *(
+            "frames",
+            "starting",
+            "api",
+            "flow_runs",
+            "pipeline",
+            "sweep",
+            "serving",
+            "examples",
+            "cli",
+        ),
     ),
 }
 

@@ -74,6 +74,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "show": ("explain_fields",),
     "recipes": ("list_recipes",),
     "profiles": ("list_slurm_profiles",),
+    "serve": ("serve",),
+    "deploy": ("deploy",),
     "server": ("prefect_server_status", "stop_prefect_server"),
     "completion": ("candidates",),
 }

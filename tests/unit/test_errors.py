@@ -57,6 +57,7 @@ INNER = {
 PLAIN = {
     "flows/cli/run.py": "Ctrl-C again, which flows.cli.main knows",
     "flows/picture/feed.py": "the drawing alone ends; the run goes on",
+    "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
     "flows/api/__init__.py": "a name of a module that is not there, as Python says it",
     "infra/attempt/stage_io.py": "steps of our own loops",
     "infra/store/traces.py": "caught where it is raised: the rows are written as text",

@@ -1,0 +1,80 @@
+"""The Prefect flow ``pipeline``: a recipe, carried out. Imports Prefect.
+
+In: the parameters of a flow run, from the form of its deployment, a schedule, or a script. Out: a
+recorded run that an orchestrator works on, and a flow run that shows it; see
+:mod:`flows.flow_runs` for who does what.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.states import State
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
+from flows.running.detach import Detached
+from flows.running.following import nodes_of
+from infra.store.workspace import Workspace
+
+#: Names a recipe or a folder.
+_Path = Annotated[str, Field(min_length=1)]
+
+
+@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
+    name="pipeline",
+    retries=0,
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=MOST_TASKS),
+)
+def pipeline(
+    recipe: _Path = "tiny",
+    overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
+    workspace: _Path = "runs",
+    seed: int | None = None,
+    folder: _Path = ".",
+    run: str = "",
+) -> State[Any]:
+    """Carry out a recipe: data, SFT, RFT, GRPO, publication and evaluations, as it says.
+
+    Parameters
+    ----------
+    recipe
+        A shipped name, or the path of a YAML file.
+    overrides
+        `key=value`, such as `grpo.beta=0.01`.
+    workspace
+        Folder that holds records, outputs and checkpoints.
+    seed
+        Of training; as the recipe says where none is given.
+    folder
+        Where relative paths begin.
+    run
+        A recorded run to go on with; a new one where none is given.
+    """
+
+    def begin() -> Call:
+        from flows.running.calls import begin_run, in_folder_of, plan_of_run
+
+        if run:
+            room = Workspace.open(workspace)
+            record = room.read_run(run)
+            with in_folder_of(record):
+                return Call(room, record.run, record.run, nodes_of(plan_of_run(room, record)))
+        seeds = [] if seed is None else [f"seed={seed}"]
+        plan, room, record = begin_run(recipe, [f"workspace={workspace}", *seeds, *overrides])
+        return Call(room, record.run, record.run, nodes_of(plan))
+
+    def start(call: Call) -> Detached:
+        from flows.api import detach_run
+
+        return detach_run(call.room.read_run(call.id), call.room.root, use_server=False)
+
+    def cancel(call: Call, stages: list[str]) -> None:
+        from flows.api import cancel_run
+
+        cancel_run(call.id, stages, call.room.root, wait_s=0)
+
+    return carry_out(recipe, folder, "run", Doors(begin, start, cancel))

@@ -1,0 +1,81 @@
+"""The Prefect flow ``sweep``: an ablation, carried out. Imports Prefect.
+
+In: the parameters of a flow run. Out: a recorded sweep that an orchestrator works on, and a flow
+run with a task run for each trial; see :mod:`flows.flow_runs` for who does what.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.states import State
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
+from flows.running.detach import Detached
+from flows.running.following import Node
+from infra.store.workspace import Workspace
+
+#: Names a sweep or a folder.
+_Path = Annotated[str, Field(min_length=1)]
+
+
+@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
+    name="sweep",
+    retries=0,
+    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(max_workers=MOST_TASKS),
+)
+def sweep(
+    sweep: _Path = "citation-weight-tiny",
+    overrides: list[str] = [],  # noqa: B006
+    workspace: _Path = "runs",
+    folder: _Path = ".",
+    run: str = "",
+) -> State[Any]:
+    """Carry out a sweep: its arms with each seed; a task run shows a trial.
+
+    Parameters
+    ----------
+    sweep
+        A shipped name, or the path of a YAML file.
+    overrides
+        `key=value`, for all arms.
+    workspace
+        Folder that holds records, outputs and checkpoints.
+    folder
+        Where relative paths begin.
+    run
+        A recorded sweep to go on with; a new version where none is given.
+    """
+
+    def begin() -> Call:
+        from flows.api import begin_sweep, make_sweep_plan
+        from flows.sweeping.launching import workspace_of
+        from infra.store.layout import sweep_call
+
+        if run:
+            room = Workspace.open(workspace)
+            record = room.read_sweep(run)
+        else:
+            plan = make_sweep_plan(sweep, [f"workspace={workspace}", *overrides])
+            record = begin_sweep(plan, [f"workspace={workspace}", *overrides])
+            room = workspace_of(plan, to_write=True)
+        trials = tuple(Node(t.name, "trial", t.name) for t in record.trials)
+        return Call(room, record.name, sweep_call(record.name), trials)
+
+    def start(call: Call) -> Detached:
+        from flows.api import detach_sweep
+        from flows.sweeping.launching import Launch
+
+        return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
+
+    def cancel(call: Call, stages: list[str]) -> None:
+        from flows.api import cancel_sweep
+
+        if not stages:  # no trial alone can be ended
+            cancel_sweep(call.name, call.room.root, wait_s=0)
+
+    return carry_out(sweep, folder, "sweep", Doors(begin, start, cancel))

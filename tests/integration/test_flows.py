@@ -1,0 +1,267 @@
+"""Flow runs from deployments, as the Prefect UI starts, cancels and retries them: a real server and
+a real `refiner serve`, over the REST API."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from infra.store.orchestrators import Orchestrator, orchestrator_of
+from infra.store.workspace import Workspace
+from tests.support.command import ROOT, SMALL, Stage, environment, refiner
+from tests.support.prefect_server import PrefectApi, eventually
+
+pytestmark = pytest.mark.prefect
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
+
+
+class Served:
+    """What a person does in the UI."""
+
+    def __init__(self, prefect: PrefectApi, folder: Path) -> None:
+        self.prefect, self.folder = prefect, folder
+
+    def launch(self, flow: str = "pipeline", **parameters: Any) -> str:
+        """Press Run; the flow run's id."""
+        found = self.prefect.get(f"/deployments/name/{flow}/refiner")
+        made = self.prefect.post(
+            f"/deployments/{found['id']}/create_flow_run",
+            {"parameters": parameters, "state": {"type": "SCHEDULED"}},
+        )
+        return str(made["id"])
+
+    def set_state(self, flow_run: str, kind: str, name: str) -> None:
+        """Press Cancel (CANCELLING, Cancelling) or Retry (SCHEDULED, AwaitingRetry)."""
+        self.prefect.post(
+            f"/flow_runs/{flow_run}/set_state", {"state": {"type": kind, "name": name}}
+        )
+
+    def state(self, flow_run: str) -> dict[str, Any]:
+        return dict(self.prefect.get(f"/flow_runs/{flow_run}")["state"])
+
+    def ends(self, flow_run: str, timeout_s: float = 300) -> dict[str, Any]:
+        """The final state."""
+        return eventually(
+            lambda: (s := self.state(flow_run)) and s["type"] in FINAL and s, timeout_s
+        )
+
+    def call(self, flow_run: str) -> str:
+        """The id of the run that the flow run shows."""
+        return eventually(lambda: self.prefect.get(f"/flow_runs/{flow_run}")["parameters"]["run"])
+
+
+@pytest.fixture(scope="module")
+def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`refiner serve`, with the tiny recipe in its form."""
+    from infra.prefect_server.server import ensure_server
+
+    folder = tmp_path_factory.mktemp("served")
+    with (folder / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli.main", "serve", "tiny"],
+            cwd=folder,
+            env={**environment(), "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+        )
+    prefect = PrefectApi(ensure_server(120))
+    try:
+        eventually(lambda: "Ready" in (folder / "serve.log").read_text(), 120)
+        yield Served(prefect, folder)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def weights(workspace: Path) -> bytes:
+    output = Stage(workspace, "grpo").attempts[-1] / "output"
+    return next(output.rglob("model.safetensors")).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    workspace = tmp_path_factory.mktemp("undisturbed")
+    done = refiner("run", "tiny", f"workspace={workspace}", "--no-server", *OVERRIDES)
+    assert done.code == 0, done.stderr
+    return weights(workspace)
+
+
+def steps_of_grpo(workspace: Path) -> int:
+    """Steps that the newest attempt at GRPO has made."""
+    stage = Stage(workspace, "grpo")
+    if not stage.attempts:
+        return 0
+    path = stage.attempts[-1] / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights(
+    served: Served, tmp_path: Path, undisturbed: bytes
+) -> None:
+    slow = [*OVERRIDES, f"workspace={tmp_path}"]
+    flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=slow)
+    eventually(lambda: steps_of_grpo(tmp_path) >= 1, 240)
+    served.set_state(flow_run, "CANCELLING", "Cancelling")
+    assert served.ends(flow_run, 60)["type"] == "CANCELLED"
+    run = served.call(flow_run)
+    room = Workspace.read_only(tmp_path)
+    eventually(lambda: not orchestrator_of(room, run).works, 60)
+    grpo = Stage(tmp_path, "grpo").folder
+    assert grpo
+    assert list(grpo.glob("checkpoints/step-*")), "the running stage has saved"
+    assert "all" in served.prefect.artifacts(flow_run)[f"{run}-cancelled"]["data"].lower()
+    served.set_state(flow_run, "SCHEDULED", "AwaitingRetry")
+    eventually(lambda: served.state(flow_run)["type"] not in FINAL, 60)
+    assert served.ends(flow_run)["type"] == "COMPLETED"
+    assert served.call(flow_run) == run
+    assert weights(tmp_path) == undisturbed
+
+
+LONG_SFT = [
+    *(
+        "stages=[data,sft]",
+        "sft.num_train_epochs=2000",
+        "sft.max_train_steps=20000",
+        "sft.save_freq=20",
+        "sft.eval_freq=20000",
+    ),
+    *("tracking.wandb=disabled", "dispatch.poll_s=0.1", "data.synthetic_sft_rows=160"),
+]
+
+
+class Sft:
+    """A flow run whose SFT goes on for a while, once it has saved."""
+
+    def __init__(self, served: Served, workspace: Path) -> None:
+        self.served, self.workspace = served, workspace
+        parameters = {"recipe": "tiny", "workspace": str(workspace), "overrides": LONG_SFT}
+        self.flow_run = served.launch(**parameters)
+        eventually(lambda: list(workspace.glob("stages/sft-*/checkpoints/step-*")), 120)
+        self.run = served.call(self.flow_run)
+        self.room = Workspace.read_only(workspace)
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        return orchestrator_of(self.room, self.run)
+
+    def flow_process(self) -> psutil.Process:
+        """The process that Prefect's runner has started for the flow run."""
+        for process in psutil.process_iter(["environ"]):
+            env = process.info["environ"] or {}
+            if env.get("PREFECT__FLOW_RUN_ID") == self.flow_run:
+                return process
+        raise AssertionError("no process of the flow run")
+
+    def retry(self) -> None:
+        self.served.set_state(self.flow_run, "SCHEDULED", "AwaitingRetry")
+
+    def end(self) -> None:
+        """Cancel, from a shell."""
+        done = refiner("cancel", self.run, f"workspace={self.workspace}")
+        assert done.code == 0, done.stderr
+
+
+def test_without_its_process_the_work_goes_on_and_a_retry_follows_it_again(
+    served: Served, tmp_path: Path
+) -> None:
+    sft = Sft(served, tmp_path)
+    before = sft.orchestrator
+    sft.flow_process().kill()
+    assert served.ends(sft.flow_run, 60)["type"] == "CRASHED"
+    assert sft.orchestrator == before
+    assert before.standing == "running"
+    sft.retry()
+    sft.retry()  # a second click
+    eventually(lambda: served.state(sft.flow_run)["type"] == "RUNNING", 60)
+    again = refiner("resume", sft.run, f"workspace={tmp_path}", "--no-server")
+    assert "is worked on already" in again.stderr
+    assert sft.orchestrator == before, "nobody else has taken it up"
+    sft.end()
+    end = served.ends(sft.flow_run, 60)
+    assert end["type"] == "CANCELLED", "cancelled in a shell, and seen here"
+    assert f"refiner resume {sft.run}" in end["message"]
+
+
+def test_a_killed_orchestrator_shows_as_crashed_and_a_retry_brings_it_back(
+    served: Served, tmp_path: Path
+) -> None:
+    sft = Sft(served, tmp_path)
+    os.kill(sft.orchestrator.pid, signal.SIGKILL)
+    end = served.ends(sft.flow_run, 30)
+    assert end["type"] == "CRASHED"
+    assert "was killed" in end["message"]
+    sft.retry()
+    eventually(lambda: sft.orchestrator.standing == "running", 60)
+    sft.end()
+    assert served.ends(sft.flow_run, 60)["type"] == "CANCELLED"
+
+
+def test_suspended_it_begins_no_stage_and_resumed_it_goes_on(
+    served: Served, tmp_path: Path
+) -> None:
+    flow_run = served.launch(recipe="tiny", workspace=str(tmp_path), overrides=list(SMALL))
+    eventually(lambda: list(tmp_path.glob("stages/sft-*/checkpoints/step-*")), 120)
+    state = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
+    served.prefect.post(f"/flow_runs/{flow_run}/set_state", {"state": state})
+    run, room = served.call(flow_run), Workspace.read_only(tmp_path)
+    eventually(lambda: not orchestrator_of(room, run).works, 120)
+    assert Stage(tmp_path, "sft").result(), "what ran has ended by itself"
+    assert not Stage(tmp_path, "grpo").attempts
+    eventually(lambda: served.state(flow_run)["name"] == "Suspended", 30)
+    served.prefect.post(f"/flow_runs/{flow_run}/resume")
+    eventually(lambda: Stage(tmp_path, "grpo").attempts, 120)
+    served.set_state(flow_run, "CANCELLING", "Cancelling")
+    assert served.ends(flow_run, 60)["type"] == "CANCELLED"
+    eventually(lambda: not orchestrator_of(room, run).works, 60)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"recipe": "tinny"}, "Did you mean 'tiny'"),
+        ({"recipe": "/gone/recipe.yaml"}, "/gone/recipe.yaml"),
+        ({"recipe": "tiny", "overrides": ["grpo.betta=1"]}, "grpo.beta"),
+    ],
+)
+def test_what_cannot_be_carried_out_fails_before_any_job_with_our_words(
+    served: Served, tmp_path: Path, parameters: dict[str, Any], said: str
+) -> None:
+    flow_run = served.launch(workspace=str(tmp_path / "runs"), **parameters)
+    end = served.ends(flow_run, 60)
+    assert end["type"] == "FAILED"
+    assert said in end["message"]
+    assert not (tmp_path / "runs" / "stages").exists()
+
+
+def test_a_wrong_type_is_refused_by_the_form(served: Served) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        served.launch(recipe="tiny", seed="three")
+    assert refused.value.code in (409, 422)
+
+
+def test_a_sweep_shows_a_task_for_each_trial(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        "recipe: tiny\nfactors: {sft.learning_rate: [1.0e-3, 2.0e-3]}\nseeds: [1]\n"
+        "overrides: ['stages=[data,sft]', sft.max_train_steps=2, data.synthetic_sft_rows=160]\n"
+    )
+    flow_run = served.launch("sweep", sweep=str(file), workspace=str(tmp_path / "runs"))
+    end = served.ends(flow_run)
+    assert end["type"] == "COMPLETED", end["message"]
+    assert len(served.prefect.task_runs(flow_run)) == 2
+
+
+def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:
+    done = refiner("deploy", "tiny", "--pool", "nowhere")
+    assert done.code == 2
+    assert "prefect work-pool create nowhere" in done.stderr
