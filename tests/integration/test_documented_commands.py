@@ -111,6 +111,15 @@ TRIALS = (
         by="tests/integration/test_nights.py::test_a_prefect_server_says_when_and_records_say_what",
     ),
     Trial(
+        "refiner serve.*",
+        by="tests/integration/test_flows.py"
+        "::test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights",
+    ),
+    Trial(
+        "refiner deploy .*",
+        by="tests/integration/test_flows.py::test_a_worker_of_a_pool_carries_out_what_is_deployed",
+    ),
+    Trial(
         "refiner card check me/.*",
         by="tests/integration/test_publishing.py"
         "::test_every_step_has_its_tag_its_numbers_and_a_card_that_can_be_checked",

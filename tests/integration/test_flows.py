@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from infra.prefect_server.server import ensure_server
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner
-from tests.support.prefect_server import PrefectApi, eventually
+from tests.support.prefect_server import PrefectApi, eventually, private_server
 
 pytestmark = pytest.mark.prefect
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -63,8 +64,6 @@ class Served:
 @pytest.fixture(scope="module")
 def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`refiner serve`, with the tiny recipe in its form."""
-    from infra.prefect_server.server import ensure_server
-
     folder = tmp_path_factory.mktemp("served")
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen(
@@ -265,3 +264,29 @@ def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:
     done = refiner("deploy", "tiny", "--pool", "nowhere")
     assert done.code == 2
     assert "prefect work-pool create nowhere" in done.stderr
+
+
+def test_a_worker_of_a_pool_carries_out_what_is_deployed(served: Served, tmp_path: Path) -> None:
+    """On a server of its own: `refiner serve` carries out what is launched on the other."""
+    with private_server(tmp_path / "state"):
+        prefect = PrefectApi(ensure_server(120))
+        prefect.post("/work_pools/", {"name": "here", "type": "process"})
+        made = refiner("deploy", "tiny", "--pool", "here", "--json", cwd=tmp_path)
+        assert made.code == 0, made.stderr
+        names = [one["name"] for one in made.json["deployments"]]
+        assert names == ["pipeline/refiner", "sweep/refiner"]
+        small = ["stages=[data]", "data.synthetic_sft_rows=160"]
+        flow_run = Served(prefect, tmp_path).launch(recipe="tiny", overrides=small)
+        worker = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "here"]
+        done = subprocess.run(
+            [*worker, "--run-once", "--type", "process"],
+            cwd=tmp_path,
+            env={**environment(), **ensure_server(5).client_env(), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        end = Served(prefect, tmp_path).ends(flow_run, 120)
+        assert end["type"] == "COMPLETED", f"{end['message']} {done.stderr[-3000:]}"
+        assert list((tmp_path / "runs").glob("stages/data-*/result.json"))
