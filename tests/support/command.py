@@ -129,6 +129,13 @@ class Stage:
         return str((beat.get("progress") or {}).get("phase", ""))
 
     @property
+    def step(self) -> int:
+        """The newest step that it has logged; of a trainer that logs none, that it has shown."""
+        progress = self._json("heartbeat.json").get("progress") or {}
+        shown = int(progress.get("done", 0)) if progress.get("phase") == "train" else 0
+        return max(self.steps(), default=shown)
+
+    @property
     def worker(self) -> ProcessId | None:
         """The newest attempt's worker."""
         found = self._json("started.json").get("process")

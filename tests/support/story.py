@@ -263,7 +263,7 @@ def tell(
                 for fault in sorted(faults, key=lambda f: f.step):
                     _until(scene, fault.step, limit_s)
                     at = time.monotonic() - began
-                    scene.say(f"{at:6.1f} s, step {_step(scene)}: {fault.do(scene)}")
+                    scene.say(f"{at:6.1f} s, step {scene.stage.step}: {fault.do(scene)}")
                 _until_over(scene, limit_s - (time.monotonic() - began))
         finally:
             if scene.process is not None and scene.process.poll() is None:
@@ -295,14 +295,10 @@ def _outcome(attempt: Path) -> dict[str, Any]:
     return value
 
 
-def _step(scene: Scene) -> int:
-    return max(scene.stage.steps(), default=0)
-
-
 def _until(scene: Scene, step: int, limit_s: float) -> None:
     """Wait until the trainer has logged a step, or the run has ended."""
     deadline = time.monotonic() + limit_s
-    while _step(scene) < step:
+    while scene.stage.step < step:
         assert scene.process is not None
         if scene.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"step {step} never came: {_end_of(scene)}")
