@@ -24,6 +24,7 @@ from tests.support.command import (
 TRAINER = ROOT / "tests" / "support" / "foreign_trainer.py"
 TINY = ROOT / "refiner_core" / "models" / "tiny"
 EVALUATED = (
+    "publish.malformed=true",  # a model that was hardly trained says nothing yet
     "data.rl_path=builtin:synthetic",
     "data.synthetic_rl_rows=40",
     "data.max_prompt_token_length=256",
