@@ -183,7 +183,7 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
     3: "bad_data",
     5: "disk_full",
     6: "interrupted",
-    7: "judge_outage",
+    7: "system_outage",
     8: "unsupported",
     9: "hub_refused",
 }

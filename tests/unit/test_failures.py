@@ -155,6 +155,8 @@ EXIT_1 = "subprocess.CalledProcessError: Command '['env']' returned non-zero exi
         (True, "died with <Signals.SIGKILL: 9>.", "killed"),
         (True, "returned non-zero exit status 5.", "disk_full"),
         (True, "returned non-zero exit status 6.", "interrupted"),
+        # Of all that ends with 7, this is what keeps a worker from leaving its word.
+        (True, "returned non-zero exit status 7.", "system_outage"),
         (False, "OSError: [Errno 122] Disk quota exceeded", "disk_full"),
         (False, "OSError: [Errno 116] Stale file handle: '/w/x'\n" + EXIT_1, "system_outage"),
         (True, "SafetensorError: I/O error: Input/output error (os error 5)", "system_outage"),
