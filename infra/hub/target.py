@@ -219,7 +219,7 @@ class _Publishing:
             check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
         self._evidence = before.lying
         wanted, gone = self._difference(before)
-        if not wanted and not gone:
+        if not wanted:  # what is no longer there changes the evidence file too
             return before.commit
         self._changed |= {f.name for f in wanted}
         commit = self._send(branch, before.commit, wanted, gone)
@@ -341,11 +341,10 @@ def _check_sources(files: Sequence[FileToPublish]) -> None:
     from infra.hub.upload import replaced
 
     for file in files:
-        if file.source is None:
-            continue
-        size = file.source.stat().st_size if file.source.is_file() else None
-        if size != file.bytes:
-            raise replaced(file, "is gone" if size is None else f"has {size} bytes")
+        if file.source is not None:
+            size = file.source.stat().st_size if file.source.is_file() else None
+            if size != file.bytes:
+                raise replaced(file, "is gone" if size is None else f"has {size} bytes")
 
 
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:

@@ -187,10 +187,11 @@ class SchedulerView:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
     def _settle(self, wanted: Wanted, told: JobFacts | None, noted: JobFacts | None) -> None:
-        """Of the controller and of accounting, the former is fresher, the latter knows steps."""
+        """Of the controller and of accounting, the former is fresher; the latter alone knows steps,
+        and who has cancelled it."""
         found = told or (noted if noted is not None and noted.rule.over else None)
         if found is not None and noted is not None:
-            found = replace(found, steps=noted.steps, by=found.by or noted.by)
+            found = replace(found, steps=noted.steps, by=noted.by)
         if found is not None:
             self._missing.pop(wanted.key, None)
             if found.rule.over:

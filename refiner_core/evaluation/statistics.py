@@ -304,7 +304,7 @@ def _whole(values: Floats, confidence: float) -> list[Difference]:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values that hold for all comparisons together (Holm 1979), in the given order."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, running = [0.0] * len(p_values), 0.0
+    adjusted, running = list(p_values), 0.0
     for rank, index in enumerate(order):
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = running
@@ -320,4 +320,4 @@ def mcnemar_of(changes: Floats) -> float:
     from scipy.stats import binomtest
 
     up, down = int((changes > 0).sum()), int((changes < 0).sum())
-    return float(binomtest(up, up + down).pvalue) if up + down else 1.0
+    return float(binomtest(up, up + down).pvalue) if up != down else 1.0

@@ -157,6 +157,17 @@ def test_exported_weights_go_once_the_hub_has_them_and_the_way_back_is_told(
     assert workspace.output_damage(exported.export) is None
 
 
+def test_one_copy_that_is_whole_is_enough(workspace: Workspace, exported: Exported) -> None:
+    config = exported.plan.config
+    plan = make_plan(replace(config, publish=replace(config.publish, files=("*.json",))), SOURCES)
+    other = claim(workspace, plan, "publish-step2")
+    assert other.id != exported.publish
+    report = json.loads(workspace.layout.stage(exported.publish).result.read_text())["report"]
+    finish(workspace, other.id, report={**report, "files": []})
+    reclaim(workspace)
+    assert not exported.weights.exists()
+
+
 @pytest.mark.parametrize(
     "trouble", ["commit gone", "other bytes", "repository gone", "no network", "offline", "token"]
 )

@@ -59,6 +59,9 @@ def test_a_published_power_comes_out_again_to_the_last_digit() -> None:
     assert power_of(Components(None, 0.02, 0.05), 1, 20, 0.2) == pytest.approx(
         0.8935199223563732, rel=1e-9
     )
+    assert detectable_effect(Components(0.01, 0.02, 0.05), 3, 20) == pytest.approx(
+        0.3660411164339093, rel=1e-9
+    )
 
 
 def test_power_without_a_spread_or_without_prompts() -> None:

@@ -119,6 +119,28 @@ def test_a_local_job_is_killed_and_one_of_another_host_with_its_number_is_not(
     assert sleeper.wait(30) == -signal.SIGKILL
 
 
+def test_a_local_job_is_dead_only_if_it_ran_here(
+    sleeper: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    workspace = Workspace.open(tmp_path / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    record = workspace.read_record(stage.id)
+    assert record is not None
+    here = ProcessId.of(sleeper.pid)
+    dispatcher = LocalDispatcher(workspace)
+
+    def sight(process: ProcessId | None) -> str:
+        started = None if process is None else {"process": str(process)}
+        ref = AttemptRef(stage.id, 1)
+        return dispatcher.look([OpenAttempt(ref, record.attempts[0], started)])[ref].sight
+
+    elsewhere = replace(here, host="elsewhere")
+    assert [sight(p) for p in (here, elsewhere, None)] == ["live", "unknown", "unknown"]
+    sleeper.kill()
+    sleeper.wait()
+    assert [sight(p) for p in (here, elsewhere, None)] == ["dead", "unknown", "unknown"]
+
+
 def test_a_user_without_a_name_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """`docker run --user 12345`."""
     assert user_name() == pwd.getpwuid(os.getuid()).pw_name

@@ -214,6 +214,7 @@ def test_workers_get_the_profiles_settings_and_the_offline_switches(
     profile = Profile(name="x", env={"NCCL_DEBUG": "INFO"}, cpu=Place(partition="cpu"))
     campaign = Campaign(tmp_path / "w", profile)
     command = campaign.dispatcher.command(campaign.claim())
+    assert command[0] == "env"
     assert {"NCCL_DEBUG=INFO", "HF_HUB_OFFLINE=1", "PYTHONSAFEPATH=1"} <= set(command)
     campaign = Campaign(tmp_path / "w", replace(profile, network=True))
     assert "HF_HUB_OFFLINE=1" not in campaign.dispatcher.command(campaign.claim(2))

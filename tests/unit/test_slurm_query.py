@@ -120,6 +120,14 @@ def test_an_ended_job_is_asked_for_once(world: World) -> None:
     assert world.scheduler.asked == ["queue", "shown", "accounts", "queue", "queue"]
 
 
+def test_accounting_knows_who_has_cancelled_a_job(world: World) -> None:
+    world.scheduler.remembered = {"1": {"state": "CANCELLED"}}
+    world.scheduler.recorded = [{"id": "1", "state": "CANCELLED by 1234", "name": "name-1"}]
+    (answer,) = world.look(job("1"))
+    assert answer.facts is not None
+    assert (answer.facts.state, answer.facts.by) == ("CANCELLED", "1234")
+
+
 def test_an_ended_job_that_is_put_back_by_hand_lives_again(world: World) -> None:
     world.scheduler.remembered = {"1": {"state": "FAILED"}}
     assert state(world.look(job("1"))[0]) == "FAILED"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.crossed import mean_spread
 from refiner_core.evaluation.statistics import (
     Floats,
     cluster_bootstrap,
@@ -353,6 +354,27 @@ def test_equal_values_are_flat_whatever_rounding_makes_of_them() -> None:
     assert small.high > small.value, "small is not equal"
 
 
+@pytest.mark.filterwarnings("error")
+def test_up_to_one_in_a_million_millions_is_rounding() -> None:
+    """Of the mean, where that is above 1."""
+    for apart, flat in ((1e-12, True), (1.5e-12, False)):
+        found = two_way_mean(np.array([[0.0, apart]]))
+        assert (found.low == found.high) is flat
+    assert two_way_mean(np.array([[10.0, 10.0 + 5e-12]])).low == pytest.approx(10.0, abs=1e-11)
+    assert two_way_mean(np.full((1, 2), 1e-12)).p_value == 1.0, "no difference"
+    assert two_way_mean(np.full((1, 2), 2e-12)).p_value == 0.5
+
+
+def test_what_a_spread_says_of_its_seeds() -> None:
+    """One has no share in it; where they differ more than chance does, none ever doubt it."""
+    one = mean_spread(np.array([[1.0, 2.0, 4.0]]))
+    assert (one.share, one.level, one.seeds, one.prompts) == (0.0, 0.0, 1, 3)
+    three = mean_spread(np.array([[1.0], [2.0], [3.0]]) + np.linspace(-1e-3, 1e-3, 10))
+    assert (three.share, three.level, three.seeds, three.prompts) == (
+        pytest.approx(1.0, abs=1e-5), 1.0, 3, 10
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("seed_spread", [0.0, 0.05, 0.1])
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_two_way_intervals_cover(seeds: int, seed_spread: float) -> None:
@@ -387,3 +409,4 @@ def test_mcnemar_counts_prompts_that_changed() -> None:
     changes = np.array([1.0] * 8 + [0.0] * 11 + [-1.0])
     # 8 up, 1 down: 2 * P(X <= 1), X ~ Binomial(9, 1/2).
     assert mcnemar_of(changes) == pytest.approx(2 * 10 / 512)
+    assert mcnemar_of(np.array([1.0, 0.0, -1.0])) == mcnemar_of(np.zeros(3)) == 1.0

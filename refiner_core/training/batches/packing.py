@@ -92,7 +92,7 @@ class Pack:
     @property
     def shared(self) -> bool:
         """Whether a prompt is followed by more than one response."""
-        return max(self.branch_L, default=0) > 1
+        return any(branch > 1 for branch in self.branch_L)
 
 
 @dataclass(frozen=True)
