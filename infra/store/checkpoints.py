@@ -291,8 +291,8 @@ class CheckpointStore:
             if match and int(match.group(1)) <= self.attempt:
                 atomic.remove_tree(self.folder / name)
         for path in self._folders():
-            older = int(path.name.removeprefix("step-")) < step
-            if older and not any(exists(path / name) for name in (MARKER, DAMAGED)):
+            ours = int(path.name.removeprefix("step-")) <= step
+            if ours and not any(exists(path / name) for name in (MARKER, DAMAGED)):
                 atomic.remove_tree(path)
 
 

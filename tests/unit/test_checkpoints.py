@@ -364,6 +364,10 @@ def test_a_deletion_that_was_cut_short_gives_its_room_back_later(folder: Path) -
     (folder / step_name(1) / MARKER).unlink()  # a kill came right after this
     save(store, 3)
     assert sorted(p.name for p in folder.iterdir()) == [step_name(2), step_name(3)]
+    (folder / step_name(3) / MARKER).unlink()
+    with pytest.raises(ValueError, match="no"):
+        save_and_fail(store, 3, ValueError("no"))
+    assert [p.name for p in folder.iterdir()] == [step_name(2)], "before it is written again"
 
 
 def test_an_older_attempt_leaves_alone_what_a_newer_one_is_writing(folder: Path) -> None:
