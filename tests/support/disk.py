@@ -55,12 +55,12 @@ def finish(
     return result
 
 
-def published(workspace: Workspace, tmp_path: Path, plan: Plan) -> tuple[str, Path]:
+def published(workspace: Workspace, tmp_path: Path, plan: Plan, **more: bytes) -> tuple[str, Path]:
     """A finished training stage whose weights lie in a folder, too."""
     for name in ("data", "sft", "publish"):
         claim(workspace, plan, name)
     sft, target = plan.by_name["sft"].id, tmp_path / "archive" / "model"
-    files = {"model_safetensors": os.urandom(MIB), "config_json": CONFIG}
+    files = {"model_safetensors": os.urandom(MIB), "config_json": CONFIG, **more}
     finish(workspace, sft, **files, tokenizer_config_json=b"{}")
     weights = workspace.layout.attempt(sft, 1).output / "model"
     (weights / "tokenizer.config.json").rename(weights / "tokenizer_config.json")

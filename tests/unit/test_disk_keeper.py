@@ -535,6 +535,20 @@ def test_published_weights_go_with_a_note_of_where_they_are(
     assert not weights_go(workspace), "nothing is left of them"
 
 
+def test_weights_go_though_somebody_else_has_begun_to_delete_them(
+    workspace: Workspace, tmp_path: Path, elsewhere: Callable[[bool], None]
+) -> None:
+    elsewhere(True)
+    plan = small_plan("data", "sft", "publish")
+    sft, _ = published(workspace, tmp_path, plan, more_safetensors=os.urandom(MIB))
+    keeper = DiskKeeper(workspace, DiskConfig())
+    candidates = keeper.candidates(None)
+    weights = workspace.layout.attempt(sft, 1).output / "model"
+    (weights / "model.safetensors").unlink()
+    keeper.carry_out(candidates)
+    assert not (weights / "more.safetensors").exists()
+
+
 def test_weights_stay_where_deleting_would_gain_nothing(
     workspace: Workspace, tmp_path: Path
 ) -> None:

@@ -10,13 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.disk import stock as stock_module
 from infra.disk.copies import Copy
 from infra.disk.reaper import Candidate, Rank, plan_reclaim
-from infra.disk.stock import StageFacts, Stock, Weights
+from infra.disk.stock import StageFacts, Stock, Weights, edges_of
 from infra.disk.usage import Item, Kind, Size
-from refiner_core.contract.records import OutputFile
+from refiner_core.contract.records import OutputFile, RunRecord
 
 MIB = 1 << 20
+RUN = RunRecord(
+    version=1,
+    run="r0",
+    recipe="tiny",
+    overrides=(),
+    command=("refiner", "run", "tiny"),
+    config={},
+    stages={"data": "data-1"},
+    code="",
+    started_at="2026-11-21T00:00:00+00:00",
+)
 FILE = OutputFile("model/model.safetensors", 10 * MIB, "ab" * 32)
 COPY = Copy("folder", "/archive/model", {FILE.sha256: "model.safetensors"})
 WEIGHTS = Weights(Path("/ws/sft-1/output"), (FILE,), 10 * MIB, COPY, verified=True, elsewhere=True)
@@ -256,3 +268,15 @@ def test_whatever_lies_there_the_protected_stays(
             assert not any(c.rank in (Rank.WEIGHTS, Rank.SUPERSEDED) for c in own)
     kept = [i.path for i in found if i.kind in ("rollouts", "logs", "records")]
     assert not gone & set(kept)
+
+
+def test_a_process_that_lives_long_remembers_so_many_runs_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: dict[tuple[str, ...], object] = {}
+    monkeypatch.setattr(stock_module, "_EDGES", kept)
+    monkeypatch.setattr(stock_module, "_MOST_EDGES", 3)
+    for number in range(8):
+        assert edges_of(replace(RUN, run=f"r{number}")) is None, "its record tells of no plan"
+        assert len(kept) <= 3
+    assert kept

@@ -399,6 +399,14 @@ def test_a_trainer_is_launched_when_its_judge_answers_and_not_before() -> None:
     assert ready["grpo"] == Launch(GRPO, 0)
 
 
+@pytest.mark.parametrize("seen", [None, Seen(1, "unknown"), Seen(1, "live", running=False)])
+def test_a_server_that_has_answered_counts_only_while_it_is_seen_to_run(seen: Seen | None) -> None:
+    """It may queue again, or its node may not be reached."""
+    looked = {} if seen is None else {JUDGE.id: seen}
+    actions = decide_served(SERVED_DATA, judge_record(attempt(1)), seen=looked, ready=(1,))
+    assert actions["grpo"] == Wait(GRPO, "waits until judge answers")
+
+
 def test_a_server_takes_no_local_slot_so_that_one_slot_suffices() -> None:
     one = replace(POLICY, max_parallel=1)
     actions = decide_served(
