@@ -220,6 +220,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "parameters = model_size(Path(name).expanduser(), name).parameters or 1",
     ): "the bytes of one parameter are far fewer than FLOOR_BYTES, which is asked for at least",
     (
+        "infra/disk/ledger.py",
+        "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]",
+        "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:9]",
+    ): "workspaces differ in eight digits of a hash, and in nine",
+    (
         "infra/hub/patience.py",
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())",
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self._draw())",

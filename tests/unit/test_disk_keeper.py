@@ -125,6 +125,11 @@ def test_a_missing_workspace_has_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_room_is_told_in_bytes_where_these_are_scarcer(workspace: Workspace) -> None:
+    save(workspace, claim(workspace, small_plan("data"), "data").id, 1)
+    assert "GiB used" in room_for(workspace, 0).status_line()
+
+
 # ---------------------------------------------------------------- reservations
 
 
@@ -180,6 +185,9 @@ def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
     assert seen.workspace == two.layout.control
     two.close_attempt(*refs[1], FULL)
     assert ledgers[0].others(refs[0]) == []
+    shutil.rmtree(two.root)
+    two.root.symlink_to(two.root)
+    assert len(ledgers[0].others(refs[0])) == 1, "it cannot be looked at, and may be at work"
 
 
 def test_a_damaged_reservation_is_named_and_left_out(
@@ -393,7 +401,7 @@ def test_a_checkpoint_that_became_the_newest_meanwhile_stays(workspace: Workspac
     (candidate,) = DiskKeeper(workspace, DiskConfig()).candidates(None)
     assert candidate.step == 1
     shutil.rmtree(workspace.layout.stage(stage.id).checkpoints / "step-00000002")
-    assert carry_out(workspace, [candidate]).items == ()
+    assert carry_out(workspace, [candidate]) == (0, ())
     assert steps_of(workspace, stage.id) == [1]
 
 
