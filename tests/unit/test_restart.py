@@ -141,6 +141,18 @@ def test_what_an_orchestrator_has_to_decide_is_left_to_one(
     assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
 
 
+def test_what_an_orchestrator_decides_while_slurm_is_asked_holds(
+    workspace: Workspace, stage: PlannedStage
+) -> None:
+    def cancelled_meanwhile(_command: Sequence[str]) -> str:
+        workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
+        return ""
+
+    with pytest.raises(AttemptClosed, match="cancelled"):
+        attempt_to_run(workspace, stage.id, 1, job(1), cancelled_meanwhile)
+    assert workspace.layout.stage(stage.id).attempt_numbers() == [1]
+
+
 def test_a_finished_stage_is_left_alone(workspace: Workspace, stage: PlannedStage) -> None:
     result = StageResult(1, 1, "attempts/0001/output", (), {}, {}, 1.0, "t")
     workspace.publish_result(stage.id, result)
