@@ -5,7 +5,7 @@
     python -m tests.prove.mutants --only infra/store        # of some files
 
 A mutant is one changed operator, constant, condition or dropped call in one line. It is killed if
-its tests fail, or do not end within two minutes. A survivor is a behaviour that no test holds,
+its tests fail, or do not end within a minute. A survivor is a behaviour that no test holds,
 unless no input can tell it from the original: such ones stand, with the reason, in
 :data:`EQUIVALENT`. Which are tried is drawn by the seed, from all areas alike. Ends with exit code
 1 if less than 95 % of the others are killed, or more than 10 % are called equivalent.
@@ -246,7 +246,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a digest does not depend on the pieces that it is given",
 }
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 PASS, FAIL, LATE = "pass", "fail", "out of time"
 KILLED, EQUIVALENT_AT_MOST = 0.95, 0.10
 _COMPARE: dict[type[ast.cmpop], str] = {
