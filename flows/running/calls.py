@@ -37,6 +37,7 @@ from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
+    from flows.disk import PlannedRoom
     from flows.running.pipeline import Shows
 
 T = TypeVar("T")
@@ -144,11 +145,31 @@ def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
     NoSpaceError
         Not even an empty disk or quota would hold it: it would wait for ever.
     """
+    from infra.disk.keeper import gib
+
+    room = refuse_what_never_fits(plan)
+    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
+    if room.fits:
+        return
+    say(
+        f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
+        f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
+        f"What would fit: {command}"
+    )
+
+
+def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
+    """What a run will take, and what there is for it.
+
+    Raises
+    ------
+    NoSpaceError
+        Not even an empty disk or quota would hold it: it would wait for ever.
+    """
     from flows.disk import planned_room
     from infra.disk.keeper import gib
 
     room = planned_room([plan])
-    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
     # A file system without a size (/proc) holds nothing at all: opening the workspace says that.
     if room.never_fits and room.limit_bytes and plan.config.disk.too_small == "refuse":
         raise NoSpaceError(
@@ -159,13 +180,7 @@ def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
             fix="name another `workspace=`, have the limit raised, or begin it all the same and "
             "let it wait with `disk.too_small=wait`",
         )
-    if room.fits:
-        return
-    say(
-        f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
-        f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
-        f"What would fit: {command}"
-    )
+    return room
 
 
 def _say_notes(plan: Plan) -> None:

@@ -17,7 +17,14 @@ from flows.disk import planned_room
 from flows.notifying.hears import Hears
 from flows.notifying.watching_sweeps import hears_of_sweep
 from flows.picture.feed import Story
-from flows.running.calls import check_hub_access, check_supported, say, warn_of_silence, with_room
+from flows.running.calls import (
+    check_hub_access,
+    check_supported,
+    refuse_what_never_fits,
+    say,
+    warn_of_silence,
+    with_room,
+)
 from flows.running.pipeline import run_drawn
 from flows.sweeping.canary import find_canary
 from flows.sweeping.console import SweepConsole
@@ -113,6 +120,8 @@ def check_launch(plan: SweepPlan) -> None:
         Names the field.
     """
     check_arms(plan)
+    for trial in {t.arm: t for t in plan.trials}.values():
+        refuse_what_never_fits(trial.plan)
     check_hub_access(config_of(plan))
     warn_of_silence(config_of(plan))
 

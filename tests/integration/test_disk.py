@@ -210,6 +210,9 @@ def test_a_run_that_no_deleting_would_make_fit_is_refused_before_it_starts(
         assert refused.returncode == 5, refused.stderr
         assert "MiB at one time" in refused.stderr
         assert "can never hold more than 3.0 MiB" in refused.stderr
+        swept = refiner("sweep", "citation-weight-tiny", *words[2:], "--yes")
+        assert swept.returncode == 5, swept.stderr
+        assert "can never hold more than 3.0 MiB" in swept.stderr
         assert not (folder / "ws").exists()
         waits = [sys.executable, "-m", "flows.cli.main", *words, "disk.too_small=wait"]
         with subprocess.Popen(waits, stderr=subprocess.PIPE, text=True) as process:
