@@ -387,7 +387,7 @@ class DiskKeeper:
 
 
 def gib(size: int) -> str:
-    """A size for people, in a unit that fits: ``3.0 GiB``, ``12 MiB``."""
+    """A size for people, in a unit that fits: ``3.0 GiB``, ``12.0 MiB``."""
     for unit, factor, digits in (("TiB", 2**40, 1), ("GiB", 2**30, 1), ("MiB", 2**20, 1)):
         if size >= factor:
             return f"{size / factor:,.{digits}f} {unit}"

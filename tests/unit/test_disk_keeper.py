@@ -18,7 +18,7 @@ from infra.campaign.room_keeping import ProbingKeeper, Rooms
 from infra.disk import copies as copies_module
 from infra.disk import stock as stock_module
 from infra.disk.caches import find_caches
-from infra.disk.keeper import FLOOR_BYTES, DiskKeeper
+from infra.disk.keeper import FLOOR_BYTES, DiskKeeper, gib
 from infra.disk.ledger import Ledger, Need
 from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import StageFacts, Stock, read_stock
@@ -215,6 +215,17 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     keeper.ledger.remove(ref)
     tight = room_for(workspace, 8 * MIB, margin_gb=3 * MIB / GIB)
     assert tight.shortage(7 * MIB) > 0
+    whole = room_for(workspace, 8 * MIB, margin_gb=0.0)
+    free = whole.room().free_bytes
+    assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(3 << 39, "1.5 TiB"), (3 << 30, "3.0 GiB"), (12 << 20, "12.0 MiB"), (5 << 10, "5 KiB")],
+)
+def test_a_size_is_told_in_a_unit_that_fits(size: int, text: str) -> None:
+    assert gib(size) == text
 
 
 def test_a_write_that_fails_outweighs_figures_that_promise_room(
@@ -222,7 +233,12 @@ def test_a_write_that_fails_outweighs_figures_that_promise_room(
 ) -> None:
     keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.shortage(MIB) == 0
-    monkeypatch.setattr("infra.disk.keeper.refusal", lambda *_: errno.EDQUOT)
+
+    def over_quota(_descriptor: int) -> None:
+        """A file system may say so only when it has to bring the bytes to the disk."""
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", over_quota)
     assert keeper.make_room(MIB) is None
     assert keeper.shortage(MIB) == MIB
 
