@@ -141,7 +141,7 @@ def read_stock(
         i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
     )
     idle = _idle_code(runs, records)
-    damaged = frozenset(i.path for i in items if _is_checkpoint(i) and (i.path / DAMAGED).exists())
+    damaged = frozenset(i.path for i in items if i.step is not None and (i.path / DAMAGED).exists())
     return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
 
 
@@ -192,10 +192,6 @@ def _looked_at(item: Item) -> Item:
     if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
         return item._replace(kind="temporary")
     return item
-
-
-def _is_checkpoint(item: Item) -> bool:
-    return item.kind in ("checkpoints", "temporary") and item.step is not None
 
 
 def _records(workspace: Workspace) -> dict[str, StageRecord]:

@@ -220,6 +220,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "parameters = model_size(Path(name).expanduser(), name).parameters or 1",
     ): "the bytes of one parameter are far fewer than FLOOR_BYTES, which is asked for at least",
     (
+        "infra/disk/keeper.py",
+        "elif room.used_bytes is None or room.limit_bytes is None:",
+        "elif room.used_bytes is None and room.limit_bytes is None:",
+    ): "both are known or neither is",
+    (
         "infra/disk/ledger.py",
         "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]",
         "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:9]",

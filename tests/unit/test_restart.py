@@ -99,6 +99,8 @@ def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     assert (new.owner, new.executor, new.comment) == (old.owner, "slurm", old.comment)
     assert (new.job_id, new.restart, new.outcome) == ("7", 1, None)
     assert AttemptRun(workspace, stage.id, 2).config == plan.config
+    noted = workspace.read_control(workspace.layout.attempt(stage.id, 2).job)
+    assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
 
 
 def test_the_original_command_leads_to_the_newest_attempt_however_often_it_is_run(
