@@ -18,7 +18,8 @@ from infra.campaign.room_keeping import ProbingKeeper, Rooms
 from infra.disk import copies as copies_module
 from infra.disk import stock as stock_module
 from infra.disk.caches import find_caches
-from infra.disk.keeper import FLOOR_BYTES, DiskKeeper, gib
+from infra.disk.figures import Room
+from infra.disk.keeper import FLOOR_BYTES, SAVE_INODES, DiskKeeper, gib
 from infra.disk.ledger import Ledger, Need
 from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.stock import StageFacts, Stock, read_stock
@@ -218,6 +219,18 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     whole = room_for(workspace, 8 * MIB, margin_gb=0.0)
     free = whole.room().free_bytes
     assert (whole.shortage(free), whole.shortage(free + 1)) == (0, 1)
+
+
+def test_inodes_that_others_have_reserved_are_missing_too(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
+    keeper = DiskKeeper(workspace, DiskConfig())
+    room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
+    monkeypatch.setattr(keeper, "room", lambda: room)
+    keeper.ledger.write(ref, Need(0, 4))
+    assert keeper.lacking(MIB) == "4 more files and folders (inodes)"
+    assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
 
 
 @pytest.mark.parametrize(
