@@ -252,7 +252,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 }
 
 LIMIT_S = 60.0
-PASS, FAIL, LATE = "pass", "fail", "out of time"
+PASS, FAIL, LATE = "pass", "fail", "run out of time"
 KILLED, EQUIVALENT_AT_MOST = 0.95, 0.10
 _COMPARE: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -402,7 +402,7 @@ def test_files(path: str) -> list[str]:
 
 
 def ends(copy: Path, path: str, limit_s: float) -> str:
-    """How the nearest tests of ``path`` end in a copy of the tree: pass, fail, out of time."""
+    """How the nearest tests of ``path`` end in a copy of the tree: pass, fail, run out of time."""
     line = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test_files(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(copy / "tmp")}
@@ -465,9 +465,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 late += end == LATE
         whole = {m.path for m in tried if m not in survivors}
         copies = list(Path(folder).iterdir())
-        broken = [path for path in sorted(whole) if ends(copies[0], path, LIMIT_S) != PASS]
-    for path in broken:
-        print(f"{path}: its tests fail without a mutant, or take over {LIMIT_S:g} s")
+        plain = {path: ends(copies[0], path, LIMIT_S) for path in sorted(whole)}
+    broken = {path: end for path, end in plain.items() if end != PASS}
+    for path, end in broken.items():
+        print(f"{path}: without a mutant its tests {end} (they have {LIMIT_S:g} s)")
     for mutant in equal:
         print(f"equivalent: {mutant}\n    {EQUIVALENT[mutant.key]}")
     for mutant in sorted(survivors, key=str):
