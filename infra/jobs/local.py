@@ -56,7 +56,7 @@ class LocalDispatcher:
 
     def _submit(self, request: JobRequest) -> None:
         paths = self.workspace.layout.attempt(request.stage_id, request.attempt)
-        paths.submitit.mkdir(parents=True, exist_ok=True)
+        paths.submitit.mkdir(exist_ok=True)
         order = {
             "command": self.worker.arguments(request),
             "folder": str(paths.submitit),

@@ -264,6 +264,23 @@ def test_no_room_for_the_marker_leaves_the_previous_one(
     assert steps(store) == [1, 2]
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_can_be_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut would leave one that looks complete and is empty."""
+    synced, sync = set[int](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        if not (folder / step_name(1)).exists():
+            synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    save(CheckpointStore(folder, 1), 1)
+    saved = folder / step_name(1)
+    assert {p.stat().st_ino for p in (saved, *saved.rglob("*"))} <= synced
+
+
 def test_the_marker_names_every_file_with_its_size_and_hash(folder: Path) -> None:
     save(CheckpointStore(folder, 3), 1)
     marker = json.loads((folder / step_name(1) / MARKER).read_text())
