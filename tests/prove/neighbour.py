@@ -110,7 +110,8 @@ def main() -> int:
                 continue
             equal = telling.hashes[WEIGHTS] == controls[case.trainer].hashes[WEIGHTS]
             rows.append((case, telling, equal))
-            print(f"      {telling.ends}, {telling.seconds:.0f} s", flush=True)
+            same = "bytewise equal" if equal else "NOT bytewise equal"
+            print(f"      {telling.ends}, {same}, {telling.seconds:.0f} s", flush=True)
     return _report(rows)
 
 
