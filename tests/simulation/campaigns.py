@@ -102,6 +102,7 @@ class Schedule:
         self.disk.small_too = self.weather.small_files_too
         worker = Worker(world, workspace, self.disk, self.shapes)
         self.cluster = Cluster(world, self.weather, self.watch, worker)
+        self.watch.is_slurm_down = lambda: self.cluster.down
         self.calls = 0
         self.killed = 0
         self._running: dict[int, Process] = {}
@@ -195,7 +196,6 @@ class Schedule:
         """What `refiner run` does, as a process."""
         world, process = self.world, self.world.current
         assert process is not None
-        self.watch.call_begins(process)
         world.tell(f"begins on {process.host}")
         try:
             workspace = Workspace(self.root)
@@ -211,6 +211,7 @@ class Schedule:
                 clock=lambda: world.now,
             )
             campaign.begin()
+            self.watch.call_begins(process)  # it has looked now; before that it may have stalled
             stop_at = None
             if world.chance(self.weather.interrupts):
                 stop_at = world.now + world.random.random() * 3000

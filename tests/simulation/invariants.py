@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class Watch:
         self.seen_at_start: dict[int, dict[str, int]] = {}
         self.cancelled: set[tuple[str, int]] = set()
         self.claims = 0
+        self.is_slurm_down: Callable[[], bool] = lambda: False
 
     # ------------------------------------------------------------ what others tell
 
@@ -112,7 +114,7 @@ class Watch:
         elif operation == "link" and name == "started.json":
             self._started(stage_id, stage, int(parts[2]), path)
         elif operation == "link" and name == "outcome.json":
-            self._closed(stage, int(parts[2]), path)
+            self._closed(stage_id, stage, int(parts[2]), path)
         elif operation == "link" and name == "result.json":
             self._finished(stage_id, stage, path)
         elif "checkpoints" in parts:
@@ -179,8 +181,10 @@ class Watch:
         if not is_void:
             self.world.tell(f"takes the token of attempt {number} of {stage_id}")
 
-    def _closed(self, stage: _Stage, number: int, path: Path) -> None:
+    def _closed(self, stage_id: str, stage: _Stage, number: int, path: Path) -> None:
         value = json.loads(path.read_text())["outcome"]
+        if self.is_slurm_down():  # who has ended the job cannot be asked
+            self.cancelled.discard((stage_id, number))
         self.world.tell(f"closes attempt {number}: {value['failure']}, {value['message'][:70]}")
         stage.ends[number] = _End(
             value["failure"], value["decision"], stage.saved, self.world.current
