@@ -143,14 +143,18 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
     """A terminal that closes, systemd and scancel send several; the jobs must not be left."""
     campaign = Stubborn(plan, {"data": [(1.2, {"state": "done"})]})
     code = (
-        f"import os, time; os.kill({os.getpid()}, {first}); time.sleep({apart_s}); "
+        "import os, time; print(flush=True); input(); "
+        f"os.kill({os.getpid()}, {first}); time.sleep({apart_s}); "
         f"os.kill({os.getpid()}, {signal.SIGTERM})"
     )
     stream = io.StringIO()
-    sender = threading.Timer(0.3, lambda: subprocess.run([sys.executable, "-c", code], check=True))
-    sender.start()
-    views = run_pictured(campaign, plan, "r1", use_server=False, console=Console(stream=stream))
-    sender.join()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        sender.stdout.readline()  # it is there, and sends at once when it is told to
+        threading.Timer(0.3, lambda: sender.communicate("\n")).start()
+        views = run_pictured(campaign, plan, "r1", use_server=False, console=Console(stream=stream))
     assert campaign.stopped_for == said
     assert stream.getvalue().count(f"Stopping ({said})") == 1
     assert {view.state for view in views.values()} == {"done"}
