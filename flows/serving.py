@@ -111,6 +111,7 @@ def serve(
         A file cannot be read, or there is no Prefect server.
     """
     what = proposed(files)
+    tell("Looking for a Prefect server; starting one takes some ten seconds.")
     info = _server()
     from prefect.exceptions import PrefectException
     from prefect.runner import Runner
