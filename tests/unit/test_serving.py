@@ -469,7 +469,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_server(
 ) -> None:
     """Who reads its output goes on reading: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
-    text = f"for i in 1 2 3; do echo line $i; echo $i >> {lines}; sleep 0.1; done; sleep 60"
+    text = f"for i in 1 2 3; do echo $i >> {lines}; echo line $i; sleep 0.1; done; sleep 60"
     words = Words("The server", "", "", "")
     process = ServerProcess(words)
     with io.FileIO("/dev/full", "w") as full:
