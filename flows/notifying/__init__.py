@@ -1,8 +1,7 @@
-"""Telling somebody what becomes of runs and sweeps: by a command, a webhook, an event in Prefect.
+"""Telling somebody what becomes of runs and sweeps: by addresses that Apprise knows, by a command.
 
-    orchestrator: views ──> watching: pauses, ends ──> message ──┬──> infra/store/notices
-                                                                 └──> courier (another process)
-    courier: messages ──> channels: command, webhook, event ──> delivered, or why not
+    orchestrator: views ──> watching: pauses, ends ──> words: a message ──> sender (another process)
+    sender: messages ──> channels: addresses, command ──> what was not told: the run's event log
 
 See ``README.md`` beside this file.
 """

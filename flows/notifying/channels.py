@@ -1,72 +1,61 @@
-"""Ways in which something goes out: a command, a webhook, an event in Prefect.
+"""Ways in which a message goes out: a command, or addresses that Apprise knows.
 
-In: a :class:`Parcel`. Out: nothing, or :class:`ChannelFailed` with a reason that holds no secret.
+In: a message as JSON, with ``title``, ``text`` and ``kind``. Out: nothing, or
+:class:`ChannelFailed` with a reason that holds no secret.
 
-A *command* is run by the shell, has the parcel's body as JSON on its standard input, and plain
-fields in its environment. What it prints is shown or thrown away, and recorded nowhere: it may be a
-secret. A *webhook* is a POST of the same JSON, with ``text`` as chat servers want it; its address
-is in the environment. It is sent nowhere else: an answer that names another address is a failure.
-An *event* goes to the Prefect server; an automation may act on it.
+A *command* is run by the shell, has the message as JSON on its standard input and its fields in its
+environment. What it prints is shown or thrown away, and recorded nowhere: it may be a secret. An
+*address* is read, when it is needed, from an environment variable or a file; one of http(s) that
+Apprise does not know gets a POST of the same JSON. It is sent nowhere else: an answer that names
+another address is a failure.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
+import logging
 import os
+import re
 import signal
-import socket
-import ssl
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from infra.host.environment import environment
-from infra.host.secrets import masked
-from refiner_core.contract.alarms import Alarm
+from refiner_core.contract.alarms import VARIABLE, Alarm
 from refiner_core.contract.errors import RefinerError
 
-_COMMAND_S, _POST_S, _EVENT_S = 120.0, 20.0, 120.0
-_TRY = "try it with `refiner notify test RECIPE`"
+_COMMAND_S = 60.0
 _TRIES, _PAUSE_S = 3, 1.0
-_LONGEST = 400
+_TRY = "try it with `refiner notify test RECIPE`"
+#: What Apprise calls kinds of messages.
+_TYPES = {"finished": "success", "failed": "failure", "paused": "warning"}
+#: What Apprise adds to the JSON of a POST, and chat servers do not want.
+_NOT_SENT = dict.fromkeys(("version", "attachments", "type"), "")
 
 
 class ChannelFailed(RefinerError, RuntimeError):
-    """A message did not go out; it is sent again later."""
+    """A message did not go out."""
 
     resumable = True
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """What goes out, in the forms that channels need.
+def send(
+    alarm: Alarm, message: Mapping[str, Any], *, prefix: str = "REFINER_", show: bool = True
+) -> None:
+    """Send a message by one channel.
 
-    Attributes
+    Parameters
     ----------
-    body
-        All of it, as JSON; has ``title`` and ``text``.
-    variables
-        Fields for a command's environment.
-    event, labels
-        Name of the event in Prefect, and the labels of its resource.
-    """
-
-    body: Mapping[str, Any]
-    variables: Mapping[str, str]
-    event: str
-    labels: Mapping[str, str]
-
-
-def send(alarm: Alarm, parcel: Parcel, *, show: bool = True) -> None:
-    """Send something by one channel; ``show`` what a command prints on standard error.
+    prefix
+        Of the variables in which a command finds the fields.
+    show
+        Show what a command prints on standard error.
 
     Raises
     ------
@@ -74,40 +63,45 @@ def send(alarm: Alarm, parcel: Parcel, *, show: bool = True) -> None:
         It did not get through.
     """
     if alarm.channel == "command":
-        _command(alarm.what, parcel, show)
-    elif alarm.channel == "webhook":
-        _webhook(alarm.what, parcel)
+        _command(alarm.what, message, prefix, show)
     else:
-        _event(parcel)
+        _post(alarm.what, message)
 
 
-def webhook_address(variable: str) -> str:
-    """The address in the environment; empty where there is none."""
-    address = os.environ.get(variable, "").strip()
-    return address if address.startswith(("http://", "https://")) else ""
+def addresses(name: str) -> list[str]:
+    """The addresses that a variable or a file holds, one a line; none where it cannot be read."""
+    if VARIABLE.fullmatch(name):
+        text = os.environ.get(name, "")
+    else:
+        try:
+            text = Path(name).expanduser().read_text(encoding="utf-8", errors="replace")
+        except (OSError, RuntimeError):
+            return []
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
-def _command(command: str, parcel: Parcel, show: bool) -> None:
+def _command(command: str, message: Mapping[str, Any], prefix: str, show: bool) -> None:
     output = sys.stderr if show else subprocess.DEVNULL
+    fields = {prefix + n.upper(): str(v) for n, v in message.items() if isinstance(v, str)}
     try:
         process = subprocess.Popen(
             command,
             shell=True,
-            env={**environment(), **parcel.variables},
+            env={**environment(), **fields},
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             text=True,
             start_new_session=True,  # so that what it has started ends with it
         )
-        _at_work.add(process)
         try:
-            process.communicate(json.dumps(dict(parcel.body)) + "\n", timeout=_COMMAND_S)
+            process.communicate(json.dumps(dict(message)) + "\n", timeout=_COMMAND_S)
         except BaseException:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             raise
-        finally:
-            _at_work.discard(process)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise ChannelFailed(
             f"The command did not end: {type(error).__name__}",
@@ -120,111 +114,85 @@ def _command(command: str, parcel: Parcel, show: bool) -> None:
         )
 
 
-#: Commands that have not ended yet: none outlives who has sent the message.
-_at_work: set[subprocess.Popen[str]] = set()
+def _post(name: str, message: Mapping[str, Any]) -> None:
+    import apprise
 
-
-@atexit.register
-def _end_all() -> None:
-    for process in list(_at_work):
-        _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-class _NoOtherAddress(urllib.request.HTTPRedirectHandler):
-    """A POST that is sent on becomes a GET without its body, and its success would mean nothing."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _without_address(error: OSError | ValueError) -> str:
-    """Why nobody answered, in words that cannot hold the address."""
-    inner = getattr(error, "reason", error)
-    if isinstance(inner, socket.gaierror):
-        return "its host's name is not known here"
-    if isinstance(inner, TimeoutError):
-        return f"no answer within {_POST_S:g} s"
-    if isinstance(inner, OSError) and inner.errno and not isinstance(inner, ssl.SSLError):
-        return os.strerror(inner.errno).lower()
-    return type(inner if isinstance(inner, Exception) else error).__name__
-
-
-def _webhook(variable: str, parcel: Parcel) -> None:
-    address = webhook_address(variable)
-    if not address:
+    found = addresses(name)
+    if not found:
         raise ChannelFailed(
-            f"{variable} holds no address",
-            expected="an http(s) address in the environment that the message is sent from",
-            fix=f"export {variable}=…",
+            f"{name} holds no address",
+            expected="one a line that Apprise knows, or one of http(s), where the message is sent",
+            fix=f"export {name}=…" if VARIABLE.fullmatch(name) else f"write it into {name}",
         )
-    text = f"{parcel.body['title']}\n{parcel.body['text']}"
-    body = json.dumps({**parcel.body, "text": text}).encode()
-    opener = urllib.request.build_opener(_NoOtherAddress)
-    reason = ""
-    for number in range(_TRIES):
-        if number:
-            time.sleep(_PAUSE_S * number)
-        try:
-            request = urllib.request.Request(
-                address, body, {"Content-Type": "application/json"}, method="POST"
-            )
-            with opener.open(request, timeout=_POST_S):
-                return
-        except urllib.error.HTTPError as error:
-            reason = f"HTTP {error.code}"
-            if error.code < 500 and error.code not in (408, 429):
-                break
-        except (OSError, ValueError) as error:  # its words may hold the address
-            reason = _without_address(error)
-    # Without its cause: that may hold the address, too.
-    raise ChannelFailed(
-        f"The webhook in {variable} did not take the message ({reason})",
-        expected="an address that answers a POST of JSON with 2xx",
-        fix=f"correct the address in {variable}; {_TRY}",
+    asset = apprise.AppriseAsset(
+        async_mode=False,
+        http_redirects=False,
+        default_service_retry=_TRIES - 1,
+        default_service_wait=_PAUSE_S,
     )
+    kind = apprise.NotifyType(_TYPES.get(str(message["kind"]), "info"))
+    with _heard() as said:
+        for number, address in enumerate(found, start=1):
+            which = f"Address {number} in {name}" if len(found) > 1 else f"The address in {name}"
+            service, is_plain = _service(address, message, asset)
+            if service is None:
+                raise ChannelFailed(
+                    f"{which} is none that Apprise knows",
+                    expected="such as https://…, slack://…, mailto://…, json://…",
+                    fix=f"correct {name}; {_TRY}",
+                )
+            taker = apprise.Apprise(asset=asset)
+            taker.add(service)
+            text = str(message["text"])
+            text = f"{message['title']}\n{text}" if is_plain else text
+            if not taker.notify(body=text, title=str(message["title"]), notify_type=kind):
+                codes = re.findall(r"\berror=(\d{3})\b", "\n".join(said))
+                raise ChannelFailed(
+                    f"{which} did not take the message"
+                    f" ({f'HTTP {codes[-1]}' if codes else 'no answer'})",
+                    expected="a server that does",
+                    fix=f"correct {name}; {_TRY}",
+                )
 
 
-def _event(parcel: Parcel) -> None:
-    """Prefect is imported by a process of its own: it reads its settings when it is imported."""
-    from infra.prefect_server.server import passed_on, server_status
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What Apprise says in this thread; nobody else hears it, as an address may be in it."""
+    said: list[str] = []
+    here = threading.get_ident()
 
-    status = server_status()
-    if status.info is None:
-        raise ChannelFailed(
-            "No Prefect server runs here",
-            expected="the one that a run without --no-server starts, or PREFECT_API_URL",
-            fix="leave out --no-server, or start one of your own",
-        )
-    root = str(Path(__file__).resolve().parents[2])
-    env = {**passed_on(environment()), **status.info.client_env()}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
-    told = {"event": parcel.event, "labels": parcel.labels, "payload": parcel.body}
+    def hear(record: logging.LogRecord) -> bool:
+        if record.thread == here:
+            said.append(record.getMessage())
+        return record.thread != here
+
+    logger = logging.getLogger("apprise")
+    logger.addFilter(hear)
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "flows.notifying.event"],
-            input=json.dumps(told),
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=_EVENT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ChannelFailed(
-            f"Prefect was not told: {type(error).__name__}",
-            expected="its server to take events",
-            fix="see `refiner server status`; the run is not held up by it",
-        ) from error
-    if done.returncode:
-        words = masked((done.stderr.strip().splitlines() or [""])[-1])[:_LONGEST]
-        raise ChannelFailed(
-            f"Prefect did not take the event: {words}",
-            expected="its server to take events",
-            fix="see `refiner server status`; the run is not held up by it",
-        )
+        yield said
+    finally:
+        logger.removeFilter(hear)
+
+
+def _service(address: str, message: Mapping[str, Any], asset: Any) -> tuple[Any, bool]:
+    """What takes a message by an address, and whether it is a POST of the message's own JSON."""
+    import apprise
+
+    if (service := apprise.Apprise.instantiate(address, asset=asset)) is not None:
+        return service, False
+    try:
+        parts = urlsplit(address)
+        port = parts.port
+    except ValueError:
+        return None, False
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return None, False
+    own = {k: v for k, v in message.items() if k not in ("title", "text", "version")}
+    values = {
+        "schema": "jsons" if parts.scheme == "https" else "json",
+        **{"host": parts.hostname, "port": port, "fullpath": parts.path or "/"},
+        **{"user": unquote(parts.username or ""), "password": unquote(parts.password or "")},
+        "params": dict(parse_qsl(parts.query, keep_blank_values=True)),
+        "payload": {**own, **_NOT_SENT, "message": "text"},
+    }
+    return apprise.Apprise.instantiate(values, asset=asset), True

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.notifying.channels import ChannelFailed, send
-from flows.notifying.message import parcel_of
 from flows.notifying.words import Topic
 from infra.host.processes import host_name
 from refiner_core.contract.alarms import alarms_of
@@ -51,8 +50,8 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
     if not alarms_of(config.notify):
         raise ConfigurationError(
             f"{recipe} tells nobody: it names no channel.",
-            expected="notify.command, notify.webhook or notify.prefect",
-            fix="add one, e.g. notify.webhook=MY_WEBHOOK after `export MY_WEBHOOK=https://…`, or "
+            expected="notify.urls or notify.command",
+            fix="add one, e.g. notify.urls=[MY_HOOK] after `export MY_HOOK=https://…`, or "
             "notify.command='cat >> ~/told.jsonl'",
         )
     return config
@@ -64,14 +63,13 @@ def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> lis
     topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
     told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
     text = f"This is a test. What is told of runs of {config.recipe}: {told}."
-    command = "refiner show notify"
-    message = topic.message("test", "test", "of the channels", text, command)
+    message = topic.message("test", "of the channels", text, next_="refiner show notify")
     tried = []
     for alarm in alarms_of(config.notify):
         started(alarm.name)
         began, why = time.monotonic(), ""
         try:
-            send(alarm, parcel_of(message))
+            send(alarm, message)
         except ChannelFailed as error:
             why = str(error)
         tried.append(Tried(alarm.name, round(time.monotonic() - began, 2), why))

@@ -1,4 +1,4 @@
-"""Sees what is worth a message in the views of a run: pauses, their ends, how the run ends.
+"""Sees what is worth a message in the views of a run: pauses, how the run ends.
 
 In: views, again and again, as a terminal gets them. Out: messages.
 """
@@ -6,24 +6,19 @@ In: views, again and again, as a terminal gets them. Out: messages.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flows.notifying import words
-from flows.notifying.courier import Route, age_s
 from flows.notifying.hears import Hears, Nobody
-from flows.notifying.message import Message
 from flows.notifying.pauses import Pauses, Sight
-from flows.notifying.telling import Teller
-from flows.notifying.words import Topic
+from flows.notifying.sender import Sender
+from flows.notifying.words import Message, Topic
 from infra.campaign.reconcile import paused_after
-from infra.host.processes import host_name
-from infra.store.notices import Notices
+from infra.host.processes import ProcessId, host_name
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.alarms import alarms_of
@@ -36,17 +31,17 @@ from refiner_core.contract.views import StageView
 log = logging.getLogger(__name__)
 
 
-class Watching(ABC):
+class Watching(Hears):
     """What runs and sweeps have in common.
 
     Parameters
     ----------
-    topic, notify
-        What it is about, and what is told of.
-    turn
-        Which of its orchestrators this is.
-    teller, notices
-        Who records and delivers messages, and what was recorded before.
+    topic, notify, workspace
+        What it is about, what is told of, and where it lies.
+    sender
+        Sends messages.
+    before
+        Who worked on it last: what had ended well is no news when it is taken up again.
     clock
         Seconds, monotonic.
     """
@@ -55,24 +50,18 @@ class Watching(ABC):
         self,
         topic: Topic,
         notify: NotifyConfig,
-        turn: int,
-        teller: Teller,
-        notices: Notices,
+        workspace: Workspace,
+        sender: Sender,
+        before: Orchestrator,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.topic, self.turn, self._teller = topic, turn, teller
+        self.topic, self._workspace, self._sender = topic, workspace, sender
+        self._was_over = before.standing == "ended" and before.exit_code == 0
         self._clock, self._began = clock, clock()
-        self._pauses = Pauses(60.0 * notify.pause_min, told_pauses(notices))
+        self._pauses = Pauses(60.0 * notify.pause_min)
         self._asked = ""
         self._works = True
-
-    def begin(self, before: Orchestrator) -> None:
-        """Start to deliver; say that it goes on where an earlier orchestrator had died."""
-        self._safely(self._teller.begin)
-        # Slurm may have started the same job again: that is no death.
-        requeued = bool(before.job) and before.job == os.environ.get("SLURM_JOB_ID")
-        if before.standing in ("gone", "elsewhere") and not requeued:
-            self._tell(words.went_on(self.topic, f"went-on-{self.turn}", before.where))
+        self._safely(lambda: sender.begin(words.gone(topic, str(ProcessId.of()))))
 
     def asked_to_stop(self, why: str) -> None:
         """Somebody wants it to end."""
@@ -85,22 +74,25 @@ class Watching(ABC):
     def over(self, views: Mapping[str, StageView]) -> None:
         """Nothing more will happen."""
         self._safely(lambda: self._end(views))
+        self._safely(self._sender.end)
 
     def broke(self, error: BaseException) -> None:
         """The work on it has ended with an error; a second Ctrl-C is one."""
         if isinstance(error, KeyboardInterrupt):
             why = "it was left by Ctrl-C; jobs that it had submitted may go on"
-            self._tell(words.stopped(self.topic, f"stopped-{self.turn}", why))
+            self._tell(words.stopped(self.topic, why))
         else:
-            self._tell(words.broke(self.topic, f"broke-{self.turn}", error))
+            self._tell(words.broke(self.topic, error))
+        self._safely(self._sender.end)
 
     def close(self) -> None:
-        """Wait a while for what is on its way; Ctrl-C leaves it to the courier."""
+        """Wait a while for what is on its way; Ctrl-C leaves it to the sender."""
         with contextlib.suppress(KeyboardInterrupt):  # the run is over, and has its exit code
-            self._safely(self._teller.close)
+            self._safely(self._sender.close)
 
+    @abstractmethod
     def _look(self, views: Mapping[str, StageView]) -> None:
-        self._watch_pauses({name: sight_of(view) for name, view in views.items()})
+        """See what is worth a word now."""
 
     @abstractmethod
     def _end(self, views: Mapping[str, StageView]) -> None:
@@ -108,12 +100,15 @@ class Watching(ABC):
 
     def _watch_pauses(self, sights: Mapping[str, Sight]) -> None:
         now = self._clock() - self._began
-        for change in self._pauses.look(sights, now, quiet=self._teller.quiet):
-            key = f"{change.kind}-{change.cause}-{self.turn}-{change.number}"
-            self._tell(words.changed(self.topic, key, change))
+        for pause in self._pauses.look(sights, now, quiet=self._sender.quiet):
+            self._tell(words.paused(self.topic, pause))
 
-    def _tell(self, message: Message, *, silent: bool = False) -> None:
-        self._safely(lambda: self._teller.tell(message, silent=silent))
+    def _why_stopped(self) -> str:
+        asked = self._workspace.cancel_asked(self.topic.call)
+        return self._asked or (f"cancelled by {asked.get('by', 'somebody')}" if asked else "")
+
+    def _tell(self, message: Message) -> None:
+        self._safely(lambda: self._sender.tell(message))
 
     def _safely(self, action: Callable[[], None]) -> None:
         """A bug here must not end a run; it is said once."""
@@ -126,41 +121,27 @@ class Watching(ABC):
 
 
 class RunWatching(Watching):
-    """Watches one run; a :class:`Hears`."""
+    """Watches one run."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        workspace: Workspace,
-        *,
-        resumed: bool,
-        **common: Any,
-    ) -> None:
+    def __init__(self, plan: Plan, *, resumed: bool, **common: Any) -> None:
         super().__init__(**common)
-        self._plan, self._workspace, self._resumed = plan, workspace, resumed
+        self._plan, self._resumed, self._worked = plan, resumed, False
+
+    def _look(self, views: Mapping[str, StageView]) -> None:
+        self._worked = self._worked or not all(view.terminal for view in views.values())
+        self._watch_pauses({name: sight_of(view) for name, view in views.items()})
 
     def _end(self, views: Mapping[str, StageView]) -> None:
-        self._look(views)
         states = {view.state for view in views.values()}
         if states <= {"done", "skipped"}:
-            nothing_new = "done" not in states and not self._resumed
-            key = f"finished-{self._digest(views)}"
-            message = words.finished(self.topic, key, views, self._numbers())
-            self._tell(message, silent=nothing_new)
+            is_new = self._worked or not self._was_over
+            if is_new and (self._resumed or "done" in states):
+                self._tell(words.finished(self.topic, views, self._numbers()))
         elif "failed" not in states and (why := self._why_stopped()):
-            self._tell(words.stopped(self.topic, f"stopped-{self.turn}", why))
+            self._tell(words.stopped(self.topic, why))
         else:
             causes = {v.name: self._cause(v) for v in views.values() if _ended_badly(v)}
-            self._tell(words.failed(self.topic, f"failed-{self.turn}", views, causes))
-
-    def _why_stopped(self) -> str:
-        asked = self._workspace.cancel_asked(self.topic.call)
-        return self._asked or (f"cancelled by {asked.get('by', 'somebody')}" if asked else "")
-
-    def _digest(self, views: Mapping[str, StageView]) -> str:
-        """Names what there is: a run that is taken up again, and finds all done, is no news."""
-        made = sorted((self._plan.by_name[v.name].id, v.attempt) for v in views.values())
-        return hashlib.sha256(repr(made).encode()).hexdigest()[:12]
+            self._tell(words.failed(self.topic, views, causes))
 
     def _numbers(self) -> list[dict[str, Any]]:
         from flows.api import evaluations_of
@@ -198,26 +179,7 @@ def sight_of(view: StageView) -> Sight:
         cause = paused_after(view.message) or "disk_full"
     elif view.state == "waiting":
         cause = paused_after(view.message)
-    return Sight(cause, view.message, done, view.state in ("done", "skipped"), view.terminal)
-
-
-def told_pauses(notices: Notices) -> dict[str, tuple[str, ...]]:
-    """Cause -> stages of pauses that were recorded, and of whose end nothing is."""
-    try:
-        recorded = notices.all()
-    except RefinerError as error:
-        log.warning("what was told before cannot be read: %s", error)
-        return {}
-    found: dict[str, tuple[str, ...]] = {}
-    for value in recorded:
-        kind, cause = value.get("kind"), str(value.get("cause", ""))
-        if kind == "paused" and cause != words.HELD:
-            found[cause] = tuple(str(value.get("stage", "")).split(", "))
-        elif kind == "resumed":
-            found.pop(cause, None)
-        elif kind in ("finished", "stopped") or (kind == "failed" and cause not in words.GOES_ON):
-            found.clear()
-    return found
+    return Sight(cause, view.message, done, view.terminal)
 
 
 def hears_of_run(
@@ -234,11 +196,9 @@ def hears_of_run(
     notify = plan.config.notify
     if not alarms_of(notify):
         return Nobody()
-    common = common_of(Topic(run.run, plan.recipe, str(workspace.root), host_name()),
-                       notify, workspace, run.started_at, say)  # fmt: skip
-    watching = RunWatching(plan, workspace, resumed=resumed, **common)
-    watching.begin(before)
-    return watching
+    topic = Topic(run.run, plan.recipe, str(workspace.root), host_name())
+    common = common_of(topic, notify, workspace, run.started_at, before, say)
+    return RunWatching(plan, resumed=resumed, **common)
 
 
 def common_of(
@@ -246,11 +206,10 @@ def common_of(
     notify: NotifyConfig,
     workspace: Workspace,
     began_at: str,
+    before: Orchestrator,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """What a :class:`Watching` needs of a call that this process has just taken up."""
-    turn, who = workspace.newest_turn(topic.call)
-    notices = Notices(workspace.layout, workspace.layout.run(topic.call).notices)
-    route = Route(topic, notify, turn, str(who.get("process", "")), began_at)
-    teller = Teller(route, notices, lambda: age_s(began_at), say)
-    return {"topic": topic, "notify": notify, "turn": turn, "teller": teller, "notices": notices}
+    sender = Sender(notify, began_at, workspace.layout.run(topic.call).events, say)
+    known = {"topic": topic, "notify": notify, "workspace": workspace}
+    return {**known, "sender": sender, "before": before}

@@ -6,14 +6,12 @@ the first one that fails is told of, with the others at the end, however many th
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from flows.notifying import words
 from flows.notifying.hears import Hears, Nobody
-from flows.notifying.pauses import Sight
 from flows.notifying.watching import Watching, common_of, sight_of
 from flows.notifying.words import Topic
 from infra.host.processes import host_name
@@ -29,32 +27,13 @@ from refiner_core.contract.views import StageView
 _TRIAL_WAIT_S = 5.0
 
 
-class Standing(Protocol):
-    """How a trial stands: :class:`flows.sweeping.words.TrialWord` is one."""
-
-    @property
-    def state(self) -> str:
-        """In a word."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why."""
-        ...
-
-    @property
-    def run(self) -> str:
-        """Its run."""
-        ...
-
-
 class Supervised(Protocol):
     """What is asked of a supervisor: :class:`flows.sweeping.supervisor.Supervisor` is one."""
 
     held: str
 
-    def standing(self) -> Mapping[str, Standing]:
-        """How every trial stands."""
+    def standing(self) -> Mapping[str, Any]:
+        """How every trial stands: ``state`` in a word, and the ``reason``."""
         ...
 
     def working(self) -> Mapping[str, Mapping[str, StageView]]:
@@ -63,88 +42,68 @@ class Supervised(Protocol):
 
 
 class SweepWatching(Watching):
-    """Watches one sweep; a :class:`~flows.notifying.hears.Hears`."""
+    """Watches one sweep."""
 
-    def __init__(
-        self, supervisor: Supervised, workspace: Workspace, *, resumed: bool, **common: Any
-    ) -> None:
+    def __init__(self, supervisor: Supervised, *, resumed: bool, **common: Any) -> None:
         super().__init__(**common)
-        self._supervisor, self._workspace, self._resumed = supervisor, workspace, resumed
-        self._stages: dict[str, str] = {}  # "TRIAL STAGE" -> trial
+        self._supervisor, self._resumed, self._worked = supervisor, resumed, False
+        self._told_held = self._told_trial = False
         self._failed_at: float | None = None
         self._was_wrong: frozenset[str] | None = None
 
-    def _look(self, views: Mapping[str, StageView]) -> None:
+    def _look(self, _: Mapping[str, StageView]) -> None:
         trials = self._supervisor.standing()
-        self._watch_pauses(self._sights(trials))
+        working = self._supervisor.working()
+        self._worked = self._worked or bool(working)
+        self._watch_pauses(
+            {
+                f"{t} {name}": sight_of(v)
+                for t, found in working.items()
+                for name, v in found.items()
+            }
+        )
         if self._supervisor.held:
-            key = f"held-{self.turn}"
-            self._tell(words.held(self.topic, key, self._supervisor.held))
+            self._tell_held()
         self._watch_trials(trials)
 
-    def _sights(self, trials: Mapping[str, Standing]) -> dict[str, Sight]:
-        sights = {}
-        for trial, views in self._supervisor.working().items():
-            for name, view in views.items():
-                self._stages[f"{trial} {name}"] = trial
-                sights[f"{trial} {name}"] = sight_of(view)
-        for name, trial in self._stages.items():
-            if name not in sights:
-                over = trials[trial].state == "done"
-                sights[name] = Sight(over=over, ended=True)
-        return sights
+    def _tell_held(self) -> None:
+        if not self._told_held:
+            self._tell(words.held(self.topic, self._supervisor.held))
+        self._told_held = True
 
-    def _watch_trials(self, trials: Mapping[str, Standing]) -> None:
+    def _watch_trials(self, trials: Mapping[str, Any]) -> None:
         """Tell of the first one that fails while this call works on it."""
         wrong = frozenset(name for name, word in trials.items() if word.state == "failed")
         if self._was_wrong is None:
             self._was_wrong = wrong
         new = [name for name in trials if name in wrong - self._was_wrong]
-        if not new:
+        if not new or self._told_trial:
             return
         now = self._clock()
         self._failed_at = now if self._failed_at is None else self._failed_at
         if now - self._failed_at >= _TRIAL_WAIT_S:
-            self._tell_of_trial(new[0], trials)
+            first, self._told_trial = new[0], True
+            counts = counted(trials)
+            self._tell(words.trial_failed(self.topic, first, trials[first].reason, counts))
 
-    def _tell_of_trial(self, name: str, trials: Mapping[str, Standing]) -> None:
-        key = f"trial-failed-{self.turn}"
-        reason = trials[name].reason
-        self._tell(words.trial_failed(self.topic, key, name, reason, counted(trials)))
-
-    def _end(self, views: Mapping[str, StageView]) -> None:
+    def _end(self, _: Mapping[str, StageView]) -> None:
         trials = self._supervisor.standing()
-        self._watch_pauses(self._sights(trials))
         wrong = {n: w.reason for n, w in trials.items() if w.state == "failed"}
         halted = {n: w.reason for n, w in trials.items() if w.state == "interrupted"}
-        key = f"ended-{self.turn}"
         if not wrong and (why := self._why_stopped()):
-            self._tell(words.stopped(self.topic, f"stopped-{self.turn}", why))
+            self._tell(words.stopped(self.topic, why))
         elif self._supervisor.held and not wrong:
-            self._tell(words.held(self.topic, f"held-{self.turn}", self._supervisor.held))
+            self._tell_held()
         elif wrong or halted:
-            message = words.sweep_ended(self.topic, key, {**wrong, **halted}, counted(trials))
-            self._tell(message)
-        else:
-            key = f"finished-{_digest(trials)}"
-            message = words.sweep_ended(self.topic, key, {}, counted(trials))
-            self._tell(message, silent=not (self._stages or self._resumed))
-
-    def _why_stopped(self) -> str:
-        asked = self._workspace.cancel_asked(self.topic.call)
-        return self._asked or (f"cancelled by {asked.get('by', 'somebody')}" if asked else "")
+            self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, counted(trials)))
+        elif self._worked or (self._resumed and not self._was_over):
+            self._tell(words.sweep_ended(self.topic, {}, counted(trials)))
 
 
-def counted(trials: Mapping[str, Standing]) -> str:
+def counted(trials: Mapping[str, Any]) -> str:
     """``7 trials done, 1 failed``."""
     found = Counter(word.state for word in trials.values())
     return f"{len(trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items())
-
-
-def _digest(trials: Mapping[str, Standing]) -> str:
-    """Names what there is: a sweep that is taken up again, and finds all done, is no news."""
-    made = sorted((name, word.run) for name, word in trials.items())
-    return hashlib.sha256(repr(made).encode()).hexdigest()[:12]
 
 
 def hears_of_sweep(
@@ -162,7 +121,5 @@ def hears_of_sweep(
     if not alarms_of(notify):
         return Nobody()
     topic = Topic(sweep_call(record.name), record.recipe, str(workspace.root), host_name())
-    common = common_of(topic, notify, workspace, record.started_at, say)
-    watching = SweepWatching(supervisor, workspace, resumed=resumed, **common)
-    watching.begin(before)
-    return watching
+    common = common_of(topic, notify, workspace, record.started_at, before, say)
+    return SweepWatching(supervisor, resumed=resumed, **common)

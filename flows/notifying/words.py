@@ -1,6 +1,6 @@
 """What messages say: a title, a few lines, the next command. Pure.
 
-In: what is known of a run or a sweep. Out: a :class:`~flows.notifying.message.Message` each.
+In: what is known of a run or a sweep. Out: messages as JSON, of bounded size, without credentials.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from flows.notifying.message import Kind, Message
-from flows.notifying.pauses import Change
+from flows.notifying.pauses import Pause
 from infra.campaign.timeline import WHAT, rough
+from infra.host.secrets import masked
 from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.views import StageView
-from refiner_core.evaluation.metrics import main_metrics, of_tasks
 
-#: Why nothing goes on, where it is no failure class.
-GONE, HELD, ASKED = "orchestrator_gone", "held", "asked"
-TRIAL = "trial_failed"
-#: Causes of messages about something that has failed, after which the call may go on all the same.
-GOES_ON = (GONE, TRIAL)
+MESSAGE_VERSION = 1
+Kind = Literal["finished", "failed", "paused", "stopped", "test"]
+Message = Mapping[str, Any]
+#: Longest title, text, and any other field, in characters: chat servers cut at 2000.
+_TITLE, _TEXT, _FIELD = 200, 1300, 600
+_CUT = " …"
 _METRICS, _LINES = 5, 8
+_LEFT, _GOES_ON = "is not worked on any more", "Jobs that it had submitted may go on"
 #: What a pause needs before it ends by itself.
 _NEEDS = {
     "disk_full": "It goes on by itself as soon as there is room; `refiner disk` says what may go.",
@@ -48,37 +49,53 @@ class Topic:
         """The run's id, or the sweep's name."""
         return call_title(self.call).partition(" ")[2]
 
-    def command(self, *words: str) -> str:
-        """``refiner …`` on it, from any folder."""
-        return shlex.join(["refiner", *words, self.name, f"workspace={self.workspace}"])
-
     def message(
-        self, key: str, kind: Kind, happened: str, text: str, next_: str, **more: str
+        self,
+        kind: Kind,
+        happened: str,
+        text: str,
+        then: str = "status",
+        *,
+        stage: str = "",
+        cause: str = "",
+        next_: str = "",
     ) -> Message:
-        """A message about it; ``happened`` follows its name in the title."""
-        title = f"{'sweep ' if is_sweep(self.call) else ''}{self.name} {happened}"
-        return Message(
-            key=key,
-            kind=kind,
-            title=title,
-            text=text,
-            call=self.call,
-            recipe=self.recipe,
-            workspace=self.workspace,
-            next=next_,
-            host=self.host,
-            **more,
-        ).bounded()
+        """A message about it.
+
+        Parameters
+        ----------
+        happened
+            Follows its name in the title.
+        then, next_
+            What to type now: words of a command on it, or a whole command.
+        stage, cause
+            Which stages (or trial), and which failure class; empty where it is about all, or all is
+            well.
+        """
+        words = ["refiner", *then.split(), self.name, f"workspace={self.workspace}"]
+        sweep, next_ = is_sweep(self.call), next_ or shlex.join(words)
+        title = " ".join(f"{'sweep ' if sweep else ''}{self.name} {happened}".split())
+        fields = {
+            **{"call": self.call, "recipe": self.recipe, "run": "" if sweep else self.name},
+            **{"sweep": self.name if sweep else "", "stage": stage, "cause": cause},
+            **{"workspace": self.workspace, "next": next_, "host": self.host},
+        }
+        return {
+            **{"version": MESSAGE_VERSION, "kind": kind, "title": _cut(masked(title), _TITLE)},
+            "text": f"{_cut(masked(text), _TEXT)}\nNext: {_cut(next_, _FIELD)}",
+            **{name: _cut(value, _FIELD) for name, value in fields.items()},
+        }
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - len(_CUT)] + _CUT
 
 
 # ---------------------------------------------------------------- the end of a run
 
 
 def finished(
-    topic: Topic,
-    key: str,
-    views: Mapping[str, StageView],
-    numbers: Sequence[Mapping[str, Any]],
+    topic: Topic, views: Mapping[str, StageView], numbers: Sequence[Mapping[str, Any]]
 ) -> Message:
     """Every stage is done: numbers before and after, and where the models lie."""
     seconds = sum(v.seconds for v in views.values() if v.state == "done")
@@ -94,7 +111,7 @@ def finished(
             if v.kind == "publish" and "target" in v.report
         ),
     ]
-    return topic.message(key, "finished", "has finished", "\n".join(lines), topic.command("report"))
+    return topic.message("finished", "has finished", "\n".join(lines), "report")
 
 
 def _line(text: str, limit: int) -> str:
@@ -109,6 +126,7 @@ def _counted(number: int, noun: str) -> str:
 
 def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
     """``reward: 0.000 (base) -> 8.633 [8.324, 8.896] (grpo)``, by the main decoding."""
+    from refiner_core.evaluation.metrics import main_metrics, of_tasks  # brings numpy: 0.3 s
 
     measured = [n for n in numbers if n["stage"] != "random_copier" and n["value"] is not None]
     if not measured:
@@ -138,38 +156,23 @@ def _with_interval(number: Mapping[str, Any]) -> str:
     return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"
 
 
-def failed(
-    topic: Topic, key: str, views: Mapping[str, StageView], causes: Mapping[str, str]
-) -> Message:
+def failed(topic: Topic, views: Mapping[str, StageView], causes: Mapping[str, str]) -> Message:
     """A stage has failed, or has given up waiting; ``causes`` maps stages to failure classes."""
     ended = [v for v in views.values() if v.state in ("failed", "interrupted") and v.name in causes]
     ended.sort(key=lambda v: (v.state != "failed", v.message.startswith("needs ")))
-    lines = []
+    first, lines = ended[0], []
     for view in ended[:_LINES]:
         lines.append(f"{view.name}: {_what(causes[view.name])}: {_line(view.message, 500)}")
-        if view.log:
-            lines.append(f"  log: {view.log}")
-    first = ended[0]
-    given_up = first.state == "interrupted"
-    if given_up:
+        lines += [f"  log: {view.log}"] if view.log else []
+    happened, then = "has failed", f"logs {first.name}"
+    if first.state == "interrupted":  # it has given up
+        happened, then = "stands still", "resume"
         lines.append("What is saved is kept; it goes on from there.")
-    states = [v.state for v in views.values()]
-    lines.append(
-        f"{states.count('done') + states.count('skipped')} of {len(states)} stages are done."
-    )
-    happened = f"{'stands still' if given_up else 'has failed'}: {first.name}, " + _what(
-        causes[first.name]
-    )
-    next_ = topic.command("resume") if given_up else topic.command("logs", first.name)
-    return topic.message(
-        key,
-        "failed",
-        happened,
-        "\n".join(lines),
-        next_,
-        stage=", ".join(v.name for v in ended),
-        cause=causes[first.name],
-    )
+    done = sum(v.state in ("done", "skipped") for v in views.values())
+    lines.append(f"{done} of {len(views)} stages are done.")
+    stages, cause = ", ".join(v.name for v in ended), causes[first.name]
+    happened += f": {first.name}, {_what(cause)}"
+    return topic.message("failed", happened, "\n".join(lines), then, stage=stages, cause=cause)
 
 
 def _what(cause: str) -> str:
@@ -177,102 +180,67 @@ def _what(cause: str) -> str:
     return next(known, cause.replace("_", " "))
 
 
-def broke(topic: Topic, key: str, error: BaseException) -> Message:
+def broke(topic: Topic, error: BaseException) -> Message:
     """The orchestrator itself has ended with an error."""
-    said = str(error).strip() or type(error).__name__
-    text = (
-        f"{type(error).__name__}: {_line(said, 800)}\n"
-        "Jobs that it had submitted may go on; what is saved is kept."
-    )
-    return topic.message(
-        key, "failed", "is not worked on any more", text, topic.command("resume"), cause="error"
-    )
+    said = _line(str(error).strip() or type(error).__name__, 800)
+    text = f"{type(error).__name__}: {said}\n{_GOES_ON}; what is saved is kept."
+    return topic.message("failed", _LEFT, text, "resume", cause="error")
 
 
-def gone(topic: Topic, key: str, process: str) -> Message:
+def gone(topic: Topic, process: str) -> Message:
     """The orchestrator has ended without a word."""
     text = (
         f"Its orchestrator, {process}, is gone without a word (killed, or out of memory).\n"
-        "Jobs that it had submitted may go on; nothing begins by itself until it is resumed."
+        f"{_GOES_ON}; nothing begins by itself until it is resumed."
     )
-    return topic.message(
-        key, "failed", "is not worked on any more", text, topic.command("resume"), cause=GONE
-    )
+    return topic.message("failed", _LEFT, text, "resume", cause="orchestrator_gone")
 
 
-def ended(topic: Topic, key: str, exit_code: int) -> Message:
-    """The orchestrator has ended in order, and was killed before it could say more."""
-    kinds: dict[int, Kind] = {0: "finished", 6: "stopped"}
-    kind = kinds.get(exit_code, "failed")
-    happened = {"finished": "has finished", "stopped": "was stopped"}.get(kind, "has failed")
-    words = ("status",) if kind != "stopped" else ("resume",)
-    text = f"It ended with exit code {exit_code}."
-    return topic.message(key, kind, happened, text, topic.command(*words))
-
-
-def stopped(topic: Topic, key: str, why: str) -> Message:
+def stopped(topic: Topic, why: str) -> Message:
     """Somebody has stopped it."""
     text = f"{why[:1].upper()}{why[1:]}. What is saved is kept; it goes on from there."
-    return topic.message(key, "stopped", "was stopped", text, topic.command("resume"), cause=ASKED)
+    return topic.message("stopped", "was stopped", text, "resume", cause="asked")
 
 
 # ---------------------------------------------------------------- in between
 
 
-def changed(topic: Topic, key: str, change: Change) -> Message:
-    """A pause has lasted, or is over."""
-    stages, what = ", ".join(change.stages[:_LINES]), _what(change.cause)
-    stages += f" and {len(change.stages) - _LINES} more" if len(change.stages) > _LINES else ""
-    if change.kind == "paused":
-        text = f"{stages}: {_line(change.reason, 500)}\n{_NEEDS.get(change.cause, '')}".strip()
-        words = ("disk",) if change.cause == "disk_full" and not is_sweep(topic.call) else ()
-        next_ = (
-            shlex.join(["refiner", *words, f"workspace={topic.workspace}"])
-            if words
-            else topic.command("status")
-        )
-        happened = f"pauses: {what}"
-    else:
-        text = f"{stages} goes on" + (f" after {rough(change.seconds)}." if change.number else ".")
-        next_, happened = topic.command("status"), f"goes on after a pause: {what}"
-    return topic.message(
-        key, change.kind, happened, text, next_, stage=", ".join(change.stages), cause=change.cause
-    )
+def paused(topic: Topic, pause: Pause) -> Message:
+    """A pause has lasted."""
+    stages, cause = list(pause.marks), pause.cause
+    named = ", ".join(stages[:_LINES]) + _more(stages)
+    text = f"{named}: {_line(pause.reason, 500)}\n{_NEEDS.get(cause, '')}".strip()
+    full = cause == "disk_full" and not is_sweep(topic.call)
+    next_ = shlex.join(["refiner", "disk", f"workspace={topic.workspace}"]) if full else ""
+    happened, stage = f"pauses: {_what(cause)}", ", ".join(stages)
+    return topic.message("paused", happened, text, stage=stage, cause=cause, next_=next_)
 
 
-def went_on(topic: Topic, key: str, before: str) -> Message:
-    """It is worked on again after its orchestrator had died."""
-    text = f"Its orchestrator, {before}, was gone; it is worked on again."
-    return topic.message(key, "resumed", "goes on", text, topic.command("status"), cause=GONE)
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - _LINES} more" if len(names) > _LINES else ""
 
 
 # ---------------------------------------------------------------- sweeps
 
 
-def trial_failed(topic: Topic, key: str, trial: str, reason: str, counts: str) -> Message:
+def trial_failed(topic: Topic, trial: str, reason: str, counts: str) -> Message:
     """The first trial of this call that has failed; the others go on."""
+    happened = f"goes on, but {trial} has failed"
     text = f"{trial}: {_line(reason, 600)}\nThe other trials go on: {counts}."
-    return topic.message(
-        key, "failed", f"goes on, but {trial} has failed", text, topic.command("status"),
-        stage=trial, cause=TRIAL,
-    )  # fmt: skip
+    return topic.message("failed", happened, text, stage=trial, cause="trial_failed")
 
 
-def held(topic: Topic, key: str, why: str) -> Message:
+def held(topic: Topic, why: str) -> Message:
     """Nothing more is begun."""
     text = f"Nothing more is begun: {_line(why, 800)}\nWhat runs goes on to its end."
-    return topic.message(key, "paused", "is held", text, topic.command("status"), cause=HELD)
+    return topic.message("paused", "is held", text, cause="held")
 
 
-def sweep_ended(topic: Topic, key: str, wrong: Mapping[str, str], counts: str) -> Message:
+def sweep_ended(topic: Topic, wrong: Mapping[str, str], counts: str) -> Message:
     """No trial is at work any more; ``wrong`` maps trials that have failed to why."""
-    lines = [f"{counts}."]
-    lines += [f"{trial}: {_line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]
-    if len(wrong) > _LINES:
-        lines.append(f"and {len(wrong) - _LINES} more")
-    if wrong:
-        return topic.message(
-            key, "failed", f"has ended without {_counted(len(wrong), 'trial')}", "\n".join(lines),
-            topic.command("status"), stage=", ".join(wrong), cause=TRIAL,
-        )  # fmt: skip
-    return topic.message(key, "finished", "has finished", "\n".join(lines), topic.command("report"))
+    if not wrong:
+        return topic.message("finished", "has finished", f"{counts}.", "report")
+    lines = [f"{trial}: {_line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]
+    text = "\n".join([f"{counts}.", *lines]) + _more(list(wrong))
+    happened = f"has ended without {_counted(len(wrong), 'trial')}"
+    return topic.message("failed", happened, text, stage=", ".join(wrong), cause="trial_failed")

@@ -4,7 +4,6 @@ In order of reading: ``atomic``, ``swap`` and ``room`` (a write is there complet
 full); ``layout`` (paths, and nothing else knows them); ``record_files``, then the records of
 stages, runs, sweeps, proofs and nights behind one door, ``workspace``; ``checkpoints`` with
 ``holds`` and ``marks`` (what may not be deleted, what was); ``traces`` (metrics and rollouts);
-``orchestrators`` and ``leases`` (who works on what, who needs a server); ``notices`` (what was told
-to whom); ``published``, ``provenance`` and ``snapshot`` (where things come from, and where they
-went).
+``orchestrators`` and ``leases`` (who works on what, who needs a server); ``published``,
+``provenance`` and ``snapshot`` (where things come from, and where they went).
 """

@@ -24,8 +24,6 @@
                     orchestrator.log          what it prints when it works in the background
                     turns/0001.json           who has taken the run up, in order; exclusive
                     cancel/                   somebody wants it, or stages of it, to end
-                    notices/<key>/            what somebody was to be told, and by which channel it
-                                              has gone out
       disk/reservations/ pins/                room that saves in progress will need; what must stay
       services/<service id>/                  a server that is shared: its key and its leases
       judgements/                             the store of judgements, one file per writer
@@ -264,11 +262,6 @@ class RunPaths:
     def cancel(self) -> Path:
         """One file for each time that somebody wanted it, or stages of it, to end."""
         return self.folder / "cancel"
-
-    @property
-    def notices(self) -> Path:
-        """What somebody was to be told of it: a folder for each message."""
-        return self.folder / "notices"
 
     @property
     def diff(self) -> Path:

@@ -11,7 +11,7 @@ still runs, can never count double.
                                      ended.json                  nothing is left to do
                    history/2026-11-21--CHECKPOINT--PROTOCOL.json   one line of the table
                    values/STAGE--PROTOCOL.json         watched metrics, prompt by prompt
-                   alerts/ID/alert.json delivered-CHANNEL.json failed-CHANNEL-0001.json
+                   alerts/ID/alert.json not-told.json            which channels did not take it
                    page.html
 """
 
@@ -25,7 +25,6 @@ from typing import Any
 
 from infra.host.processes import ProcessId
 from infra.store import atomic
-from infra.store.notices import Notices
 from infra.store.record_files import RecordFiles, now_text
 from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace
@@ -53,8 +52,6 @@ class NightlyRecords(RecordFiles):
         super().__init__(workspace.layout)
         self.name = name
         self.folder = workspace.layout.nightly / name
-        #: Its alerts, and by which channels they have gone out.
-        self.notices = Notices(self.layout, self.folder / "alerts", "alert.json")
 
     # ------------------------------------------------------------ the file
 
@@ -178,11 +175,21 @@ class NightlyRecords(RecordFiles):
 
     def raise_alert(self, alert: str, value: Mapping[str, Any]) -> bool:
         """Record an alert; True for the one who did, who then tells everybody."""
-        return self.notices.record(alert, value)
+        path = self.folder / "alerts" / alert / "alert.json"
+        return self._create(path, {"at": now_text(), **value, "id": alert})
 
     def alerts(self) -> list[dict[str, Any]]:
         """All alerts, by the night in which they were sure."""
-        return sorted(self.notices.all(), key=lambda a: (a["night"], a["id"]))
+        found = map(self.read_control, _sorted(self.folder / "alerts", "*/alert.json"))
+        return sorted((a for a in found if a is not None), key=lambda a: (a["night"], a["id"]))
+
+    def note_not_told(self, alert: str, whys: Mapping[str, str]) -> None:
+        """Say which channels did not take an alert, and why."""
+        self._create(self.folder / "alerts" / alert / "not-told.json", whys)
+
+    def not_told(self, alert: str) -> dict[str, str]:
+        """Channel -> why it did not take an alert."""
+        return self.read_control(self.folder / "alerts" / alert / "not-told.json") or {}
 
     # ------------------------------------------------------------ parts
 

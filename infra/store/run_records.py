@@ -119,7 +119,8 @@ class RunRecords(RecordFiles):
         """Forget what was asked to end, when a call is taken up again; False if nothing was."""
         folder = self.layout.run(run_id).cancel
         try:
-            folder.rename(folder.with_name(f"cancelled-{secrets.token_hex(4)}"))
+            with no_space_guard(self.root, "taking up the run"):
+                folder.rename(folder.with_name(f"cancelled-{secrets.token_hex(4)}"))
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True

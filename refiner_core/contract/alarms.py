@@ -11,34 +11,35 @@ from typing import Literal
 
 from refiner_core.contract.steering_config import NotifyConfig
 
-Channel = Literal["command", "webhook", "prefect"]
+Channel = Literal["command", "url"]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_place(name: str) -> bool:
+    """Whether this names a variable or, from the root or home, a file: addresses are often secrets,
+    and stand in no recipe."""
+    return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)
 
 
 @dataclass(frozen=True)
 class Alarm:
     """One way in which a message goes out.
 
-    ``what`` is a shell command, or the name of the environment variable that holds the webhook's
-    address (an address is often a secret, and a file is not the place for one).
+    ``what`` is a shell command, or the name of the environment variable or the path of the file
+    that holds addresses.
     """
 
     channel: Channel
-    what: str = ""
+    what: str
 
     @property
     def name(self) -> str:
         """In records and messages."""
-        return self.channel if self.channel != "webhook" else f"webhook-{self.what}"
+        return self.channel if self.channel == "command" else self.what
 
 
 def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
     """The channels of a recipe; none where it is quiet."""
-    found = []
-    if notify.command is not None:
-        found.append(Alarm("command", notify.command))
-    if notify.webhook is not None:
-        found.append(Alarm("webhook", notify.webhook))
-    if notify.prefect:
-        found.append(Alarm("prefect"))
-    return tuple(found)
+    command = [Alarm("command", notify.command)] if notify.command is not None else []
+    names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
+    return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))

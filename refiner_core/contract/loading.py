@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from refiner_core.contract.checks.former import without_former
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import FieldInfo, is_section, walk
@@ -142,6 +143,7 @@ def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "")
     """
     values = dict(values)
     values.setdefault("recipe", name or "unnamed")
+    values = without_former(values)
     return typing.cast(RecipeConfig, _section(RecipeConfig, values, "", origin))
 
 

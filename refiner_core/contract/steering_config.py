@@ -21,6 +21,7 @@ class TrackingConfig:
     group: str | None = execution(
         None, doc="W&B group; none is the recipe, and of a sweep's trials the sweep"
     )
+    notes: str = execution("", doc="what to remember of the run: `refiner status` and W&B show it")
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,15 @@ class DiskConfig:
 class NotifyConfig:
     """Who hears of a run or sweep, and of what. Quiet as long as no channel is named."""
 
-    on: tuple[Literal["finished", "failed", "paused", "resumed", "stopped"], ...] = execution(
+    on: tuple[Literal["finished", "failed", "paused", "stopped"], ...] = execution(
         ("finished", "failed", "paused"),
         doc="what is told of: it is `finished`; it has `failed`; a stage is `paused` (no room, "
-        "an outage) or has `resumed`; it was `stopped` on request",
+        "an outage); it was `stopped` on request",
+    )
+    urls: tuple[str, ...] = execution(
+        (),
+        doc="NAMES of environment variables, or paths of files, that hold addresses as Apprise "
+        "writes them (slack://…, mailto://…, https://…), one a line",
     )
     command: str | None = execution(
         None,
@@ -139,12 +145,7 @@ class NotifyConfig:
         "REFINER_TITLE, REFINER_TEXT, …",
     )
     webhook: str | None = execution(
-        None,
-        doc="NAME of the environment variable that holds the address which the message is POSTed "
-        "to, as chat servers want it",
-    )
-    prefect: bool = execution(
-        False, doc="emit an event `refiner.run.…` on the Prefect server, for an automation"
+        None, doc="former name of `urls`, for one variable; goes with the next version"
     )
     after_min: float = execution(
         0.0, doc="stay quiet about what ends within so many minutes: somebody watches it"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from flows.notifying import telling
-from flows.notifying.undelivered import undelivered
-from infra.host.processes import ProcessId
-from infra.store.notices import Notices
+from flows.notifying import sender
+from flows.notifying.untold import not_told
 from infra.store.workspace import Workspace
 from tests.support.command import environment, refiner
 from tests.support.hook import Hook
@@ -46,9 +45,9 @@ class Place:
         return Workspace.read_only(self.root).run_ids()[-1]
 
     @property
-    def notices(self) -> Notices:
-        workspace = Workspace.read_only(self.root)
-        return Notices(workspace.layout, workspace.layout.run(self.run).notices)
+    def not_told(self) -> list[dict[str, Any]]:
+        """What stands in the run's event log."""
+        return not_told(Workspace.read_only(self.root), self.run)
 
     def start(self, notify: dict[str, Any], *resume: str) -> subprocess.Popen[bytes]:
         """An orchestrator as a process of its own."""
@@ -84,11 +83,22 @@ def wait_for(look: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return found
 
 
+def senders() -> list[psutil.Process]:
+    """Processes that send messages for this one, or for nobody any more."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "flows.notifying.sender" in process.cmdline():
+                found.append(process)
+    return found
+
+
 def test_the_end_is_told_once_by_every_channel_and_no_address_is_written_down(
     place: Place, hook: Hook, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fields = f'{place.command}; echo "$REFINER_KIND $REFINER_RUN" > {place.file}.fields'
-    notify = {"command": fields, "webhook": "TEAM_HOOK"}
+    fields += f"; ps axww -o args > {place.file}.ps"
+    notify = {"command": fields, "urls": ["TEAM_HOOK"]}
     hook._first = [500, 503]
     assert told_run(place.root, notify).exit_code == 0
     assert told_run(place.root, notify, resume=place.run).exit_code == 0, "all is done: no news"
@@ -96,72 +106,49 @@ def test_the_end_is_told_once_by_every_channel_and_no_address_is_written_down(
     assert message["title"] == f"{place.run} has finished"
     assert message["next"] == f"refiner report {place.run} workspace={place.root}"
     assert Path(f"{place.file}.fields").read_text() == f"finished {place.run}\n"
-    wait_for(lambda: not undelivered(Workspace.read_only(place.root), place.run))
-    assert [b["key"] for b in hook.bodies] == [message["key"]] * 3, "two refusals, then taken"
+    assert [b["kind"] for b in hook.bodies] == ["finished"] * 3, "two refusals, then taken"
     assert hook.bodies[-1]["text"].startswith(f"{place.run} has finished\n")
+    assert place.not_told == []
     files = b"".join(p.read_bytes() for p in place.root.rglob("*") if p.is_file())
     assert b"secret-path" not in files
     assert "secret-path" not in "".join(capfd.readouterr())
-
-
-def test_without_a_channel_nothing_is_recorded_nor_begun(place: Place) -> None:
-    assert told_run(place.root, {}).exit_code == 0
-    assert not place.notices.folder.exists()
+    processes = Path(f"{place.file}.ps").read_text()
+    assert "flows.notifying.sender" in processes
+    assert "secret-path" not in processes
 
 
 def test_a_server_that_hangs_holds_up_no_end_and_no_other_channel(
     place: Place, hook: Hook, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hook.hangs = True
-    monkeypatch.setattr(telling, "CATCH_UP_S", 0.5)
-    told_run(place.root, {"command": place.command, "webhook": "TEAM_HOOK"})
-    ended = time.time()
-    result = place.root / "stages"
-    done = max(p.stat().st_mtime for p in result.glob("*/result.json"))
-    assert ended - done < 4.0
-    assert place.kinds == ["finished"]
+    monkeypatch.setattr(sender, "CATCH_UP_S", 0.5)
+    told_run(place.root, {"command": place.command, "urls": ["TEAM_HOOK"]})
     assert "goes on with it for up to two minutes" in capfd.readouterr().err
-    (left,) = undelivered(Workspace.read_only(place.root), place.run)
-    assert (left.channel, left.kind) == ("webhook-TEAM_HOOK", "finished")
-    sender = place.notices.read_control(next(place.notices.folder.glob("*/sending-webhook*")))
-    assert sender is not None
-    os.kill(ProcessId.parse(sender["process"]).pid, signal.SIGKILL)
+    wait_for(lambda: place.kinds == ["finished"])
+    assert place.not_told == [], "the hook still has it"
+    (left,) = wait_for(lambda: place.not_told, 60)
+    assert (left["channel"], left["kind"]) == ("TEAM_HOOK", "finished")
 
 
-def test_a_channel_that_fails_fails_no_run_and_status_says_so(
+def test_a_channel_that_fails_fails_no_run_and_terminal_log_and_status_say_so(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert told_run(place.root, {"command": "exit 7"}).exit_code == 0
-    assert "by command: The command ended with code 7" in capfd.readouterr().err
-    said = refiner("status", f"workspace={place.root}")
-    assert "not told by command: finished: The command ended with code 7" in said.stdout
-    sender = place.notices.read_control(next(place.notices.folder.glob("*/sending-*")))
-    assert sender is not None
-    os.kill(ProcessId.parse(sender["process"]).pid, signal.SIGKILL)
-    told_run(place.root, {"command": place.command}, resume=place.run)
-    assert wait_for(lambda: place.kinds) == ["finished"], "what was left goes out with the next"
+    said = f"not told by command: {place.run} has finished: The command ended with code 7"
+    assert said in capfd.readouterr().err
+    done = refiner("status", f"workspace={place.root}")
+    assert "not told by command: finished: The command ended with code 7" in done.stdout
+    (event,) = refiner("status", f"workspace={place.root}", "--json").json["not_told"]
+    assert (event["channel"], event["kind"]) == ("command", "finished")
 
 
-def test_an_outage_is_told_once_not_per_try_and_so_is_its_end(place: Place) -> None:
+def test_an_outage_is_told_once_not_per_try(place: Place) -> None:
     behaviour = {"steps": 4, "fail": "judge_outage", "fail_at_step": 2, "fails": 3}
-    on = ("finished", "paused", "resumed")
-    done = told_run(place.root, {"command": place.command, "on": on}, behaviour=behaviour)
+    done = told_run(place.root, {"command": place.command}, behaviour=behaviour)
     assert done.exit_code == 0
     assert done.views["data"].attempt == 4
-    assert place.kinds == ["paused", "resumed", "finished"]
+    assert place.kinds == ["paused", "finished"]
     assert (place.told[0]["cause"], place.told[0]["stage"]) == ("judge_outage", "data")
-
-
-def test_a_message_that_cannot_be_recorded_goes_out_all_the_same(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk may be what it is about."""
-    monkeypatch.setattr(Workspace, "new_run_id", lambda *_: "20261121-000000-small")
-    folder = place.root / "runs" / "20261121-000000-small"
-    folder.mkdir(parents=True)
-    (folder / "notices").write_text("no folder can be made here")
-    told_run(place.root, {"command": place.command})
-    assert wait_for(lambda: place.kinds) == ["finished"]
 
 
 def test_a_failure_says_its_class_the_log_and_the_next_command(place: Place) -> None:
@@ -178,7 +165,6 @@ def test_a_run_that_ends_at_once_is_quiet_where_somebody_watches(place: Place) -
     years = 60.0 * 24 * 365 * 1000
     told_run(place.root, {"command": place.command, "after_min": years})
     assert place.told == []
-    assert undelivered(Workspace.read_only(place.root), place.run) == [], "nor is it owed"
 
 
 def test_ctrl_c_is_told_where_that_is_asked_for(place: Place) -> None:
@@ -191,50 +177,48 @@ def test_ctrl_c_is_told_where_that_is_asked_for(place: Place) -> None:
     assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
 
 
-def test_a_killed_orchestrator_is_told_of_and_its_run_goes_on_with_a_word(place: Place) -> None:
+def test_a_killed_orchestrator_is_told_of_and_so_is_the_end_of_its_run(place: Place) -> None:
     place.behave(steps=100)
-    notify = {"command": place.command, "on": ["finished", "failed", "resumed"]}
+    notify = {"command": place.command}
     process = place.start(notify)
     wait_for(lambda: list(place.root.glob("stages/*/attempts/*/heartbeat.json")))
+    (child,) = [p for p in psutil.Process(process.pid).children() if p in senders()]
     process.kill()
     process.wait()
     wait_for(lambda: place.kinds == ["failed"])
     assert place.told[0]["cause"] == "orchestrator_gone"
     assert place.told[0]["next"] == f"refiner resume {place.run} workspace={place.root}"
+    wait_for(lambda: child not in senders())
     assert place.start(notify, place.run).wait(60) == 0
-    assert place.kinds == ["failed", "resumed", "finished"]
+    assert place.kinds == ["failed", "finished"]
 
 
-def test_killed_with_its_courier_between_the_end_and_the_word_it_is_told_by_the_next_call(
-    place: Place,
-) -> None:
-    slow = f"sleep 60 && {place.command}"
-    process = place.start({"command": slow})
-    path = wait_for(lambda: list(place.root.glob("runs/*/notices/*/sending-command.json")))[0]
-    sender = ProcessId.parse(json.loads(path.read_text())["process"])
-    process.kill()
-    process.wait()
-    os.killpg(sender.pid, signal.SIGKILL)  # it and the command that it has begun
+def test_a_sender_that_is_killed_is_said_and_fails_no_run(place: Place) -> None:
+    place.behave(steps=100)
+    process = place.start({"command": place.command})
+    (child,) = wait_for(
+        lambda: [p for p in psutil.Process(process.pid).children() if p in senders()]
+    )
+    child.kill()
+    assert process.wait(60) == 0
     assert place.told == []
-    run = place.run
-    for _ in range(2):
-        told_run(place.root, {"command": place.command}, resume=run)
-        wait_for(lambda: place.kinds)
-    assert place.kinds == ["finished"]
+    said = (place.root.parent / "stderr.txt").read_text()
+    assert said.count("nobody is told of this run any more") == 1
 
 
 def test_the_command_that_tries_channels_says_what_came_of_each(tmp_path: Path, hook: Hook) -> None:
     told = tmp_path / "told"
-    channels = (f"notify.command=cat > {told}", "notify.webhook=TEAM_HOOK")
+    channels = (f"notify.command=cat > {told}", "notify.urls=[TEAM_HOOK]")
     done = refiner("notify", "test", "tiny", *channels, "--json")
     assert done.code == 0, done.stderr
     assert [c["delivered"] for c in done.json["channels"]] == [True, True]
     assert json.loads(told.read_text())["kind"] == hook.bodies[0]["kind"] == "test"
     hook.status = 404
-    done = refiner("notify", "test", "tiny", *channels)
+    done = refiner("notify", "test", "tiny", channels[0], "notify.webhook=TEAM_HOOK")
     assert done.code == 1
     assert "did not take the message (HTTP 404)" in done.stdout
+    assert "notify.webhook will be refused by the next version" in done.stderr
     assert "secret-path" not in done.stdout + done.stderr
-    refused = refiner("plan", "tiny", f"notify.webhook={hook.address}")
+    refused = refiner("plan", "tiny", f"notify.urls=[{hook.address}]")
     assert (refused.code, "secret-path" in refused.stderr) == (2, False)
     assert "name of the environment variable" in refused.stderr

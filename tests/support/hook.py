@@ -11,7 +11,7 @@ from typing import Any
 class Hook(ThreadingHTTPServer):
     """Answers with ``statuses`` one after the other, then with ``status``; hangs if ``hangs``.
 
-    ``bodies`` is what it was sent, whatever it said.
+    ``bodies`` is what it was sent, and ``paths`` where, whatever it said.
     """
 
     daemon_threads = True
@@ -22,6 +22,7 @@ class Hook(ThreadingHTTPServer):
         self.status, self.hangs = status, hangs
         self._first = list(statuses)
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.end = threading.Event()
 
     @property
@@ -47,11 +48,13 @@ class _Answer(BaseHTTPRequestHandler):
     server: Hook
 
     def do_POST(self) -> None:
+        self.server.paths.append(self.path)
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if self.server.hangs:
             self.server.end.wait(60)
             return
         self.send_response(self.server.next_status())
+        self.send_header("Location", "/elsewhere")
         self.end_headers()
 
     def log_message(self, *_: object) -> None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import apprise
 import psutil
 import pytest
 
 from flows.notifying import channels, words
 from flows.notifying.channels import ChannelFailed
-from flows.notifying.courier import Courier, Route
-from flows.notifying.message import message_of, parcel_of
-from flows.notifying.pauses import Change, Pauses, Sight
-from flows.notifying.telling import Teller
-from flows.notifying.watching import told_pauses
+from flows.notifying.pauses import Pauses, Sight
 from flows.notifying.watching_sweeps import SweepWatching
 from flows.notifying.words import Topic
+from flows.running.calls import warn_of_silence
 from flows.sweeping.words import TrialWord
 from infra.campaign.reconcile import paused_after
 from infra.store.layout import sweep_call
-from infra.store.notices import Notices
+from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
-from refiner_core.contract.alarms import Alarm
+from refiner_core.contract.alarms import Alarm, alarms_of
+from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
@@ -34,6 +32,7 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.views import StageView
 from tests.support.command import wait_until
+from tests.support.hook import Hook
 
 TOPIC = Topic("20261121-120000-tiny-ab12", "tiny", "/scratch/me/my runs", "node7")
 
@@ -65,14 +64,14 @@ def test_a_finished_run_says_numbers_before_and_after_and_where_the_models_lie()
         number("grpo", "oracle", 0.9, decoding="greedy"),
         number("random_copier", "oracle", 0.42),
     ]
-    message = words.finished(TOPIC, "k", views, numbers)
-    assert message.title == "20261121-120000-tiny-ab12 has finished"
-    assert "  oracle: 0.100 (base) -> 0.811 [0.711, 0.911] (grpo)" in message.text.splitlines()
-    assert "random_copier" not in message.text
-    assert "2 stages done" in message.text
-    assert "1 were there already" in message.text
-    assert "published: /runs/published/refiner" in message.text
-    assert message.next == f"refiner report {TOPIC.name} 'workspace=/scratch/me/my runs'"
+    message = words.finished(TOPIC, views, numbers)
+    assert message["title"] == "20261121-120000-tiny-ab12 has finished"
+    assert "  oracle: 0.100 (base) -> 0.811 [0.711, 0.911] (grpo)" in message["text"].splitlines()
+    assert "random_copier" not in message["text"]
+    assert "2 stages done" in message["text"]
+    assert "1 were there already" in message["text"]
+    assert "published: /runs/published/refiner" in message["text"]
+    assert message["next"] == f"refiner report {TOPIC.name} 'workspace=/scratch/me/my runs'"
 
 
 def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -> None:
@@ -88,54 +87,50 @@ def test_a_failure_begins_with_what_failed_by_itself_and_says_how_to_mend_it() -
         "evaluate": view("evaluate", "blocked", message="needs grpo"),
     }
     causes = {"sft": "bug", "grpo": "not_finite"}
-    message = words.failed(TOPIC, "k", views, causes)
-    assert message.title.endswith("has failed: grpo, loss, norm or reward was not finite")
-    assert message.text.splitlines()[0].endswith("To mend it: set grpo.learning_rate")
-    assert "1 of 4 stages are done." in message.text
-    assert (message.cause, message.next.split()[:3]) == ("not_finite", ["refiner", "logs", "grpo"])
+    message = words.failed(TOPIC, views, causes)
+    assert message["title"].endswith("has failed: grpo, loss, norm or reward was not finite")
+    assert message["text"].splitlines()[0].endswith("To mend it: set grpo.learning_rate")
+    assert "1 of 4 stages are done." in message["text"]
+    assert (message["cause"], message["next"].split()[:3]) == (
+        "not_finite",
+        ["refiner", "logs", "grpo"],
+    )
 
 
 def test_who_gave_up_waiting_is_told_to_resume_and_not_to_look_for_a_bug() -> None:
     views = {"grpo": view("grpo", "interrupted", message="no room for 1440 min", exit_code=5)}
-    message = words.failed(TOPIC, "k", views, {"grpo": "disk_full"})
-    assert "stands still: grpo, no room on the disk" in message.title
-    assert message.next.startswith("refiner resume ")
+    message = words.failed(TOPIC, views, {"grpo": "disk_full"})
+    assert "stands still: grpo, no room on the disk" in message["title"]
+    assert message["next"].startswith("refiner resume ")
 
 
-def test_a_message_is_short_has_no_credentials_and_comes_back_from_its_record() -> None:
+def test_a_message_is_short_and_has_no_credentials() -> None:
     text = "x" * 9000 + " https://me:hunter2@host/"
-    signed = words.stopped(TOPIC, "k", "https://me:hunter2@host/a?X-Amz-Signature=abcdef")
-    long = TOPIC.message("k", "failed", "a\nb" * 900, text, "refiner status", stage="s, " * 900)
-    assert len(long.text) <= 2400
-    assert len(long.title) <= 200
-    assert "\n" not in long.title
-    assert len(json.dumps(dict(parcel_of(long).body))) < 8000
-    assert "hunter2" not in signed.text
-    assert "abcdef" not in signed.text
-    assert message_of(json.loads(json.dumps(long.json()))) == long
+    signed = words.stopped(TOPIC, "https://me:hunter2@host/a?X-Amz-Signature=abcdef")
+    long = TOPIC.message("failed", "a\nb" * 900, text, next_="refiner status", stage="s, " * 900)
+    assert len(long["text"]) <= 2000, "as much as all chat servers take"
+    assert len(long["title"]) <= 200
+    assert "\n" not in long["title"]
+    assert long["text"].endswith("\nNext: refiner status")
+    assert len(json.dumps(long)) < 5000
+    assert "hunter2" not in signed["text"]
+    assert "abcdef" not in signed["text"]
 
 
-def test_what_goes_out_names_the_run_or_the_sweep_for_scripts_and_automations() -> None:
-    parcel = parcel_of(words.stopped(TOPIC, "k", "stopped by Ctrl-C"))
-    assert parcel.event == "refiner.run.stopped"
-    assert parcel.labels["prefect.resource.id"] == f"refiner.run.{TOPIC.name}"
-    assert parcel.variables["REFINER_RUN"] == parcel.body["run"] == TOPIC.name
+def test_what_goes_out_names_the_run_or_the_sweep() -> None:
+    message = words.stopped(TOPIC, "stopped by Ctrl-C")
+    assert (message["run"], message["sweep"]) == (TOPIC.name, "")
     sweep = replace(TOPIC, call=sweep_call("betas"))
-    parcel = parcel_of(words.sweep_ended(sweep, "k", {}, "6 trials: 6 done"))
-    assert parcel.event == "refiner.sweep.finished"
-    assert parcel.labels["prefect.resource.id"] == "refiner.sweep.betas"
-    assert (parcel.variables["REFINER_RUN"], parcel.variables["REFINER_SWEEP"]) == ("", "betas")
+    message = words.sweep_ended(sweep, {}, "6 trials: 6 done")
+    assert (message["run"], message["sweep"]) == ("", "betas")
 
 
 # ---------------------------------------------------------------- pauses
 
 
-def told(pauses: Pauses, *sights: Sight, every_s: float = 10.0) -> list[tuple[str, float]]:
-    found = []
-    for number_, sight in enumerate(sights):
-        now = number_ * every_s
-        found += [(c.kind, now) for c in pauses.look({"grpo": sight}, now)]
-    return found
+def told(pauses: Pauses, *sights: Sight, every_s: float = 10.0) -> list[float]:
+    times = [number_ * every_s for number_ in range(len(sights))]
+    return [t for t, s in zip(times, sights, strict=True) if pauses.look({"grpo": s}, t)]
 
 
 OUT = Sight("judge_outage", "pauses after judge outage, 30 s more", done=7)
@@ -146,38 +141,25 @@ TRIES, FURTHER = Sight(done=5), Sight(done=8)
     ("sights", "expected"),
     [
         ((OUT, OUT, FURTHER), []),  # over within a moment
-        ((OUT, TRIES, OUT, TRIES, OUT, TRIES, OUT, OUT), [("paused", 40.0)]),
-        ((OUT,) * 6 + (TRIES, FURTHER, FURTHER), [("paused", 30.0), ("resumed", 70.0)]),
-        ((OUT,) * 5 + (Sight(over=True, ended=True),), [("paused", 30.0), ("resumed", 50.0)]),
-        ((OUT,) * 5 + (Sight(ended=True),), [("paused", 30.0)]),  # its end is another message
+        ((OUT, TRIES, OUT, TRIES, OUT, TRIES, OUT, OUT), [40.0]),
+        ((OUT,) * 6 + (TRIES, FURTHER) + (OUT,) * 4, [30.0, 110.0]),  # another one
+        ((OUT,) * 2 + (Sight(ended=True),) * 3, []),  # its end is another message
         ((OUT,) + (TRIES,) * 9, []),  # it works on, only not far yet
     ],
 )
-def test_a_pause_is_told_once_when_it_lasts_and_its_end_when_work_gets_further(
-    sights: tuple[Sight, ...], expected: list[tuple[str, float]]
+def test_a_pause_is_told_once_when_it_lasts(
+    sights: tuple[Sight, ...], expected: list[float]
 ) -> None:
     assert told(Pauses(30.0), *sights) == expected
 
 
-def test_a_pause_that_an_earlier_process_has_told_of_is_not_told_again(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path)
-    notices = Notices(workspace.layout, tmp_path / "notices")
-    change = Change("paused", "judge_outage", ("grpo",), "…", 60.0, 1)
-    notices.record("p", words.changed(TOPIC, "p", change).json())
-    assert told_pauses(notices) == {"judge_outage": ("grpo",)}
-    pauses = Pauses(30.0, told_pauses(notices))
-    assert told(pauses, *(OUT,) * 6, TRIES, FURTHER) == [("resumed", 70.0)]
-    notices.record("r", words.changed(TOPIC, "r", change._replace(kind="resumed")).json())
-    assert told_pauses(notices) == {}
-
-
 def test_several_stages_that_wait_for_the_same_are_one_pause() -> None:
     pauses, short = Pauses(0.0), Sight("disk_full", "12 GB more are needed")
-    (change,) = pauses.look({"grpo": short, "evaluate": short}, 1.0)
-    assert change.stages == ("grpo", "evaluate")
+    (pause,) = pauses.look({"grpo": short, "evaluate": short}, 1.0)
+    assert list(pause.marks) == ["grpo", "evaluate"]
     assert pauses.look({"grpo": FURTHER, "evaluate": short}, 2.0) == []
-    (change,) = pauses.look({"grpo": FURTHER, "evaluate": FURTHER}, 3.0)
-    assert change.kind == "resumed"
+    assert pauses.look({"grpo": FURTHER, "evaluate": FURTHER}, 3.0) == []
+    assert len(pauses.look({"grpo": short, "evaluate": FURTHER}, 4.0)) == 1
 
 
 def test_why_a_stage_waits_is_read_from_what_the_reconciler_says() -> None:
@@ -201,56 +183,80 @@ class Sweep:
         return {n: {"grpo": view("grpo", s)} for n, s in self.states.items() if s == "running"}
 
 
-Told = Callable[[], list[tuple[str, str]]]
+class Heard:
+    """Is handed messages."""
+
+    quiet = False
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def begin(self, gone: words.Message) -> None: ...
+
+    def end(self) -> None: ...
+
+    def tell(self, message: words.Message) -> None:
+        self.told.append((message["kind"], message["title"]))
+
+
+class Watched(NamedTuple):
+    """A sweep of four trials, who watches it, what is told, and the clock."""
+
+    supervisor: Sweep
+    watching: SweepWatching
+    told: list[tuple[str, str]]
+    clock: list[float]
+
+
+def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: bool) -> Watched:
+    heard, clock, supervisor = Heard(), [0.0], Sweep(states)
+    watching = SweepWatching(
+        supervisor, resumed=resumed, before=before, topic=replace(TOPIC, call=sweep_call("betas")),
+        notify=NotifyConfig(command="true"), workspace=Workspace.open(root), sender=heard,
+        clock=lambda: clock[0],
+    )  # fmt: skip
+    watching.show({})
+    return Watched(supervisor, watching, heard.told, clock)
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> tuple[Sweep, SweepWatching, Told, list[float]]:
-    """A sweep of four trials, who watches it, what was recorded to be told, and the clock."""
-    workspace, clock = Workspace.open(tmp_path), [0.0]
-    notices = Notices(workspace.layout, tmp_path / "notices")
-    notify = NotifyConfig(command="true")
-    topic = replace(TOPIC, call=sweep_call("betas"))
-    teller = Teller(Route(topic, notify, 1, "", ""), notices, lambda: 1e9, pytest.fail)
-    supervisor = Sweep(dict.fromkeys("abcd", "running"))
-    watching = SweepWatching(
-        supervisor, workspace, resumed=False, topic=topic, notify=notify, turn=1,
-        teller=teller, notices=notices, clock=lambda: clock[0],
-    )  # fmt: skip
-    watching.show({})
-    return supervisor, watching, lambda: [(m["kind"], m["title"]) for m in notices.all()], clock
+def sweep(tmp_path: Path) -> Watched:
+    return watched(tmp_path, dict.fromkeys("abcd", "running"), Orchestrator("none"), False)
 
 
 def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
-    sweep: tuple[Sweep, SweepWatching, Told, list[float]],
+    sweep: Watched,
 ) -> None:
-    supervisor, watching, told_, clock = sweep
     for trial in "abc":
-        supervisor.states[trial] = "failed"
+        sweep.supervisor.states[trial] = "failed"
         for _ in range(3):
-            clock[0] += 3.0
-            watching.show({})
-    assert told_() == [("failed", "sweep betas goes on, but a has failed")]
-    supervisor.states["d"] = "done"
-    watching.over({})
-    assert told_()[1:] == [("failed", "sweep betas has ended without 3 trials")]
+            sweep.clock[0] += 3.0
+            sweep.watching.show({})
+    assert sweep.told == [("failed", "sweep betas goes on, but a has failed")]
+    sweep.supervisor.states["d"] = "done"
+    sweep.watching.over({})
+    assert sweep.told[1:] == [("failed", "sweep betas has ended without 3 trials")]
 
 
-def test_a_sweep_that_is_held_says_so_once_and_one_that_is_done_too(
-    sweep: tuple[Sweep, SweepWatching, Told, list[float]],
+def test_a_sweep_that_is_held_says_so_once(sweep: Watched) -> None:
+    sweep.supervisor.held = "it would take 900 GPU-hours of 800"
+    sweep.watching.show({})
+    sweep.watching.show({})
+    sweep.supervisor.states.update(a="done", b="done", c="held", d="held")
+    sweep.watching.over({})
+    assert sweep.told == [("paused", "sweep betas is held")]
+
+
+@pytest.mark.parametrize(
+    ("before", "told_"),
+    [(Orchestrator("ended", exit_code=0), []), (Orchestrator("gone"), ["finished"])],
+)
+def test_a_sweep_that_was_done_is_told_when_nobody_has_said_so_before(
+    tmp_path: Path, before: Orchestrator, told_: list[str]
 ) -> None:
-    supervisor, watching, told_, _ = sweep
-    supervisor.held = "it would take 900 GPU-hours of 800"
-    watching.show({})
-    watching.show({})
-    supervisor.states.update(a="done", b="done", c="held", d="held")
-    watching.over({})
-    assert told_() == [("paused", "sweep betas is held")]
-    supervisor.held = ""
-    supervisor.states.update(c="done", d="done")
-    watching.over({})
-    watching.over({})
-    assert told_()[1:] == [("finished", "sweep betas has finished")]
+    found = watched(tmp_path, dict.fromkeys("abcd", "done"), before, resumed=True)
+    found.watching.over({})
+    assert [kind for kind, _ in found.told] == told_
 
 
 # ---------------------------------------------------------------- the section
@@ -259,8 +265,10 @@ def test_a_sweep_that_is_held_says_so_once_and_one_that_is_done_too(
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("notify.urls=[https://hooks.example/T0/SECRET]", "name of the environment variable"),
+        ("notify.urls=[MY-HOOK]", "name of the environment variable"),
+        ("notify.urls=[/slack://T0/SECRET]", "name of the environment variable"),
         ("notify.webhook=https://hooks.example/T0/SECRET", "name of the environment variable"),
-        ("notify.webhook=MY-HOOK", "name of the environment variable"),
         ("notify.command='   '", "is empty"),
         ("notify.command='curl -d @- https://x.example/SECRET'", "has an address in it"),
         ("notify.after_min=-1", "zero or more"),
@@ -277,13 +285,43 @@ def test_a_section_that_cannot_work_is_refused_without_repeating_it(
 
 
 def test_who_is_told_changes_no_stage_and_records_without_the_section_are_quiet() -> None:
-    loud = NotifyConfig(on=(), command="x", webhook="Y", prefect=True, after_min=3, pause_min=9)
+    loud = NotifyConfig(on=(), command="x", urls=("Y",), webhook="Z", after_min=3, pause_min=9)
     plain, told_of = RecipeConfig(), replace(RecipeConfig(), notify=loud)
     ids = [[s.id for s in make_plan(c, {}).stages] for c in (plain, told_of)]
     assert ids[0] == ids[1]
     old = to_json(plain)
     del old["notify"]
     assert from_json(RecipeConfig, old).notify == NotifyConfig()
+
+
+def test_an_address_that_is_not_there_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEAM_HOOK", "json://host/")
+    notify = NotifyConfig(urls=("TEAM_HOOK", str(tmp_path / "none")))
+    warn_of_silence(replace(RecipeConfig(), notify=notify))
+    said = capsys.readouterr().err
+    assert said.count("Nobody will be told") == 1
+    assert f"notify.urls=[{tmp_path}/none]" in said
+
+
+def test_what_recipes_said_before_still_loads_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_former.cache_clear()
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("notify: {prefect: true, webhook: TEAM_HOOK, 'on': [failed, resumed]}")
+    notify = load_recipe(str(recipe)).notify
+    assert notify == NotifyConfig(on=("failed",), webhook="TEAM_HOOK")
+    assert alarms_of(notify) == (Alarm("url", "TEAM_HOOK"),)
+    assert [r.message.partition(" ")[0] for r in caplog.records] == [
+        "notify.prefect",
+        "notify.webhook",
+        "`resumed`",
+    ]
+    record = to_json(RecipeConfig())
+    record["notify"] |= {"prefect": True, "on": ["failed", "resumed"]}
+    assert from_json(RecipeConfig, record).notify.on[0] == "failed", "records are read as they are"
 
 
 # ---------------------------------------------------------------- how they go out
@@ -294,9 +332,9 @@ def test_a_command_that_hangs_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(channels, "_COMMAND_S", 1.0)
     alarm = Alarm("command", f"sleep 300 & echo $! > {tmp_path}/pid; wait")
-    message = TOPIC.message("k", "failed", "has failed", "why", "refiner status")
+    message = words.stopped(TOPIC, "why")
     with pytest.raises(ChannelFailed, match="did not end"):
-        channels.send(alarm, parcel_of(message), show=False)
+        channels.send(alarm, message, show=False)
     child = int((tmp_path / "pid").read_text())
     # A killed child is gone when init has taken it in.
     wait_until(lambda: not _is_running(child), "its child to end", 10)
@@ -309,37 +347,56 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_what_another_courier_has_just_delivered_goes_out_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = Workspace.open(tmp_path / "runs").layout
-    notices = Notices(layout, tmp_path / "runs" / "notices")
-    notify = NotifyConfig(command=f"echo told >> {tmp_path}/told")
-    message = TOPIC.message("k", "finished", "has finished", "all", "refiner report")
-
-    class Late(Notices):
-        """The other courier is through between the look and the claim."""
-
-        def begin_sending(self, key: str, channel: str) -> bool:
-            notices.note_delivery(key, channel)
-            return super().begin_sending(key, channel)
-
-    route = Route(TOPIC, notify, 1, "node7:1:0", "")
-    courier = Courier(route, Late(layout, notices.folder))
-    courier.begin()
-    courier.take(message)
-    assert courier.finish(10.0)
-    assert not (tmp_path / "told").exists()
-
-
-def test_a_webhook_that_nobody_answers_says_why_and_not_where(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no address"),
+        ("no-such-service://secret-path", "is none that Apprise knows"),
+        ("# a comment\nhttps:///secret-path\n", "is none that Apprise knows"),
+        ("http://127.0.0.1:{port}/secret-path", r"\(no answer\)"),
+        ("json://127.0.0.1:{port}/secret-path", r"\(no answer\)"),
+    ],
+)
+@pytest.mark.parametrize("by", ["variable", "file"])
+def test_an_address_that_takes_nothing_says_why_and_not_where(
+    text: str, says: str, by: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     monkeypatch.setattr(channels, "_TRIES", 1)
+    file = tmp_path / "hook"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        monkeypatch.setenv("TEAM_HOOK", f"http://127.0.0.1:{free.getsockname()[1]}/secret-path")
-        parcel = channels.Parcel({"title": "t", "text": "t"}, {}, "e", {})
-        with pytest.raises(ChannelFailed, match=r"\(connection refused\)") as refused:
-            channels.send(Alarm("webhook", "TEAM_HOOK"), parcel)
-    assert "secret-path" not in str(refused.value)
+        text = text.format(port=free.getsockname()[1])
+        monkeypatch.setenv("TEAM_HOOK", text)
+        file.write_text(text)
+        alarm = Alarm("url", "TEAM_HOOK" if by == "variable" else str(file))
+        with pytest.raises(ChannelFailed, match=says) as refused:
+            channels.send(alarm, words.stopped(TOPIC, "why"))
+    assert "secret-path" not in str(refused.value) + caplog.text
+
+
+def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "_PAUSE_S", 0.0)
+    message = words.stopped(TOPIC, "why")
+    with Hook() as hook, Hook(statuses=(500, 503)) as other:
+        plain = f"{hook.address}?key=a%20b&key2=c"
+        both = f"{plain}\n{other.address.replace('http', 'json', 1)}"
+        monkeypatch.setenv("TEAM_HOOK", both)
+        channels.send(Alarm("url", "TEAM_HOOK"), message)
+        (body,) = hook.bodies
+        text = f"{message['title']}\n{message['text']}"
+        assert body == {**{k: v for k, v in message.items() if k != "version"}, "text": text}
+        assert hook.paths == ["/secret-path?key=a+b&key2=c"]
+        assert [b["message"] for b in other.bodies] == [message["text"]] * 3, "as Apprise has it"
+        hook.status = 302
+        with pytest.raises(ChannelFailed, match="Address 1 in TEAM_HOOK did not take"):
+            channels.send(Alarm("url", "TEAM_HOOK"), message)
+
+
+def test_services_are_known_by_the_addresses_that_they_give_out() -> None:
+    address = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7F"
+    asset = apprise.AppriseAsset()
+    service, is_plain = channels._service(address, words.stopped(TOPIC, "why"), asset)
+    assert (type(service).__name__, is_plain) == ("NotifySlack", False)

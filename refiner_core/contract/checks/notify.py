@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from refiner_core.contract.alarms import VARIABLE
+from refiner_core.contract.alarms import is_place
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 
@@ -15,13 +15,16 @@ def check_notify(config: RecipeConfig) -> None:
     """Refuse a `notify` section that cannot work, or that would put an address into records. What
     is wrong with it is not repeated: it may be a secret."""
     notify = config.notify
-    if notify.webhook is not None and not VARIABLE.fullmatch(notify.webhook):
-        raise ConfigurationError(
-            "`notify.webhook` is an address, or something else that is no name of a variable.",
-            expected="the name of the environment variable that holds the address, which is often "
-            "a secret and would stand in every record of the run",
-            fix="export MY_WEBHOOK=…, and set notify.webhook=MY_WEBHOOK",
-        )
+    for field, names in (("urls", notify.urls), ("webhook", (notify.webhook or "URL",))):
+        if not all(map(is_place, names)):
+            raise ConfigurationError(
+                f"`notify.{field}` has an address in it, or something else that is no name of a "
+                "variable.",
+                expected="the name of the environment variable, or the path (from / or ~/) of the "
+                "file, that holds the address: it is often a secret, and would stand in every "
+                "record of the run",
+                fix="export MY_HOOK=…, and set notify.urls=[MY_HOOK]",
+            )
     if notify.command is not None and not notify.command.strip():
         raise ConfigurationError(
             "`notify.command` is empty.",

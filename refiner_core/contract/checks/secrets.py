@@ -124,8 +124,8 @@ _TEXTS = (str, str | None, tuple[str, ...])
 def key_variables(config: RecipeConfig) -> frozenset[str]:
     """Environment variables that a configuration names because they hold secrets."""
     paths = ("judge.api_key_env", "environment.user.api_key_env", "evaluate.user.api_key_env")
-    named = [get_field(config, path) for path in (*paths, "notify.webhook")]
-    return frozenset(name for name in named if name)
+    named = [*(get_field(config, path) for path in paths), *config.notify.urls]
+    return frozenset(name for name in (*named, config.notify.webhook) if name)
 
 
 def check_secrets(config: RecipeConfig) -> None:

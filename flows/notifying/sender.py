@@ -1,0 +1,206 @@
+"""Sends messages from a process beside the orchestrator: ``python -m flows.notifying.sender``.
+
+In: lines of JSON on standard input: the channels and what to say should the orchestrator die, then
+a message each, at last ``end``. Out: the messages by every channel; what was not told stands in the
+event log of the run, and is printed.
+
+Why a process: what hangs in a command or a server holds up neither the run nor its end, and after
+``kill -9`` of the orchestrator it sees the stream close without ``end``, and says so. Nothing is
+kept: what a channel does not take after a few quick tries is not sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from flows.notifying.channels import ChannelFailed, send
+from infra.host.environment import environment
+from infra.store.record_files import now_text
+from refiner_core.contract.alarms import Alarm, alarms_of
+from refiner_core.contract.config import NotifyConfig
+from refiner_core.contract.records import from_json, to_json
+
+log = logging.getLogger(__name__)
+NOT_TOLD = "not_told"
+#: How long the end of a run waits for its last messages to go out.
+CATCH_UP_S = 10.0
+#: No message is begun any more, so long after the orchestrator has ended.
+_LINGER_S = 60.0
+#: A job that Slurm starts again is ended whole: nobody is left to mourn then.
+_MOURN_AFTER_S = 3.0
+
+
+class Sender:
+    """The orchestrator's side: hands messages over, and never waits, except in ``close``.
+
+    Parameters
+    ----------
+    notify
+        By which channels, and of what.
+    began_at
+        When the call was begun, for ``notify.after_min``.
+    events
+        The event log for what is not told.
+    say
+        Hears the same.
+    """
+
+    def __init__(
+        self, notify: NotifyConfig, began_at: str, events: Path, say: Callable[[str], None]
+    ) -> None:
+        self._notify, self._events, self._say = notify, events, say
+        self._loud_at = _moment(began_at) + 60.0 * notify.after_min
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is too early to tell anybody of anything."""
+        return time.time() < self._loud_at
+
+    def begin(self, gone: Mapping[str, Any]) -> None:
+        """Start the process; ``gone`` is what it says should this one die."""
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.notifying.sender"],
+                env={**environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a traceback may hold an address
+                text=True,
+                start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
+            )
+        except OSError as error:
+            self._say(f"nobody will be told of this run: {error.strerror or error}")
+            return
+        alarms = [to_json(alarm) for alarm in alarms_of(self._notify)]
+        last = {"gone": dict(gone), "loud_at": self._loud_at} if self._wants(gone) else {}
+        self._write({"alarms": alarms, "events": str(self._events), **last})
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Have a message sent, if that is wanted."""
+        if self._wants(message) and (message["kind"] == "paused" or not self.quiet):
+            self._write({"message": dict(message)})
+
+    def end(self) -> None:
+        """No more comes."""
+        self._write({"end": True})
+
+    def close(self) -> None:
+        """Wait a while until all has gone out; say what has not."""
+        if (process := self._process) is None:
+            return
+        self.end()
+        try:
+            said, _ = process.communicate(timeout=CATCH_UP_S)
+        except subprocess.TimeoutExpired:
+            self._say(
+                f"A message is still on its way; process {process.pid} goes on with it for up to "
+                "two minutes, and `refiner status` says if it was in vain. The results are not "
+                "affected."
+            )
+            return
+        for line in said.splitlines():
+            self._say(line)
+
+    def _wants(self, message: Mapping[str, Any]) -> bool:
+        return message["kind"] in self._notify.on
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        try:
+            process.stdin.write(json.dumps(line) + "\n")
+            process.stdin.flush()
+        except OSError as error:
+            self._say(f"nobody is told of this run any more, the sender is gone: {error.strerror}")
+            self._process = None
+
+
+def _moment(began_at: str) -> float:
+    """Seconds since the epoch; long ago where nobody can say."""
+    try:
+        return datetime.fromisoformat(began_at).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+# ---------------------------------------------------------------- in the process
+
+
+class _Sending:
+    """Sends messages by every channel, each in a thread of its own."""
+
+    def __init__(self, alarms: list[Alarm], events: Path) -> None:
+        self._events, self._deadline = events, float("inf")
+        self._threads = {alarm: ThreadPoolExecutor(1) for alarm in alarms}
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Send one more."""
+        for alarm, thread in self._threads.items():
+            thread.submit(self._send, alarm, message)
+
+    def finish(self) -> None:
+        """Nothing more comes: end with what is on its way."""
+        self._deadline = time.monotonic() + _LINGER_S
+        for thread in self._threads.values():
+            thread.shutdown()
+
+    def _send(self, alarm: Alarm, message: Mapping[str, Any]) -> None:
+        why = "there was no time left"
+        if time.monotonic() < self._deadline:
+            try:
+                send(alarm, message, show=False)
+            except ChannelFailed as error:
+                why = str(error)
+            except Exception as error:  # a service's own bug; its words may hold the address
+                why = type(error).__name__
+            else:
+                return
+        told = {"kind": message["kind"], "title": message["title"], "channel": alarm.name}
+        try:
+            with self._events.open("a", encoding="utf-8") as file:
+                line = {"at": now_text(), "event": NOT_TOLD, **told, "why": why}
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("the event log cannot be written: %s", error)
+        with contextlib.suppress(OSError):  # nobody reads it: the orchestrator has ended
+            sys.stdout.write(f"not told by {alarm.name}: {message['title']}: {why}\n")
+            sys.stdout.flush()
+
+
+def serve(stream: IO[str]) -> None:
+    """Send what comes by a stream until it ends."""
+    head = json.loads(stream.readline())
+    sending = _Sending([from_json(Alarm, a) for a in head["alarms"]], Path(head["events"]))
+    ended = False
+    for line in stream:
+        try:
+            told = json.loads(line)
+        except json.JSONDecodeError:  # the orchestrator was killed in the middle of it
+            break
+        if ended := "end" in told:
+            break
+        sending.take(told["message"])
+    if not ended and "gone" in head:
+        time.sleep(_MOURN_AFTER_S)
+        if time.time() >= head["loud_at"]:
+            sending.take(head["gone"])
+    sending.finish()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin)
