@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import click
@@ -40,6 +41,10 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
         )
         return
     click.echo(f"Prefect server: {status.state}{f' at {url}' if url else ''}")
-    if status.state == "running":
+    if status.state == "running" and status.info:
+        from infra.prefect_server.opening import terminal_link
+
         click.echo(f"The page asks for a key: it stands in {status.folder}/auth")
+        if (link := terminal_link(status.info, "/dashboard", sys.stdout)).startswith(f"{url}/open"):
+            click.echo(f"With the key, for you alone: {link}")
     click.echo(f"log: {status.log}")

@@ -5,7 +5,6 @@ In: the environment and the state folder. Out: findings. Imports no Prefect.
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import time
@@ -20,12 +19,14 @@ from infra.doctor.packages import installed
 from infra.host.secrets import masked
 from infra.prefect_server.server import ServerInfo, ServerStatus, server_status
 from infra.prefect_server.state import is_network_file_system, state_dir
+from infra.prefect_server.usable import KeyRefused, check_server
+from refiner_core.contract.errors import RefinerError
 
 _AREA = "prefect"
 _ANSWER_S = 6.0
 #: A server takes some ten seconds to start, on a machine that has other work some more.
 _STARTS_S = 60.0
-_WHY = "the picture of a run; the work itself goes on without it"
+_WHY = "flow runs; the work itself goes on without them"
 
 
 def _server(look: Look) -> Iterator[Finding]:
@@ -68,7 +69,7 @@ def _ours(info: ServerInfo) -> Finding:
             mend="refiner server stop",
             why="the next run starts one of the installed version",
         )
-    status = _ask(f"{info.api_url}/admin/version", {})
+    status = _ask(f"{info.api_url}/admin/version")
     if status != 401:
         return Finding(
             *(_AREA, "server", "warning", f"{what} at the door, yet answers {status} without one"),
@@ -80,34 +81,21 @@ def _ours(info: ServerInfo) -> Finding:
 
 def _users(info: ServerInfo) -> Finding:
     """The user's own server: PREFECT_API_URL."""
-    address = masked(info.api_url)
-    headers: dict[str, str] = {}
-    if text := os.environ.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
-    elif key := os.environ.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    status = _ask(f"{info.api_url}/admin/version", headers)
-    if status in (401, 403):
-        return Finding(
-            *(_AREA, "server", "warning", f"{address} (PREFECT_API_URL) does not let us in"),
-            mend="export PREFECT_API_AUTH_STRING=USER:PASSWORD",
-            why=_WHY,
-        )
-    if isinstance(status, str) or status >= 500:
-        return Finding(
-            *(_AREA, "server", "warning", f"{address} (PREFECT_API_URL): {status}"),
-            mend="unset PREFECT_API_URL",
-            why=_WHY,
-        )
-    return Finding(_AREA, "server", "ok", f"{address} (PREFECT_API_URL) answers")
-
-
-def _ask(url: str, headers: dict[str, str]) -> int | str:
-    """The HTTP status, or why there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    opener = opener if "//127.0.0.1" in url else urllib.request.build_opener()
     try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=_ANSWER_S) as got:
+        check_server(info)
+    except RefinerError as error:
+        mend = "unset PREFECT_API_URL"
+        if isinstance(error, KeyRefused):
+            mend = "export PREFECT_API_AUTH_STRING=USER:PASSWORD"
+        return Finding(_AREA, "server", "warning", error.what, mend=mend, why=_WHY)
+    return Finding(_AREA, "server", "ok", f"{masked(info.api_url)} (PREFECT_API_URL) answers")
+
+
+def _ask(url: str) -> int | str:
+    """The HTTP status without a key, or why there is none."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_ANSWER_S) as got:
             return int(got.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -6,8 +6,9 @@ Prefect.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
-a file of mode 0600 and in the environment of the processes that need it, never in an argument
-list, a log or ``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
+a file of mode 0600, in the environment of the processes that need it, and in the link that a
+terminal is shown (:mod:`infra.prefect_server.opening`), never in an argument list, a log or
+``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
 
 Files in the state folder: ``server.json`` (which process, where), ``auth`` (the key),
 ``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite database).
@@ -39,6 +40,8 @@ from infra.prefect_server.state import state_dir
 from infra.store.atomic import read_json, write_json
 from refiner_core.contract.errors import RefinerError
 
+#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
+UI = "ui"
 _LOG_LIMIT_BYTES = 5_000_000
 _GRACE_S = 8.0
 #: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
@@ -247,6 +250,7 @@ def _healthy(url: str) -> bool:
 def _start(files: _Files, env: Mapping[str, str]) -> None:
     """Start a server in a session of its own and note which process it is. Does not wait."""
     files.home.mkdir(mode=0o700, exist_ok=True)
+    (files.home / UI).mkdir(exist_ok=True)
     if not files.auth.exists():
         _write_private(files.auth, f"refiner:{secrets.token_urlsafe(24)}\n")
     port = _free_port(files)
@@ -299,6 +303,7 @@ def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, s
         "PREFECT_HOME": str(files.home),
         "PREFECT_API_URL": url,
         "PREFECT_SERVER_UI_API_URL": url,  # without it the UI asks port 4200 and stays blank
+        "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(files.home / UI),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
             f"sqlite+aiosqlite:///{files.home / 'prefect.db'}"
         ),

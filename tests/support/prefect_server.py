@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,9 +61,10 @@ class PrefectApi:
         return {run["name"]: run for run in found}
 
     def artifacts(self, flow_run_id: str) -> dict[str, dict[str, Any]]:
-        """Artifacts of a flow run by key."""
-        found = self.post("/artifacts/filter", {"flow_runs": {"id": {"any_": [flow_run_id]}}})
-        return {artifact["key"]: artifact for artifact in found}
+        """Artifacts of a flow run by key, the newest of each."""
+        wanted = {"flow_runs": {"id": {"any_": [flow_run_id]}}, "sort": "CREATED_DESC"}
+        found = self.post("/artifacts/filter", wanted)
+        return {artifact["key"]: artifact for artifact in reversed(found)}
 
     def events(self, resource: str) -> dict[str, dict[str, Any]]:
         """Events of a resource by name, the newest of each."""
@@ -83,8 +85,17 @@ class PrefectApi:
         key = base64.b64encode(self.info.auth.encode()).decode()
         headers = {"Authorization": f"Basic {key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.info.api_url}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+
+        def once() -> Any:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return (json.load(answer),)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:  # busy while its own services write, as its client knows
+                    raise
+                return None
+
+        return eventually(once)[0]
 
 
 def eventually(look: Callable[[], T], timeout_s: float = 60.0) -> T:

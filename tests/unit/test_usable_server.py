@@ -1,0 +1,104 @@
+"""A Prefect server that cannot be used is refused in one paragraph, before anything is begun."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from infra.prefect_server.server import ServerError, ServerInfo
+from infra.prefect_server.usable import KeyRefused, check_server, usable_server
+from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
+
+HERE = version("prefect")
+#: Status and body for an Authorization header.
+Answer = Callable[[str | None], tuple[int, str]]
+Serve = Callable[[Answer], ServerInfo]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A small server on loopback that answers every request as it is told."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def started(answer: Answer) -> ServerInfo:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, body = answer(self.headers.get("Authorization"))
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        return ServerInfo(url, f"{url}/api", ours=False)
+
+    yield started
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def keyed(key: str | None) -> tuple[int, str]:
+    """A server that takes Basic a:b and Bearer k."""
+    return (200, json.dumps(HERE)) if key in ("Basic YTpi", "Bearer k") else (401, "{}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "what"),
+    [
+        (lambda key: (401, "{}"), KeyRefused, "answers 401: it wants a key"),
+        (lambda key: (403, "{}"), KeyRefused, "answers 403: it wants a key"),
+        (lambda key: (200, json.dumps("1.4.2")), UnsupportedError, "has version 1.4.2"),
+        (lambda key: (200, "<html>the UI</html>"), ConfigurationError, "is no Prefect server"),
+        (lambda key: (404, "{}"), ConfigurationError, "is no Prefect server"),
+        (lambda key: (200, "[]"), ConfigurationError, "is no Prefect server"),
+        (lambda key: (503, ""), ServerError, "answers 503"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_cause(
+    serve: Serve, answer: Answer, kind: type[RefinerError], what: str
+) -> None:
+    info = serve(answer)
+    with pytest.raises(kind) as refused:
+        check_server(info, {"PREFECT_HOME": "/nowhere"})
+    assert what in refused.value.what
+    assert info.api_url in refused.value.what
+    assert refused.value.expected
+    assert refused.value.fix
+
+
+def test_a_server_that_is_down_is_refused_and_its_password_is_not_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
+    with pytest.raises(ServerError, match="does not answer") as refused:
+        usable_server(1)
+    assert "secret" not in str(refused.value)
+    assert "correct PREFECT_API_URL, or unset it" in refused.value.fix
+
+
+def test_keys_are_those_that_prefect_would_send(serve: Serve, tmp_path: Path) -> None:
+    info, nowhere = serve(keyed), {"PREFECT_HOME": str(tmp_path / "none")}
+    check_server(info, {**nowhere, "PREFECT_API_AUTH_STRING": "a:b"})
+    check_server(info, {**nowhere, "PREFECT_API_KEY": "k"})
+    with pytest.raises(KeyRefused, match="the key is wrong"):
+        check_server(info, {**nowhere, "PREFECT_API_KEY": "other"})
+    with pytest.raises(ConfigurationError, match="PREFECT_CLIENT_CUSTOM_HEADERS"):
+        check_server(info, {**nowhere, "PREFECT_CLIENT_CUSTOM_HEADERS": "X-Team: nlp"})
+    profiles = 'active = "team"\n[profiles.team]\nPREFECT_API_KEY = "k"\n'
+    (tmp_path / "profiles.toml").write_text(profiles)
+    check_server(info, {"PREFECT_HOME": str(tmp_path)})
+
+
+def test_ours_of_another_version_is_stopped_first(serve: Serve) -> None:
+    theirs = serve(lambda key: (200, json.dumps("2.20.1")))
+    with pytest.raises(UnsupportedError, match="refiner server stop"):
+        check_server(ServerInfo(theirs.url, theirs.api_url, ours=True, auth="a:b"))
