@@ -20,68 +20,96 @@ The orchestrator alone retries stages: flows and tasks have no retries, cache or
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger, task
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
-from prefect.cache_policies import NO_CACHE
+import psutil
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
-from prefect.context import TagsContext, TaskRunContext
+from prefect.context import TagsContext
 from prefect.events import emit_event
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
-from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
+from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
-from flows.picture.artifacts import artifact_key, artifacts_of, inert, markdown_table
+from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
 from flows.running.detach import Detached
-from flows.running.following import Follower, Node, new_lines
+from flows.running.following import Follower, SweepFollower
+from flows.stage_tasks import Views, stage_task, warned
+from infra.campaign.history import run_incidents
+from infra.campaign.timeline import Incident
+from infra.host.processes import ProcessId, host_name
+from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
-from refiner_core.contract.types import Progress
+from refiner_core.contract.records import to_json
 from refiner_core.contract.views import StageView
+from refiner_core.report.sweep.files import PAGE, TEXT
 
 #: Task runs that follow a stage at the same time.
 MOST_TASKS = 64
 _LOOK_S = 1.0
-_PROGRESS_S = 5.0
-#: Log lines of one stage that go to the server at a time: what is more is in the file.
-_MOST_LINES = 100
 #: Prefect's runner kills 30 s after it has asked.
 _TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
 _LAST_LINE_S = 5.0
+#: Longer than a sweep takes for its last report at most.
+_LAST_REPORT_S = 90.0
+#: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
+FOLLOWER = "refiner.follower"
+#: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
+_EVENTS = "refiner"
+_begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded run or sweep: its name, the id of its records, and what it consists of."""
+    """A recorded run or sweep: its name, the id of its records, and who reads what it records."""
 
     room: Workspace
     name: str
     id: str
-    nodes: tuple[Node, ...]
+    follower: Follower | SweepFollower
+
+    @staticmethod
+    def of_run(room: Workspace, run: str) -> Call:
+        """A recorded run."""
+        record = room.read_run(run)
+        return Call(room, record.run, record.run, Follower(room, record.run, record.stages))
+
+    @staticmethod
+    def of_sweep(room: Workspace, name: str) -> Call:
+        """The newest version of a recorded sweep."""
+        record = room.read_sweep(name)
+        return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
 
 
 @dataclass(frozen=True)
 class Doors:
-    """How a call is begun, worked on, and ended (only the stages named, if any)."""
+    """How a call is begun, worked on, and ended, or kept from beginning anything more."""
 
     begin: Callable[[], Call]
     start: Callable[[Call], Detached]
-    cancel: Callable[[Call, list[str]], None]
+    end: Callable[[Call, Literal["cancel", "suspend"]], None]
+
+
+@contextlib.contextmanager
+def begun_in_terminal() -> Iterator[None]:
+    """Flow runs inside follow a call that a terminal works on: they start no orchestrator."""
+    token = _begun_in_terminal.set(True)
+    try:
+        yield
+    finally:
+        _begun_in_terminal.reset(token)
 
 
 def carry_out(title: str, folder: str, noun: str, doors: Doors) -> State[Any]:
@@ -107,19 +135,20 @@ def carry_out(title: str, folder: str, noun: str, doors: Doors) -> State[Any]:
 
 
 def _name_run(title: str, call: Call, noun: str) -> None:
-    """The call's id becomes a parameter of the flow run, so that a retry goes on with it."""
+    """The call's id becomes a parameter of the flow run, so that a retry goes on with it; its label
+    names this process, so that others can tell whether anybody follows it."""
     tags = {*this_run.tags, f"{noun}:{call.name}"}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
         name = f"{Path(title).stem} {call.name}" if noun == "run" else call.name
-        client.update_flow_run(
-            UUID(str(this_run.id)), parameters=parameters, name=name, tags=sorted(tags)
-        )
+        run_id = UUID(str(this_run.id))
+        client.update_flow_run(run_id, parameters=parameters, name=name, tags=sorted(tags))
+        client.update_flow_run_labels(run_id, {FOLLOWER: str(ProcessId.of())})
 
 
 def _start(call: Call, doors: Doors) -> None:
     """Let somebody work on the call: whoever does already, or a process of its own."""
-    if orchestrator_of(call.room, call.id).works:
+    if _begun_in_terminal.get() or orchestrator_of(call.room, call.id).works:
         return
     try:
         left = doors.start(call)
@@ -140,13 +169,15 @@ class _Follow:
 
     def __init__(self, call: Call, doors: Doors, noun: str) -> None:
         self._call, self._doors, self._noun = call, doors, noun
-        self._follower = Follower(call.room, call.id, call.nodes)
-        self._shared = _Views()
+        self._follower = call.follower
+        self._shared = Views()
         self._futures: dict[str, PrefectFuture[Any]] = {}
         self._log = get_run_logger()
         self._run_id = UUID(str(this_run.id))
         self._ends = ""  # "cancel" or "suspend" once somebody wants it
         self._skips_told = False
+        self._incidents: list[Incident] = []
+        self._report = (0, 0)
 
     def to_the_end(self) -> State[Any]:
         """Follow until every stage has ended, or nobody works on the call any more."""
@@ -161,18 +192,28 @@ class _Follow:
             self._shared.close()
         for future in self._futures.values():
             future.wait()
+        if is_sweep(self._call.id):
+            self._wait_for_report()
         return self._last_word(self._shared.all(), lost)
 
     def _until_over(self) -> str:
         """Why the call has no end that it said itself; empty where it has one."""
-        gone_since = None
+        gone_since, unread = None, ""
         while True:
-            views = self._follower.look()
+            try:
+                views = self._follower.look()
+                who = orchestrator_of(self._call.room, self._call.id)
+            except (RefinerError, OSError) as error:  # the work waits for the file system, too
+                if unread != str(error):
+                    unread = str(error)
+                    self._log.warning("How the stages stand cannot be read: %s", error)
+                self._hear()
+                time.sleep(_LOOK_S)
+                continue
             self._shared.put(views)
             self._show(views)
             if views and all(view.terminal for view in views.values()):
                 return ""
-            who = orchestrator_of(self._call.room, self._call.id)
             if who.works:
                 gone_since = None
             elif gone_since is None:
@@ -200,31 +241,28 @@ class _Follow:
         elif state.is_paused():
             self._wish("suspend")
 
-    def _wish(self, what: str) -> None:
+    def _wish(self, what: Literal["cancel", "suspend"]) -> None:
         """Record it, once."""
         if self._ends in (what, "cancel"):
             return
-        waiting = [
-            v.name for v in self._shared.all().values() if v.state == "waiting" and not v.attempt
-        ]
-        stages = waiting if what == "suspend" else []
-        self._ends = what
-        if what == "suspend" and not stages:
-            return
+        before, self._ends = self._ends, what
         try:
-            self._doors.cancel(self._call, stages)
+            self._doors.end(self._call, what)
         except (RefinerError, OSError) as error:
-            self._ends = ""
+            self._ends = before
             self._log.warning("The wish to %s could not be recorded: %s", what, error)
             return
-        self._log.info("%s: %s", what.capitalize(), ", ".join(stages) or "all stages save and end")
+        said = "running stages save and end" if what == "cancel" else "no further stage begins"
+        self._log.info("%s: %s", what.capitalize(), said)
 
     def _wait_for_saves(self) -> None:
         """Before the runner kills this process: as long as it gives, then say what goes on."""
         until = time.monotonic() + _TERMINATION_S
         while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
+            self._shared.put(self._follower.look())
             time.sleep(0.2)
         views = self._follower.look()
+        self._shared.put(views)
         rows = [
             {"stage": v.name, "state": v.state, "attempt": v.attempt, "what": v.message}
             for v in views.values()
@@ -236,27 +274,91 @@ class _Follow:
     # ------------------------------------------------------------ what is shown
 
     def _show(self, views: Mapping[str, StageView]) -> None:
-        """Submit a task run for each stage that has begun."""
+        """Submit a task run for each stage that has begun, and tell what else has happened."""
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
-            for node in self._call.nodes:
-                view = views[node.name]
-                begun = view.state not in ("waiting", "skipped", "blocked")
-                if node.name in self._futures or not (begun and (view.attempt or not node.id)):
-                    continue
-                before = [self._futures[n] for n in node.inputs if n in self._futures]
-                done = [future for future in before if future.state.is_completed()]
-                ensure = _stage_task(self._call, node, self._shared)
-                self._futures[node.name] = ensure.submit(wait_for=done)
+            for name in self._call.follower.nodes:
+                self._submit(name, views)
         skipped = [v for v in views.values() if v.state == "skipped"]
         if skipped and not self._skips_told and not any(v.state == "waiting" for v in skipped):
             self._skips_told = True
             rows = [{"stage": v.name, "fingerprint": v.fingerprint[:8]} for v in skipped]
             self._put(markdown_table(rows), "skipped", "Stages that were done before")
+        with warned(self._log, "what else has happened"):
+            self._tell_news()
+
+    def _submit(self, name: str, views: Mapping[str, StageView]) -> None:
+        """After the stages that it is made from, if it has begun and has no task run yet."""
+        node, view = self._call.follower.nodes[name], views[name]
+        begun = view.state not in ("waiting", "skipped", "blocked")
+        if name in self._futures or not (begun and (view.attempt or not node.id)):
+            return
+        inputs = self._inputs(name)
+        for before in inputs:
+            self._submit(before, views)
+        over = [n for n in inputs if n in self._futures and views[n].state == "done"]
+        ensure = stage_task(self._call.name, node, self._shared)
+        self._futures[name] = ensure.submit(wait_for=[self._futures[n] for n in over])
+
+    def _inputs(self, name: str) -> list[str]:
+        try:
+            return self._call.follower.inputs(name)
+        except (RefinerError, OSError) as error:  # an edge of the graph
+            self._log.warning("What %s is made from is not shown: %s", name, error)
+            return []
+
+    def _tell_news(self) -> None:
+        news = self._follower.news()
+        for event in news:
+            self._emit(str(event["event"]), event, of=_EVENTS)
+        if is_sweep(self._call.id):
+            self._tell_report()
+        elif news:
+            self._tell_incidents()
+
+    def _tell_incidents(self) -> None:
+        room = self._call.room
+        found = run_incidents(room, room.read_run(self._call.id))
+        known = {incident.key for incident in self._incidents}
+        for incident in found:
+            if incident.key not in known:
+                self._emit("incident", {**to_json(incident), "line": incident.line}, of=_EVENTS)
+        if found and found != self._incidents:
+            self._incidents = found
+            title = f"What went wrong in {self._call.name}, and what it cost"
+            self._put(incidents_markdown(found), "incidents", title)
+
+    def _wait_for_report(self) -> None:
+        """The last one is made after the last trial, by whoever works on the sweep."""
+        until = time.monotonic() + _LAST_REPORT_S
+        while time.monotonic() < until:
+            who = orchestrator_of(self._call.room, self._call.id)
+            if who.host != host_name() or not psutil.pid_exists(who.pid):
+                break
+            time.sleep(_LOOK_S)
+        with warned(self._log, "the report"):
+            self._tell_report()
+
+    def _tell_report(self) -> None:
+        """The sweep's report, as whoever works on it keeps it fresh."""
+        folder = self._call.room.layout.reports / self._call.name
+        try:
+            found = (folder / TEXT).stat()
+        except FileNotFoundError:
+            return
+        seen = (found.st_mtime_ns, found.st_size)
+        if seen != self._report:
+            self._report = seen
+            text = (folder / TEXT).read_text(encoding="utf-8")
+            title = f"What the arms of {self._call.name} have shown; the page: `{folder / PAGE}`"
+            self._put(shortened(text, str(folder / TEXT)), "report", title)
 
     def _last_word(self, views: Mapping[str, StageView], lost: str) -> State[Any]:
         rows = [{"stage": v.name, "state": v.state, "what": v.message} for v in views.values()]
         self._put(markdown_table(rows), "stages", "How each stage stands")
-        more = f"Retry goes on from here, and so does `refiner resume {self._call.name}`."
+        more = (
+            f"Retry goes on from here where a `refiner serve` runs, and `refiner resume "
+            f"{self._call.name} workspace={self._call.room.root}` does anywhere."
+        )
         states = [view.state for view in views.values()]
         words = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
         failed = [f"{v.name}: {v.message}" for v in views.values() if v.state == "failed"]
@@ -272,150 +374,20 @@ class _Follow:
                 raise Pause(state=client.read_flow_run(self._run_id).state)
         else:
             state = Cancelled(message=f"{words}. {more}")
-        self._emit(str(state.type.value).lower())
+        self._emit(str(state.type.value).lower(), {"message": state.message or "", "next": more})
         return state
 
     def _put(self, markdown: str, name: str, title: str) -> None:
         key = artifact_key(self._call.name, name)
-        with _warned(self._log, title):
+        with warned(self._log, title):
             create_markdown_artifact(inert(markdown), key=key, description=title)
 
-    def _emit(self, what: str) -> None:
+    def _emit(self, what: str, payload: Mapping[str, Any] = {}, of: str = "") -> None:
         """An event that automations can be built on."""
         resource = {
             "prefect.resource.id": f"refiner.{self._noun}.{self._call.name}",
             "prefect.resource.name": self._call.name,
             "prefect.resource.role": self._noun,
+            "refiner.stage": str(payload.get("stage") or payload.get("stage_id") or ""),
         }
-        emit_event(f"refiner.{self._noun}.{what}", resource)
-
-
-class _Views:
-    """The newest views, for threads that wait for one of them."""
-
-    def __init__(self) -> None:
-        self._views: dict[str, StageView] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-
-    def put(self, views: Mapping[str, StageView]) -> None:
-        with self._changed:
-            self._views = dict(views)
-            self._changed.notify_all()
-
-    def all(self) -> dict[str, StageView]:
-        with self._changed:
-            return dict(self._views)
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
-        """The view, once it has ended or after a while; and whether nothing more will come."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._views[name].terminal, timeout_s)
-            return self._views[name], self._closed
-
-
-def _stage_task(call: Call, node: Node, shared: _Views) -> Any:
-    @task(  # type: ignore[untyped-decorator]
-        name=node.name,
-        task_run_name=node.title.replace("{", "{{").replace("}", "}}"),
-        cache_policy=NO_CACHE,
-        retries=0,
-        persist_result=False,
-    )
-    def ensure() -> State[Any]:
-        return _Shown(call, node).until_over(shared)
-
-    return ensure
-
-
-class _Shown:
-    """One stage as its task run shows it."""
-
-    def __init__(self, call: Call, node: Node) -> None:
-        self._call, self._node = call, node
-        self._log = get_run_logger()
-        self._state = "Running"
-        self._progress: UUID | None = None
-        self._posted = (float("-inf"), None)
-        self._file, self._position = "", 0
-
-    def until_over(self, shared: _Views) -> State[Any]:
-        """Show the stage until it has ended; the state that says honestly how."""
-        while True:
-            view, closed = shared.wait(self._node.name, _LOOK_S)
-            with _warned(self._log, self._node.name):
-                self._show(view)
-            if view.terminal:
-                with _warned(self._log, self._node.name):
-                    for found in artifacts_of(self._call.name, view):
-                        create_markdown_artifact(
-                            found.markdown, key=found.key, description=found.description
-                        )
-                return _state_of(view)
-            if closed:
-                return Crashed(message=f"It was {view.state} when it was last seen.")
-
-    def _show(self, view: StageView) -> None:
-        name = view.state.capitalize()
-        name = name if name in ("Waiting", "Queued", "Paused") else "Running"
-        if name != self._state and not view.terminal:
-            self._state = name
-            self._log.info("%s", f"{view.state} {view.message}".strip())
-            self._set_state(Running(name=name, message=view.message or None))
-        self._show_log(view)
-        now, progress = time.monotonic(), view.progress
-        if progress is None or progress.total <= 0 or progress == self._posted[1]:
-            return
-        if view.terminal or now - self._posted[0] >= _PROGRESS_S:
-            self._posted = (now, progress)  # type: ignore[assignment]
-            self._show_progress(progress)
-
-    def _set_state(self, state: State[Any]) -> None:
-        if (context := TaskRunContext.get()) is not None:
-            with get_client(sync_client=True) as client:
-                client.set_task_run_state(context.task_run.id, state, force=True)
-
-    def _show_log(self, view: StageView) -> None:
-        """The stage's own log lines, which are masked where they are written."""
-        if view.log != self._file:
-            self._file, self._position = view.log, 0
-        if not self._file:
-            return
-        lines, self._position = new_lines(Path(self._file), self._position)
-        for line in lines[-_MOST_LINES:]:
-            self._log.info("%s", line)
-
-    def _show_progress(self, progress: Progress) -> None:
-        percent = min(100.0, 100.0 * progress.done / progress.total)
-        values = [f"{name} {value:.4g}" for name, value in progress.values.items()]
-        text = ", ".join([f"{progress.done}/{progress.total} {progress.phase}".strip(), *values])
-        if self._progress is None:
-            key = artifact_key(self._call.name, self._node.name, "progress")
-            self._progress = create_progress_artifact(percent, key=key, description=text)
-        else:
-            update_progress_artifact(self._progress, percent, description=text)
-
-
-def _state_of(view: StageView) -> State[Any]:
-    match view.state:
-        case "done" | "skipped":
-            return Completed(message=view.message or f"done in {view.seconds:.0f} s")
-        case "failed":
-            return Failed(message=view.message or "failed; its log says why")
-        case _:
-            return Cancelled(message=f"stopped: {view.message}; a retry goes on from here")
-
-
-@contextlib.contextmanager
-def _warned(log: Any, what: str) -> Any:
-    """What is only shown may be missing: it is said, and the work goes on."""
-    try:
-        yield
-    except (httpx.HTTPError, PrefectException, OSError) as error:
-        log.warning("%s is not shown: %s", what, error)
+        emit_event(f"{of or f'refiner.{self._noun}'}.{what}", resource, payload=dict(payload))

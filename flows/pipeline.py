@@ -7,7 +7,9 @@ recorded run that an orchestrator works on, and a flow run that shows it; see
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.states import State
@@ -16,7 +18,6 @@ from pydantic import Field
 
 from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
 from flows.running.detach import Detached
-from flows.running.following import nodes_of
 from infra.store.workspace import Workspace
 
 #: Names a recipe or a folder.
@@ -34,6 +35,7 @@ def pipeline(
     overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
     workspace: _Path = "runs",
     seed: int | None = None,
+    notes: str = "",
     folder: _Path = ".",
     run: str = "",
 ) -> State[Any]:
@@ -49,6 +51,8 @@ def pipeline(
         Folder that holds records, outputs and checkpoints.
     seed
         Of training; as the recipe says where none is given.
+    notes
+        What to remember of the run.
     folder
         Where relative paths begin.
     run
@@ -56,25 +60,28 @@ def pipeline(
     """
 
     def begin() -> Call:
-        from flows.running.calls import begin_run, in_folder_of, plan_of_run
+        from flows.running.calls import begin_run
 
         if run:
-            room = Workspace.open(workspace)
-            record = room.read_run(run)
-            with in_folder_of(record):
-                return Call(room, record.run, record.run, nodes_of(plan_of_run(room, record)))
-        seeds = [] if seed is None else [f"seed={seed}"]
-        plan, room, record = begin_run(recipe, [f"workspace={workspace}", *seeds, *overrides])
-        return Call(room, record.run, record.run, nodes_of(plan))
+            return Call.of_run(Workspace.read_only(Path(workspace).absolute()), run)
+        fields = [f"workspace={workspace}"]
+        fields += [] if seed is None else [f"seed={seed}"]
+        fields += [f"tracking.notes={json.dumps(notes)}"] if notes else []
+        _, room, record = begin_run(recipe, [*fields, *overrides])
+        return Call.of_run(room, record.run)
 
     def start(call: Call) -> Detached:
         from flows.api import detach_run
 
         return detach_run(call.room.read_run(call.id), call.room.root, use_server=False)
 
-    def cancel(call: Call, stages: list[str]) -> None:
+    def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
         from flows.api import cancel_run
+        from flows.running.cancelling import waiting_stages
 
-        cancel_run(call.id, stages, call.room.root, wait_s=0)
+        room = call.room
+        stages = waiting_stages(room, room.read_run(call.id)) if how == "suspend" else []
+        if stages or how == "cancel":
+            cancel_run(call.id, stages, room.root, wait_s=0)
 
-    return carry_out(recipe, folder, "run", Doors(begin, start, cancel))
+    return carry_out(recipe, folder, "run", Doors(begin, start, end))

@@ -6,7 +6,8 @@ run with a task run for each trial; see :mod:`flows.flow_runs` for who does what
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from prefect import flow
 from prefect.states import State
@@ -15,7 +16,6 @@ from pydantic import Field
 
 from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
 from flows.running.detach import Detached
-from flows.running.following import Node
 from infra.store.workspace import Workspace
 
 #: Names a sweep or a folder.
@@ -54,17 +54,12 @@ def sweep(
     def begin() -> Call:
         from flows.api import begin_sweep, make_sweep_plan
         from flows.sweeping.launching import workspace_of
-        from infra.store.layout import sweep_call
 
         if run:
-            room = Workspace.open(workspace)
-            record = room.read_sweep(run)
-        else:
-            plan = make_sweep_plan(sweep, [f"workspace={workspace}", *overrides])
-            record = begin_sweep(plan, [f"workspace={workspace}", *overrides])
-            room = workspace_of(plan, to_write=True)
-        trials = tuple(Node(t.name, "trial", t.name) for t in record.trials)
-        return Call(room, record.name, sweep_call(record.name), trials)
+            return Call.of_sweep(Workspace.read_only(Path(workspace).absolute()), run)
+        plan = make_sweep_plan(sweep, [f"workspace={workspace}", *overrides])
+        record = begin_sweep(plan, [f"workspace={workspace}", *overrides])
+        return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
 
     def start(call: Call) -> Detached:
         from flows.api import detach_sweep
@@ -72,10 +67,13 @@ def sweep(
 
         return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
 
-    def cancel(call: Call, stages: list[str]) -> None:
+    def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
         from flows.api import cancel_sweep
+        from flows.sweeping.cancelling import suspend_sweep
 
-        if not stages:  # no trial alone can be ended
+        if how == "cancel":
             cancel_sweep(call.name, call.room.root, wait_s=0)
+        else:
+            suspend_sweep(call.room, call.name)
 
-    return carry_out(sweep, folder, "sweep", Doors(begin, start, cancel))
+    return carry_out(sweep, folder, "sweep", Doors(begin, start, end))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import click
 
 from flows.cli.options import json_option, overrides_argument, print_json, print_table
+from flows.cli.serve import deploy_command, serve_command
 
 file_argument = click.argument("file", metavar="FILE")
 known_argument = click.argument("file", metavar="FILE|NAME")
@@ -141,49 +143,15 @@ def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     return 0
 
 
-@nightly_command.command("serve")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--workspace", metavar="DIR", help="in the place of the files' own")
-def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
-    """Stay, and work on each night when it comes: one process, with a Prefect server's clock.
-
-    Uses the server that PREFECT_API_URL names, else the local one, which it starts. Ctrl-C ends it;
-    nights that come meanwhile are looked after when it is started again.
-    """
-    from flows.api import serve_nightly
-
-    return serve_nightly(files, _in(workspace), tell=_say)
+def _former(command: click.Command) -> click.Command:
+    """A command that has its place elsewhere now, with a warning that says where."""
+    former = copy.copy(command)
+    former.deprecated = f"It is `refiner {command.name}` now."
+    return former
 
 
-@nightly_command.command("deploy")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--workspace", metavar="DIR", help="in the place of the files' own")
-@click.option("--pool", metavar="NAME", help="the work pool whose workers carry nights out")
-@click.option("--automation", metavar="DEPLOYMENT", help="run it on the server for each alert")
-@json_option
-def deploy_command(
-    files: tuple[str, ...],
-    workspace: str | None,
-    pool: str | None,
-    automation: str | None,
-    as_json: bool,
-) -> int:
-    """Put deployments with their schedules on a Prefect server, for workers of a pool."""
-    from flows.api import deploy_nightly
-
-    made = deploy_nightly(files, _in(workspace), pool=pool, automation=automation, tell=_say)
-    if as_json:
-        print_json({"version": 1, "deployments": made})
-        return 0
-    for one in made:
-        click.echo(f"{one['name']}: {one['schedule']} ({one['timezone']}), {one['url']}")
-        if one.get("automation"):
-            click.echo(f"  automation {one['automation']}: runs {automation} for each alert")
-    return 0
-
-
-def _in(workspace: str | None) -> list[str]:
-    return [f"workspace={workspace}"] if workspace else []
+nightly_command.add_command(_former(serve_command))
+nightly_command.add_command(_former(deploy_command))
 
 
 def _cell(value: object) -> str:

@@ -17,7 +17,7 @@ from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @detach_option
 @json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
+@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
 @click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
 def publish_command(
     words: tuple[str, ...],

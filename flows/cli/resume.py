@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")
 @json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
+@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
 @click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
 def resume_command(
     words: tuple[str, ...],

@@ -37,7 +37,7 @@ detach_option = click.option(
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @detach_option
 @json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
+@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
 @click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
 def run_command(
     recipe: str,

@@ -98,13 +98,13 @@ def _refuse_more_than_one(words: list[str]) -> None:
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
     """All that is known, for scripts; ``resolved`` incidents are over; ``not_told`` are messages
-    that have not gone out."""
-    from flows.notifying.undelivered import undelivered
+    that a channel did not take."""
+    from flows.notifying.untold import not_told
     from refiner_core.contract.records import to_json
 
     value: dict[str, object] = {"version": 1, **to_json(status)}
     value["incidents"] = [{**to_json(i), "line": i.line} for i in status.incidents]
-    value["not_told"] = [to_json(u) for u in undelivered(workspace, status.run)]
+    value["not_told"] = not_told(workspace, status.run)
     return value
 
 
@@ -158,8 +158,11 @@ def _progress(stage: StageStatus) -> str:
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
-    from flows.notifying.undelivered import undelivered_lines
+    from flows.notifying.untold import not_told_lines
 
+    tracking = workspace.read_run(status.run).config.get("tracking") or {}
+    if notes := " ".join(str(tracking.get("notes") or "").split()):
+        yield f"notes: {notes}"
     yield from _orchestrator_lines(status, workspace)
     if (disk := status.disk) is not None:
         free, total = disk.free_bytes / 1e9, disk.total_bytes / 1e9
@@ -171,7 +174,7 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     if status.incidents:
         newest = status.incidents[-1]
         yield f"{_count(status)} The last one: {newest.line}"
-    yield from undelivered_lines(workspace, status.run)
+    yield from not_told_lines(workspace, status.run)
     if status.scheduler:
         yield f"scheduler: {status.scheduler}; the states of its jobs are the last known ones"
 

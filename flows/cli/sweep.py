@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
 @detach_option
 @json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no picture in its UI")
+@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
 @click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
 def sweep_command(
     words: tuple[str, ...],

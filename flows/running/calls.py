@@ -20,7 +20,6 @@ from flows.checking.server_programs import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
-from infra.campaign.history import run_incidents
 from infra.host.processes import ProcessId
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
@@ -38,7 +37,7 @@ from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
-    from flows.running.pipeline import Shows
+    from flows.running.showing import Shows
 
 T = TypeVar("T")
 
@@ -192,16 +191,17 @@ def _say_notes(plan: Plan) -> None:
 
 
 def warn_of_silence(config: RecipeConfig) -> None:
-    """Say beforehand that nobody will be told by the webhook; the run goes on all the same."""
-    from flows.notifying.channels import webhook_address
+    """Say beforehand that nobody will be told by an address; the run goes on all the same."""
+    from flows.notifying.channels import addresses
+    from refiner_core.contract.alarms import alarms_of
 
-    variable = config.notify.webhook
-    if variable is not None and not webhook_address(variable):
-        say(
-            f"Nobody will be told of this run by notify.webhook: the environment variable "
-            f"{variable} holds no http(s) address. Export it where you call `refiner`, and look "
-            f"with `refiner notify test notify.webhook={variable}`"
-        )
+    for alarm in alarms_of(config.notify):
+        if alarm.channel == "url" and not addresses(alarm.what):
+            say(
+                f"Nobody will be told of this run by notify.urls: {alarm.what} holds no address. "
+                "Export it where you call `refiner`, and look with `refiner notify test "
+                f"notify.urls=[{alarm.what}]`"
+            )
 
 
 def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
@@ -324,22 +324,21 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
         Another process works on it.
     """
     from flows.notifying.watching import hears_of_run
-    from flows.picture.feed import Story
+    from flows.running.attaching import attach
     from flows.running.console import Console
-    from flows.running.pipeline import run_pictured
+    from flows.running.showing import run_shown
     from infra.campaign.campaign import Campaign
     from infra.disk.keeper import DiskKeeper
     from infra.disk.watch import DiskEvent, DiskWatch
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
-    take_up(workspace, run.run, regardless=showing.take_over)
+    with_room(plan.config, lambda: take_up(workspace, run.run, regardless=showing.take_over))
     if showing.resumed:
-        workspace.withdraw_cancel(run.run)
+        with_room(plan.config, lambda: workspace.withdraw_cancel(run.run))
     where = plan.config.workspace
     own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
     console = showing.console or own
-    known = tuple(i.key for i in run_incidents(workspace, run))
     keeper = DiskKeeper(workspace, plan.config.disk)
     campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
 
@@ -349,14 +348,11 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     campaign.note({"event": "begin", "process": str(ProcessId.of())})
     hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
     with DiskWatch(keeper, campaign.next_save_bytes, tell):
-        views = run_pictured(
+        views = run_shown(
             campaign,
-            plan,
-            run.run,
-            use_server=showing.use_server,
             console=console,
-            story=Story(str(workspace.layout.run(run.run).events), showing.resumed, known=known),
             hears=hears,
+            begun=lambda: attach(workspace, run.run, console) if showing.use_server else None,
         )
     following = () if showing.console else own.next_commands(views)
     return RunOutcome(run.run, plan, views, tuple(following))

@@ -1,57 +1,76 @@
 """Follows what the orchestrator of a run or a sweep records. No Prefect import.
 
 In: a call's event log (append-only, one writer) and, of stages at work, their heartbeats. Out: the
-newest :class:`~refiner_core.contract.views.StageView` of each stage, or of each trial of a sweep.
-Only new lines are read, so following costs no scan of the workspace. A ``begin`` line says that
-another process has taken the call up: what stood before it is history.
+newest :class:`~refiner_core.contract.views.StageView` of each stage (of a large sweep: of each
+trial), and what else has happened. Only new lines are read, so following costs no scan of the
+workspace. A ``begin`` line says that another process has taken the call up: what stood before it
+is history.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from infra.host.reading import again
+from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
-from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import from_json
+from refiner_core.contract.sweep_records import SweepRecord
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import TERMINAL, StageView, ViewState
 
+#: Lines of the event log that are of use to somebody who is not looking at the run.
+TOLD = (
+    *("short", "reclaimed", "room", "cancel", "stop", "kill", "release", "refused", "closed"),
+    *("outage", "back"),
+    *("trial", "canary", "hold"),  # of a sweep
+)
+#: A sweep of more stages is shown by its trials.
+MOST_STAGES = 200
 _AT_WORK = ("running", "reattached")
 #: As the event log says it -> a view's state.
 _STATES: Mapping[str, ViewState] = {
     **{state: state for state in get_args(ViewState)},
     "held": "interrupted",  # of a trial
 }
+#: Of a stage that several trials share, the view that says most.
+_SAYS_MOST: tuple[ViewState, ...] = (
+    *("waiting", "blocked", "interrupted", "failed", "skipped"),
+    *("queued", "paused", "reattached", "running", "done"),
+)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A stage of a run, or a trial of a sweep (without ``id`` and ``inputs``)."""
+    """A stage, or a trial of a sweep (without ``id``)."""
 
     name: str
-    kind: str
-    title: str
-    fingerprint: str = ""
     id: str = ""
-    inputs: tuple[str, ...] = ()  # names of stages that are over before it begins
 
+    @property
+    def kind(self) -> str:
+        """Of the stage; ``trial``."""
+        return self.id.rpartition("-")[0] or "trial"
 
-def nodes_of(plan: Plan) -> tuple[Node, ...]:
-    """The stages of a plan, in its order."""
-    return tuple(
-        Node(s.name, s.kind, s.title, s.fingerprint, s.id, _before(s)) for s in plan.stages
-    )
+    @property
+    def fingerprint(self) -> str:
+        """The part of it that stands in the id."""
+        return self.id.rpartition("-")[2]
 
+    @property
+    def title(self) -> str:
+        """As :attr:`refiner_core.contract.planned.PlannedStage.title`."""
+        return f"{self.name} [{self.fingerprint[:8]}]" if self.id else self.name
 
-def _before(stage: PlannedStage) -> tuple[str, ...]:
-    """What is over before a stage begins: not what it only reads a checkpoint of."""
-    names = (name for role, name in stage.inputs.items() if role not in stage.at_step)
-    return tuple(dict.fromkeys(names))
+    @property
+    def waiting(self) -> StageView:
+        """Its view before anything has happened."""
+        return StageView(self.name, self.kind, self.fingerprint, "waiting")
 
 
 class Follower:
@@ -61,16 +80,18 @@ class Follower:
     ----------
     workspace, call
         A run's id, or :func:`infra.store.layout.sweep_call`.
-    nodes
-        Its stages, or its trials.
+    stages
+        Name -> id of its stages; of trials, names alone.
     """
 
-    def __init__(self, workspace: Workspace, call: str, nodes: Sequence[Node]) -> None:
-        self.nodes = {node.name: node for node in nodes}
+    def __init__(self, workspace: Workspace, call: str, stages: Mapping[str, str]) -> None:
+        self.nodes = {name: Node(name, stage_id) for name, stage_id in stages.items()}
+        self.runs: dict[str, str] = {}  # trial -> its run
         self._workspace = workspace
         self._log = workspace.layout.run(call).events
         self._position = 0
-        self._views = self._waiting()
+        self._views = {node.name: node.waiting for node in self.nodes.values()}
+        self._news: list[Mapping[str, Any]] = []
 
     def look(self) -> dict[str, StageView]:
         """The views now."""
@@ -81,19 +102,30 @@ class Follower:
                 self._views[name] = replace(view, progress=self._progress(view))
         return dict(self._views)
 
-    def _waiting(self) -> dict[str, StageView]:
-        nodes = self.nodes.values()
-        return {n.name: StageView(n.name, n.kind, n.fingerprint, "waiting") for n in nodes}
+    def news(self) -> list[Mapping[str, Any]]:
+        """What else has happened since the newest ``begin``, each once."""
+        news, self._news = self._news, []
+        return news
+
+    def inputs(self, name: str) -> list[str]:
+        """The stages that are over before this one begins."""
+        return _inputs(self._workspace, self.nodes, name)
 
     def _take_in(self, event: Mapping[str, Any]) -> None:
-        if event.get("event") == "begin":
-            self._views = self._waiting()
+        what = event.get("event")
+        if what == "begin":
+            self._views = {name: self._anew(view) for name, view in self._views.items()}
+            self._news = []
+        elif what in TOLD:
+            self._news.append(event)
         name = str(event.get("stage") or event.get("trial"))
         view = self._views.get(name)
-        if event.get("event") == "claim" and view is not None:
+        if what == "claim" and view is not None:
             self._views[name] = replace(view, attempt=int(event.get("attempt") or 0))
-        if event.get("event") not in ("stage", "trial") or view is None:
+        if what not in ("stage", "trial") or view is None:
             return
+        if event.get("run"):
+            self.runs[name] = str(event["run"])
         view = replace(
             view,
             state=_STATES.get(str(event.get("state")), "waiting"),
@@ -104,6 +136,13 @@ class Follower:
         )
         self._views[name] = self._with_records(view)
 
+    def _anew(self, view: StageView) -> StageView:
+        """Before another process has said anything: of a trial that is done it says nothing."""
+        node = self.nodes[view.name]
+        if not node.id and view.state in ("done", "skipped"):
+            return replace(view, state="skipped")
+        return node.waiting
+
     def _with_records(self, view: StageView) -> StageView:
         """With its log, and with its report once it is done."""
         node = self.nodes[view.name]
@@ -113,13 +152,15 @@ class Follower:
             log = self._workspace.layout.attempt(node.id, view.attempt).log
             view = replace(view, log=str(log))
         if view.state in TERMINAL:
-            result = self._workspace.read_result(node.id)
-            view = replace(view, report={} if result is None else result.report)
+            result = self._workspace.read_result(node.id) if view.state == "done" else None
+            report = {} if result is None else result.report
+            view = replace(view, report=report, progress=self._progress(view))
         return view
 
     def _progress(self, view: StageView) -> Progress | None:
         node = self.nodes[view.name]
-        beat = self._workspace.read_heartbeat(node.id, view.attempt) if node.id else None
+        there = node.id and view.attempt
+        beat = self._workspace.read_heartbeat(node.id, view.attempt) if there else None
         found = (beat or {}).get("progress")
         return view.progress if found is None else from_json(Progress, found)
 
@@ -130,6 +171,98 @@ class Follower:
                 yield json.loads(line)
             except ValueError:  # its writer was killed in the middle of it
                 continue
+
+
+class SweepFollower:
+    """The newest views of a sweep: of each stage once, ``ARM/seed1/grpo``, those that trials share
+    by their own name; of one with more than ``most`` stages, of each trial."""
+
+    def __init__(self, workspace: Workspace, record: SweepRecord, most: int = MOST_STAGES) -> None:
+        self._workspace = workspace
+        self._trials = Follower(
+            workspace, sweep_call(record.name), {t.name: "" for t in record.trials}
+        )
+        self._stages = {t.name: t.stages for t in record.trials}
+        self._names = _stage_names(record)
+        self._followers: dict[tuple[str, str], Follower] = {}
+        self._by_stage = len(self._names) <= most
+        self.nodes = self._trials.nodes
+        if self._by_stage:
+            self.nodes = {name: Node(name, stage_id) for stage_id, name in self._names.items()}
+
+    def look(self) -> dict[str, StageView]:
+        """The views now."""
+        trials = self._trials.look()
+        if not self._by_stage:
+            return trials
+        views: dict[str, StageView] = {}
+        for trial, whole in trials.items():
+            for name, view in self._of_trial(trial, whole).items():
+                node = self._names[self._stages[trial][name]]
+                other, view = views.get(node), replace(view, name=node)
+                if other is None or _says(view) > _says(other):
+                    views[node] = view
+        return views
+
+    def news(self) -> list[Mapping[str, Any]]:
+        """What has happened to trials and the disk since the newest ``begin``, each once."""
+        return self._trials.news()
+
+    def inputs(self, name: str) -> list[str]:
+        """The stages that are over before this one begins."""
+        return _inputs(self._workspace, self.nodes, name)
+
+    def _of_trial(self, trial: str, whole: StageView) -> Mapping[str, StageView]:
+        """The stages of a trial; what never came to be in one that is over is over too."""
+        stages, run = self._stages[trial], self._trials.runs.get(trial)
+        if whole.state == "waiting" or run is None:
+            views = {name: Node(name, stage_id).waiting for name, stage_id in stages.items()}
+        else:
+            key = (trial, run)
+            if key not in self._followers:
+                self._followers[key] = Follower(self._workspace, run, stages)
+            views = self._followers[key].look()
+        if not whole.terminal:
+            return views
+        done: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
+        said = whole.message
+        return {
+            n: v if v.terminal else replace(v, state=done, message=said) for n, v in views.items()
+        }
+
+
+def _inputs(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
+    """By the stage's record; not those of which it only reads a checkpoint."""
+    stage_id = nodes[name].id
+    record = workspace.read_record(stage_id) if stage_id else None
+    if record is None:
+        return []
+    at_step = record.spec.at_step
+    wanted = {f for role, f in record.spec.input_fingerprints.items() if role not in at_step}
+    of_stages = [node for node in nodes.values() if node.id]
+    return [n.name for n in of_stages if any(f.startswith(n.fingerprint) for f in wanted)]
+
+
+def _says(view: StageView) -> int:
+    return _SAYS_MOST.index(view.state)
+
+
+def _stage_names(record: SweepRecord) -> dict[str, str]:
+    """Stage id -> its name among all stages of the sweep; with some of its fingerprint where
+    several that trials share go by one name."""
+    count = Counter(i for t in record.trials for i in t.stages.values())
+    first = {i: (t, name) for t in reversed(record.trials) for name, i in t.stages.items()}
+    alike = Counter(name for i, (_, name) in first.items() if count[i] > 1)
+    names = {}
+    for trial in record.trials:
+        for stage_id in trial.stages.values():
+            owner, name = first[stage_id]
+            if count[stage_id] == 1:
+                names[stage_id] = f"{owner.name}/{name}"
+            else:
+                more = f"-{stage_id.rpartition('-')[2][:6]}" if alike[name] > 1 else ""
+                names[stage_id] = f"{name}{more}"
+    return names
 
 
 def new_lines(path: Path, position: int) -> tuple[list[str], int]:

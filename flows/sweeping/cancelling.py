@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from flows.running.cancelling import CancelOutcome, cancel
+from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
+from infra.host.processes import host_name, user_name
 from infra.store.layout import sweep_call
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import RECORD_VERSION, RunRecord
 
@@ -48,3 +50,22 @@ def cancel_sweep(
         workspace, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values())
     )
     return replace(outcome, run=name, stages=())
+
+
+def suspend_sweep(workspace: Workspace, name: str) -> None:
+    """Let a sweep begin no further trial, and its trials at work no further stage. What runs goes
+    on to its end; `refiner resume` goes on with the rest.
+
+    Raises
+    ------
+    OSError, NoSpaceError
+        It could not be recorded.
+    """
+    sweep, by = workspace.read_sweep(name), f"{user_name()} on {host_name()}"
+    workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
+    for trial in sweep.trials:
+        run = workspace.trial_run(name, trial.name)
+        if run is None or not orchestrator_of(workspace, run).works:
+            continue
+        if waiting := waiting_stages(workspace, workspace.read_run(run)):
+            workspace.ask_cancel(run, by, waiting)

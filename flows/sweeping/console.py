@@ -29,7 +29,7 @@ _ORDER: tuple[TrialState, ...] = ("done", "running", "waiting", "held", "interru
 
 
 class SweepConsole(Screen):
-    """Shows a sweep; a :class:`flows.running.pipeline.Shows`. Safe to call from several threads."""
+    """Shows a sweep; a :class:`flows.running.showing.Shows`. Safe to call from several threads."""
 
     def __init__(
         self,

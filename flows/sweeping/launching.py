@@ -1,4 +1,4 @@
-"""Launches a sweep and works on it to its end: recorded, taken up, supervised, pictured.
+"""Launches a sweep and works on it to its end: recorded, taken up, supervised, shown.
 
 In: a :class:`SweepPlan` and the version that it is recorded as. Out: a :class:`SweepOutcome`. What
 a sweep is stands in its record, so another process can go on with it: in the background, in a job,
@@ -16,7 +16,7 @@ from flows.checking.server_programs import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.hears import Hears
 from flows.notifying.watching_sweeps import hears_of_sweep
-from flows.picture.feed import Story
+from flows.running.attaching import attach
 from flows.running.calls import (
     check_hub_access,
     check_supported,
@@ -25,13 +25,12 @@ from flows.running.calls import (
     warn_of_silence,
     with_room,
 )
-from flows.running.pipeline import run_drawn
+from flows.running.showing import run_shown
 from flows.sweeping.canary import find_canary
 from flows.sweeping.console import SweepConsole
 from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
-from flows.sweeping.picture import Graph
 from flows.sweeping.reading import last_words, use_file
 from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
@@ -161,11 +160,12 @@ def work_on_sweep(
     """
     call = sweep_call(record.name)
     before = orchestrator_of(workspace, call)
-    take_up(workspace, call, regardless=launch.take_over)
-    workspace.withdraw_cancel(call)
-    keeper = DiskKeeper(workspace, config_of(plan).disk)
+    config = config_of(plan)
+    with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
+    with_room(config, lambda: workspace.withdraw_cancel(call))
+    keeper = DiskKeeper(workspace, config.disk)
     supervisor = supervisor_of(plan, record, keeper, launch)
-    notify, resumed = config_of(plan).notify, launch.resumed
+    notify, resumed = config.notify, launch.resumed
     hears = hears_of_sweep(supervisor, record, notify, workspace, before, resumed=resumed, say=say)
     if is_finished(plan, workspace):
         supervisor.begin()
@@ -192,16 +192,19 @@ def _keep_use(supervisor: Supervisor) -> None:
 def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch, hears: Hears) -> None:
     console = SweepConsole(supervisor, quiet=launch.quiet)
     supervisor.tell = console.note
-    events = supervisor.workspace.layout.run(sweep_call(supervisor.plan.sweep.name)).events
-    story = Story(str(events), launch.resumed)
+    room, call = supervisor.workspace, sweep_call(supervisor.plan.sweep.name)
     supervisor.note({"event": "begin", "process": str(ProcessId.of())})
-    drawing = supervisor.graph.drawing(str(ProcessId.of()), story)
 
     def tell(event: DiskEvent) -> None:
         supervisor.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
     with DiskWatch(keeper, supervisor.next_save_bytes, tell):
-        run_drawn(supervisor, drawing, use_server=launch.use_server, console=console, hears=hears)
+        run_shown(
+            supervisor,
+            console=console,
+            hears=hears,
+            begun=lambda: attach(room, call, console) if launch.use_server else None,
+        )
 
 
 def supervisor_of(
@@ -246,7 +249,6 @@ def supervisor_of(
         ),
         concurrency=concurrency_of(plan, config.dispatch),
         poll_s=config.dispatch.poll_s,
-        graph=Graph(plan),
         clock=time.monotonic,
         page=LivePage(workspace, plan.sweep.name),
     )
@@ -277,4 +279,5 @@ def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcom
     with in_folder(record.folder):
         plan = plan_of_record(workspace, record)
         check_arms(plan)
-        return work_on_sweep(plan, workspace, record, replace(launch, resumed=True))
+        room = workspace_of(plan, to_write=True)
+        return work_on_sweep(plan, room, record, replace(launch, resumed=True))

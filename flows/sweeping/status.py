@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.notifying.undelivered import undelivered_lines
+from flows.notifying.untold import not_told_lines
 from flows.running.status import orchestrator_text
 from flows.sweeping.reading import SweepReader, TrialStanding
 from flows.sweeping.use import NOTHING, Use
@@ -115,7 +115,7 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     page = workspace.layout.reports / status.record.name / "report.html"
     if page.exists():
         yield f"Page: {page}"
-    yield from undelivered_lines(workspace, sweep_call(status.record.name))
+    yield from not_told_lines(workspace, sweep_call(status.record.name))
     yield from _who(status, workspace)
 
 

@@ -14,13 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
-from flows.sweeping.picture import Graph
 from flows.sweeping.trials import Live, Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
 from infra.campaign.diary import Diary
@@ -77,7 +76,7 @@ class Outlook:
 
 @dataclass
 class Supervisor:
-    """Steps the campaigns of a sweep; a :class:`flows.running.pipeline.Runnable`.
+    """Steps the campaigns of a sweep; a :class:`flows.running.showing.Runnable`.
 
     Parameters
     ----------
@@ -93,8 +92,6 @@ class Supervisor:
         Trials at a time.
     poll_s
         Seconds between rounds, at least.
-    graph
-        Hears how stages and trials are, for a picture.
     tell
         Hears what people should know.
     page
@@ -109,7 +106,6 @@ class Supervisor:
     outlook: Outlook
     concurrency: int
     poll_s: float
-    graph: Graph
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
@@ -184,7 +180,6 @@ class Supervisor:
         over = not self.live and (not self._waiting or self._stop is not None or bool(self.held))
         if over:
             self._hold_the_rest()
-            self.graph.end(self.held or "not begun: asked to stop")
             self._diary.write_orchestrator("ended", self.exit_code)
         return over
 
@@ -195,8 +190,12 @@ class Supervisor:
         return max(self.poll_s, min(self._look_s / _LOOK_SHARE, _LONGEST_S))
 
     def views(self) -> dict[str, StageView]:
-        """Every node of the graph."""
-        return self.graph.views()
+        """The stages of the trials at work: ``ARM/seed1/grpo``."""
+        return {
+            f"{trial}/{name}": replace(view, name=f"{trial}/{name}")
+            for trial, views in self.working().items()
+            for name, view in views.items()
+        }
 
     def standing(self) -> dict[str, TrialWord]:
         """How every trial stands."""
@@ -273,7 +272,12 @@ class Supervisor:
     def _hear_cancel(self) -> None:
         call = sweep_call(self.plan.sweep.name)
         if self._stop is None and (asked := self.workspace.cancel_asked(call)) is not None:
-            reason = f"cancelled by {asked.get('by', 'somebody')}"
+            by = asked.get("by", "somebody")
+            if asked["stages"]:  # trials: none of them is to begin
+                if not self.held:
+                    self._hold(f"suspended by {by}; `refiner resume` goes on")
+                return
+            reason = f"cancelled by {by}"
             self.note({"event": "cancel", "reason": reason})
             ours = {live.run.run for live in self.live.values()}
             self._spared = wanted_by_others(self.workspace, ours)
@@ -290,10 +294,8 @@ class Supervisor:
             campaign.give_up(error)
             self._end_of(live, word_of_error(error, live.run.run))
             return 0.0
-        views = campaign.views()
-        self.graph.show_stages(live.trial, views)
         if over:
-            self._end_of(live, word_of_views(views, live.run.run))
+            self._end_of(live, word_of_views(campaign.views(), live.run.run))
         return campaign.look_s
 
     def _end_of(self, live: Live, word: TrialWord) -> None:
@@ -409,7 +411,6 @@ class Supervisor:
         before = self.words.get(trial.name)
         with self._lock:
             self.words[trial.name] = word
-        self.graph.show_trial(trial, word.state, word.reason)
         if before is None and told.get("state") == word.state == "done":
             return  # it was said in an earlier call
         self.note(

@@ -103,6 +103,7 @@ class Trials:
             clock=self.clock,
             together=self.together,
         )
+        campaign.note({"event": "begin", "process": campaign.owner})
         try:
             campaign.begin()
         except Exception as error:  # else it would seem to be worked on as long as the sweep is

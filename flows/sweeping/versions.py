@@ -17,6 +17,7 @@ from flows.running.recording import Pinned, pin_code
 from infra.store import atomic
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import require_idle
+from infra.store.room import no_space_guard
 from infra.store.snapshot import snapshot_code
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError
@@ -127,8 +128,9 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
     if (found := workspace.read_control(path)) is not None:
         return from_json(Pinned, found)
     pinned = pin_code(workspace)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_json(path, to_json(pinned))
+    with no_space_guard(workspace.root, "pinning the code"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, to_json(pinned))
     return pinned
 
 

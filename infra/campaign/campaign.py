@@ -56,8 +56,6 @@ class Campaign:
         What knows of room on the disk and makes it; without one a write is tried.
     clock
         Seconds, monotonic.
-    on_event
-        Called from the campaign's thread whenever a stage's view has changed.
     together
         What it shares with others that this process works on, one step at a time.
     """
@@ -71,13 +69,12 @@ class Campaign:
         run: RunRecord,
         keeper: Keeper | None = None,
         clock: Callable[[], float] = time.monotonic,
-        on_event: Callable[[StageView], None] | None = None,
         together: Together | None = None,
     ) -> None:
         self.plan, self.workspace, self.router, self.run = plan, workspace, router, run
         self.owner = str(ProcessId.of())
         self._diary = Diary(workspace, run.run, self.owner)
-        self._settings, self._clock, self._on_event = plan.config.dispatch, clock, on_event
+        self._settings, self._clock = plan.config.dispatch, clock
         patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
         self._observer = Observer(workspace, router, patience, clock=clock)
         self._keeper = keeper or ProbingKeeper(workspace)
@@ -108,7 +105,7 @@ class Campaign:
         self._views: dict[str, StageView] = {}
         self._look_s = 0.0
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="campaign", daemon=True)
 
@@ -162,25 +159,9 @@ class Campaign:
         pause_s = self._outage.pause_s if self._stop is None else 0.0
         return max(self._settings.poll_s, look_s, pause_s)
 
-    def wait(self, stage_name: str, timeout_s: float | None = None) -> StageView:
-        """Wait until the stage is in a terminal state, or for ``timeout_s``; its view either way.
-
-        Raises
-        ------
-        Exception
-            Whatever ended the campaign's thread.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._error is not None or self._views[stage_name].terminal, timeout_s
-            )
-            if self._error is not None:
-                raise self._error
-            return self._views[stage_name]
-
     def views(self) -> dict[str, StageView]:
         """All stages by name, in the plan's order."""
-        with self._changed:
+        with self._lock:
             return dict(self._views)
 
     def request_stop(
@@ -231,13 +212,11 @@ class Campaign:
             while not self._round():
                 self._wake.wait(self.wake_after())
                 self._wake.clear()
-        except BaseException as error:  # it surfaces in wait() and join()
+        except BaseException as error:  # it surfaces in join()
             log.debug("the campaign ends with an error", exc_info=error)
             self._error = error
             self.give_up(error)
         self._ended.set()
-        with self._changed:
-            self._changed.notify_all()
 
     def _round(self, act: bool = True) -> bool:
         if self._outage.pause_s and self._stop is None:
@@ -308,7 +287,7 @@ class Campaign:
             not_before=self._backoff.not_before(records, self._ended_before or {}),
             gave_up=self._rooms.gave_up(),
             runs_local=self._runs_local,
-            taken=self._together.taken(self._own) if self._together else Taken(),
+            taken=self._together.taken(self._own) if self._together else Taken(0, 0),
         )
 
     def _runs_local(self, stage: PlannedStage) -> bool:
@@ -429,22 +408,9 @@ class Campaign:
 
     def _publish(self, views: dict[str, StageView]) -> bool:
         """Tell what is news of the views; whether all of them are final."""
-        with self._changed:
-            changed = [v for n, v in views.items() if v != self._views.get(n)]
-            news = [v for v in changed if news_of(v) != news_of(self._views.get(v.name))]
-            self._views = views
-            self._changed.notify_all()
+        with self._lock:
+            before, self._views = self._views, views
+        news = [v for n, v in views.items() if news_of(v) != news_of(before.get(n))]
         for view in news:
             self._diary.note(stage_event(view))
-        for view in changed:
-            self._tell(view)
         return all(v.terminal for v in views.values())
-
-    def _tell(self, view: StageView) -> None:
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(view)
-        except Exception as error:  # a picture that fails must not stop the work behind it
-            log.warning("showing %s failed; it is not shown any more", view.name, exc_info=error)
-            self._on_event = None

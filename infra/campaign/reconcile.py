@@ -72,8 +72,8 @@ class Taken(NamedTuple):
     """Local slots that jobs of other plans take: stages that work, and those that only move
     bytes."""
 
-    work: int = 0
-    light: int = 0
+    work: int
+    light: int
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Policy:
     not_before: Mapping[str, float] = field(default_factory=dict)
     gave_up: frozenset[str] = frozenset()
     runs_local: Callable[[PlannedStage], bool] = lambda _: True
-    taken: Taken = field(default_factory=Taken)
+    taken: Taken = field(default_factory=lambda: Taken(0, 0))
 
 
 #: A live worker's, by its own word.

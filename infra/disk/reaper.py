@@ -285,8 +285,8 @@ def _still_may_go(
         return stage.result.exists()
     if candidate.rank is Rank.OLDER:
         complete = CheckpointStore(stage.checkpoints, 0).complete()
-        newer = bool(complete) and complete[-1].step > (candidate.step or 0)
-        return newer and is_whole(complete[-1])
+        newer = [c for c in complete if candidate.step is not None and c.step > candidate.step]
+        return bool(newer) and is_whole(newer[-1])
     if candidate.rank is Rank.SUPERSEDED:
         result = workspace.read_result(candidate.stage_id)
         return result is None or result.attempt != candidate.attempt

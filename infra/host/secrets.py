@@ -17,7 +17,7 @@ MASK = "***"
 #: Instead of a setting's value that nobody is to see.
 HIDDEN = "(not shown)"
 #: Settings whose values people put tokens into, whatever they are asked to do.
-_CARRIERS = ("command.env", "judge.extra_body", "notify.webhook", "notify.command")
+_CARRIERS = ("command.env", "judge.extra_body", "notify.urls", "notify.webhook", "notify.command")
 _SECRETS = (
     re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{6,}"),
     re.compile(r"\b(?:sk-|ghp_|github_pat_|glpat-|xox[a-z]-)[\w-]{8,}"),

@@ -117,6 +117,7 @@ def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
         id=run.run_id,
         name=run.name,
         group=run.group,
+        notes=config.notes or None,
         job_type=run.job_type,
         dir=str(folder),
         config=dict(run.config),

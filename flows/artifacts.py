@@ -63,6 +63,14 @@ def artifacts_of(recipe: str, view: StageView) -> list[Artifact]:
     return found
 
 
+def shortened(text: str, path: str) -> str:
+    """As much of a long text as the UI bears, and where the rest is."""
+    if len(text) <= _CARD_LIMIT_BYTES:
+        return text
+    whole = text[:_CARD_LIMIT_BYTES].rpartition("\n")[0]
+    return f"{whole}\n\nThe rest is in `{path}`.\n"
+
+
 def incidents_markdown(incidents: Sequence[Incident]) -> str:
     """The timeline as a table, and what it cost in all."""
     rows = [

@@ -1,0 +1,152 @@
+"""Runs a campaign to its end with its progress on the terminal.
+
+In: a campaign that has not begun. Out: every stage's last view. The campaign begins at once; what
+shows it elsewhere (:mod:`flows.running.attaching`) comes after, and is never waited for.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from flows.notifying.hears import Hears, Nobody
+from flows.running.stop_signals import StopSignals
+from refiner_core.contract.views import StageView
+
+_REFRESH_S = 0.5
+
+
+class Runnable(Protocol):
+    """What is asked of a campaign here. ``infra.campaign.campaign.Campaign`` is one."""
+
+    def start(self) -> None:
+        """Begin, in a thread of its own."""
+        ...
+
+    def views(self) -> dict[str, StageView]:
+        """How every stage is now."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Ask every running stage to save and stop."""
+        ...
+
+    def join(self) -> dict[str, StageView]:
+        """Wait for the end; raise what ended the reconciler, if anything did."""
+        ...
+
+
+class Shows(Protocol):
+    """What is asked of a console here. :class:`flows.running.console.Console` is one."""
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Bring the display up to date."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Say something in between."""
+        ...
+
+    def warn(self, message: str) -> None:
+        """Say something that is amiss, but stops nothing."""
+        ...
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        """Say how it ended and what to do next."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
+        ...
+
+
+def run_shown(
+    campaign: Runnable,
+    *,
+    console: Shows,
+    hears: Hears | None = None,
+    begun: Callable[[], None] = lambda: None,
+) -> dict[str, StageView]:
+    """Run a campaign to its end, showing it on the terminal.
+
+    The first Ctrl-C asks the campaign to stop and waits until its stages have saved; the second is
+    raised here.
+
+    Parameters
+    ----------
+    campaign
+        What works, in a thread of its own.
+    console
+        Shows how its stages are.
+    hears
+        Tells people elsewhere.
+    begun
+        Called once work has begun.
+
+    Returns
+    -------
+    dict of str to StageView
+        The last view of each stage.
+    """
+    hears = hears or Nobody()
+    with StopSignals() as signals:
+        campaign.start()  # work begins before anything else is even imported
+        try:
+            begun()
+            views = _until_joined(campaign, console, hears, signals)
+            signals.restore()  # Ctrl-C leaves what follows
+            hears.over(views)
+            console.finish(views)
+            return views
+        except BaseException as error:
+            hears.broke(error)
+            raise
+        finally:
+            console.close()
+            hears.close()
+
+
+def _until_joined(
+    campaign: Runnable, console: Shows, hears: Hears, signals: StopSignals
+) -> dict[str, StageView]:
+    joiner = _Joiner(campaign)
+    joiner.start()
+    while not joiner.over.wait(_REFRESH_S):
+        if by := signals.asked():
+            hears.asked_to_stop(f"stopped by {by}")
+            campaign.request_stop(by)
+            console.note(
+                f"Stopping ({by}): running stages save at their next step. Ctrl-C again leaves."
+            )
+        views = campaign.views()
+        try:
+            console.show(views)
+            hears.show(views)
+        except KeyboardInterrupt:  # by a handler that somebody has installed since
+            signals.note(signal.SIGINT)
+    return joiner.views()
+
+
+class _Joiner(threading.Thread):
+    """Waits for the campaign, so that the main thread stays free for the terminal and Ctrl-C."""
+
+    def __init__(self, campaign: Runnable) -> None:
+        super().__init__(name="campaign-join", daemon=True)
+        self.over = threading.Event()
+        self._campaign = campaign
+        self._views: dict[str, StageView] = {}
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._views = self._campaign.join()
+        except BaseException as error:  # raised again in the main thread, by views()
+            self._error = error
+        self.over.set()
+
+    def views(self) -> dict[str, StageView]:
+        if self._error is not None:
+            raise self._error
+        return self._views
