@@ -1,27 +1,29 @@
 """Deployments on a Prefect server: served by one long process, or left to a work pool.
 
 In: recipes, sweep files and nightly files. Out: the deployments ``pipeline/refiner``,
-``sweep/refiner`` and one for each nightly file. A recipe or sweep file becomes what the form
-proposes. The server only says what to start and when; what is done is read from the workspace.
-Prefect is imported inside functions, after the environment says which server it is.
+``sweep/refiner`` and, for each nightly file, ``nightly/NAME``. A recipe or sweep file becomes what
+the form proposes. The server only says what to start and when; what is done is read from the
+workspace. Prefect is imported inside functions, after the environment says which server it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.prefect_server.server import ServerInfo, ensure_server
+from infra.prefect_server.server import ServerInfo
+from infra.prefect_server.usable import usable_server
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.loading import load_recipe
+from refiner_core.nightly.values import Nightly
 
 NAME = "refiner"
-_SERVER_WAIT_S = 120.0
 #: Flow runs at a time; the machine's slots and the queue bound what really runs.
 _LIMIT = 64
+_MOST_POOLS = 100
 
 
 class Proposed(NamedTuple):
@@ -84,21 +86,26 @@ def _absolute(file: str) -> str:
 
 
 def serve(
-    files: Sequence[str], workspace: str, *, tell: Callable[[str], None] = lambda text: None
+    files: Sequence[str],
+    *,
+    workspace: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Carry out flow runs as they come, until Ctrl-C or SIGTERM.
 
-    On the way out schedules are paused, and flow runs that are carried out here are cancelled:
-    their stages save. A retry goes on with them.
+    A night that has begun before, and is not done, begins at once. On the way out schedules are
+    paused, and flow runs that are carried out here are cancelled: their stages save. A retry goes
+    on with them.
 
     Parameters
     ----------
     files
         Recipe, sweep and nightly files, or shipped names.
     workspace
-        The folder that the forms propose.
+        The folder that the forms propose (default: runs), and that nights use in the place of
+        their files' own.
     tell
-        Hears what is served.
+        Hears warnings, and what is served.
 
     Returns
     -------
@@ -108,35 +115,65 @@ def serve(
     Raises
     ------
     RefinerError
-        A file cannot be read, or there is no Prefect server.
+        A file cannot be read or carried out, or no Prefect server can be used.
     """
     what = proposed(files)
+    nightlies = _checked(what.nightlies, workspace, tell)
     tell("Looking for a Prefect server; starting one takes some ten seconds.")
-    info = _server()
+    info = usable_server()
     from prefect.exceptions import PrefectException
     from prefect.runner import Runner
 
     runner = Runner(name=NAME, pause_on_shutdown=True, limit=_LIMIT)
-    for deployment in _deployments(what, workspace):
+    for deployment, nightly in _deployments(what, nightlies, workspace):
         made = runner.add_deployment(deployment)
-        tell(f"{deployment.flow_name}/{deployment.name}: {info.url}/deployments/deployment/{made}")
-    tell("Ready. Ctrl-C ends it; what runs then saves, and a retry goes on.")
+        tell(f"{deployment.flow_name}/{deployment.name}: {_url(info, made)}")
+        if nightly:
+            _take_up(nightly, made, tell)
     try:
-        asyncio.run(runner.start())
+        asyncio.run(_carry_out(runner, tell))
     except (KeyboardInterrupt, PrefectException) as error:
         if not isinstance(error, KeyboardInterrupt) and type(error).__name__ != "TerminationSignal":
             raise
-        tell("Stopped.")
+        tell("Stopped. Nights that come meanwhile are looked after at the next start.")
     return 0
 
 
-def deploy(files: Sequence[str], workspace: str, pool: str) -> list[dict[str, Any]]:
+async def _carry_out(runner: Any, tell: Callable[[str], None]) -> None:
+    """Until it is ended; once it listens, its end pauses schedules."""
+    work = asyncio.create_task(runner.start())
+    while not (runner.started or work.done()):
+        await asyncio.sleep(0.05)
+    tell("Ready. Ctrl-C ends it; what runs then saves, and a retry goes on.")
+    await work
+
+
+def _take_up(nightly: Nightly, deployment: Any, tell: Callable[[str], None]) -> None:
+    """Begin a night at once that has begun before and is not done."""
+    from prefect.client.orchestration import get_client
+
+    from flows.nightly.serving import due_night, remove_former
+
+    remove_former(nightly.name, tell)
+    if night := due_night(nightly, datetime.now(UTC)):
+        tell(f"{nightly.name}: the night of {night} is not done, and begins now")
+        with get_client(sync_client=True) as client:
+            client.create_flow_run_from_deployment(deployment, parameters={"night": night})
+
+
+def deploy(
+    files: Sequence[str],
+    *,
+    pool: str,
+    workspace: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, Any]]:
     """Put the deployments on the server, for workers of a work pool; again, and they are what the
     files say now.
 
     Parameters
     ----------
-    files, workspace
+    files, workspace, tell
         As of :func:`serve`.
     pool
         Its workers need refiner, and the files and the workspace at the same paths.
@@ -149,52 +186,75 @@ def deploy(files: Sequence[str], workspace: str, pool: str) -> list[dict[str, An
     Raises
     ------
     RefinerError
-        A file cannot be read, there is no Prefect server, or it has no such pool.
+        A file cannot be read or carried out, no Prefect server can be used, or it has no such
+        pool.
     """
+    from flows.nightly.serving import remove_former
+
     what = proposed(files)
-    info = _server()
-    return asyncio.run(_deploy(_deployments(what, workspace), info, pool))
-
-
-async def _deploy(wanted: Sequence[Any], info: ServerInfo, pool: str) -> list[dict[str, Any]]:
-    from flows.nightly.serving import check_pool
-
-    await check_pool(pool)
+    nightlies = _checked(what.nightlies, workspace, tell)
+    info = usable_server()
+    _check_pool(pool)
     made = []
-    for deployment in wanted:
-        found = await deployment.aapply(work_pool_name=pool)
-        made.append(
-            {
-                "name": f"{deployment.flow_name}/{deployment.name}",
-                "id": str(found),
-                "pool": pool,
-                "url": f"{info.url}/deployments/deployment/{found}",
-            }
-        )
+    for deployment, nightly in _deployments(what, nightlies, workspace):
+        name = f"{deployment.flow_name}/{deployment.name}"
+        found = deployment.apply(work_pool_name=pool)
+        made.append({"name": name, "id": str(found), "pool": pool, "url": _url(info, found)})
+        if nightly:
+            remove_former(nightly.name, tell)
     return made
 
 
-def _server() -> ServerInfo:
-    info = ensure_server(_SERVER_WAIT_S)
-    os.environ.update(info.client_env())
-    return info
+def _checked(
+    files: Sequence[str], workspace: str | None, tell: Callable[[str], None]
+) -> list[Nightly]:
+    from flows.api import check_nightly
+
+    checked = [check_nightly(f, [f"workspace={workspace}"] if workspace else []) for f in files]
+    for one in checked:
+        for warning in one.warnings:
+            tell(f"{one.nightly.name}: {warning}")
+    return [one.nightly for one in checked]
 
 
-def _deployments(what: Proposed, workspace: str) -> list[Any]:
-    """All of them, as Prefect wants them."""
+def _check_pool(pool: str) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_work_pool(pool)
+        except ObjectNotFound as error:
+            # Without a limit the client sends null for it, which the server refuses.
+            known = [p.name for p in client.read_work_pools(limit=_MOST_POOLS)]
+            raise ConfigurationError(
+                f"The server has no work pool {pool!r}.",
+                expected=f"one of: {', '.join(known) or '(there are none)'}",
+                fix=f"`prefect work-pool create {pool} --type process`, or name another --pool",
+            ) from error
+
+
+def _url(info: ServerInfo, deployment: Any) -> str:
+    return f"{info.url}/deployments/deployment/{deployment}"
+
+
+def _deployments(
+    what: Proposed, nightlies: Sequence[Nightly], workspace: str | None
+) -> list[tuple[Any, Nightly | None]]:
+    """All of them, as Prefect wants them, and which of them is a nightly evaluation's."""
     from prefect.flows import EntrypointType
 
-    from flows.api import check_nightly
     from flows.nightly.serving import nightly_deployment
     from flows.pipeline import pipeline
     from flows.sweep import sweep
 
-    where = {"workspace": str(Path(workspace).expanduser().absolute()), "folder": str(Path.cwd())}
+    room = Path(workspace or "runs").expanduser().absolute()
+    where = {"workspace": str(room), "folder": str(Path.cwd())}
     common: dict[str, Any] = {"tags": [NAME], "entrypoint_type": EntrypointType.MODULE_PATH}
     named = {"recipe": what.recipe} if what.recipe else {}
     of_sweep = {"sweep": what.sweep} if what.sweep else {}
-    made = [
-        pipeline.to_deployment(name=NAME, parameters={**where, **named}, **common),
-        sweep.to_deployment(name=NAME, parameters={**where, **of_sweep}, **common),
+    return [
+        (pipeline.to_deployment(name=NAME, parameters={**where, **named}, **common), None),
+        (sweep.to_deployment(name=NAME, parameters={**where, **of_sweep}, **common), None),
+        *((nightly_deployment(nightly), nightly) for nightly in nightlies),
     ]
-    return [*made, *(nightly_deployment(check_nightly(f).nightly) for f in what.nightlies)]

@@ -18,6 +18,7 @@ package imports nothing else: a name is looked up in its module when it is used.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,12 +58,10 @@ if TYPE_CHECKING:
         CheckedNightly,
         NightlyHistory,
         check_nightly,
-        deploy_nightly,
         nightly_history,
         nightly_page,
         nightly_status,
         run_nightly,
-        serve_nightly,
     )
     from flows.api.plans import (
         OUTPUT_VERSION,
@@ -249,12 +248,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "CheckedNightly",
         "NightlyHistory",
         "check_nightly",
-        "deploy_nightly",
         "nightly_history",
         "nightly_page",
         "nightly_status",
         "run_nightly",
-        "serve_nightly",
     ),
     "flows.api.upkeep": (
         "Pinned",
@@ -302,10 +299,15 @@ _HOMES: dict[str, tuple[str, ...]] = {
     ),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
+#: Former names: their successors take the workspace by its name.
+_FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
 
 
 def __getattr__(name: str) -> Any:
     """The function or type of that name, its module imported on first use."""
+    if name in _FORMER:
+        warnings.warn(f"{name} is {_FORMER[name]} now", DeprecationWarning, stacklevel=2)
+        name = _FORMER[name]
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Evaluations of every night: checked, worked on, looked at, served.
+"""Evaluations of every night: checked, worked on, looked at.
 
 In: the file of a nightly evaluation, or its name. Out: outcomes, standings, tables, pages.
 """
@@ -186,79 +186,3 @@ def nightly_page(
     path = Path(out).expanduser().absolute()
     atomic.write_text(path, page_text(reading))
     return path
-
-
-def serve_nightly(
-    files: Sequence[str],
-    overrides: Sequence[str] = (),
-    *,
-    tell: Callable[[str], None] = lambda text: None,
-) -> int:
-    """Stay, and work on each night when it comes, until somebody interrupts it.
-
-    Parameters
-    ----------
-    files
-        YAML files or shipped names.
-    overrides
-        ``key=value``, for all of them.
-    tell
-        Hears warnings, and what is done.
-
-    Returns
-    -------
-    int
-        An exit code.
-
-    Raises
-    ------
-    RefinerError
-        One of them cannot be carried out, or there is no Prefect server.
-    """
-    from flows.nightly.serving import serve
-
-    return serve(_checked(files, overrides, tell), tell=tell)
-
-
-def deploy_nightly(
-    files: Sequence[str],
-    overrides: Sequence[str] = (),
-    *,
-    pool: str | None = None,
-    automation: str | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> list[dict[str, Any]]:
-    """Put deployments with their schedules on a Prefect server, for workers of a pool.
-
-    Parameters
-    ----------
-    files, overrides, tell
-        As of :func:`flows.api.serve_nightly`.
-    pool
-        The work pool whose workers carry nights out.
-    automation
-        A deployment that the server runs for each alert.
-
-    Returns
-    -------
-    list of dict
-        Name, schedule and address of each.
-
-    Raises
-    ------
-    RefinerError
-        One of them cannot be carried out, or there is no Prefect server.
-    """
-    from flows.nightly.serving import deploy
-
-    return deploy(_checked(files, overrides, tell), pool=pool, automation=automation)
-
-
-def _checked(
-    files: Sequence[str], overrides: Sequence[str], tell: Callable[[str], None]
-) -> list[Nightly]:
-    found = [check_nightly(file, overrides) for file in files]
-    for one in found:
-        for warning in one.warnings:
-            tell(f"{one.nightly.name}: {warning}")
-    return [one.nightly for one in found]

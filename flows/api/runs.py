@@ -70,7 +70,7 @@ def run_recipe(
     overrides
         ``key=value``, as on the command line, such as ``"grpo.beta=0.01"``.
     use_server
-        Draw a picture of it in the local Prefect server, which is started where there is none.
+        Show it as a flow run of the local Prefect server, which is started where there is none.
     quiet
         Show no progress on stderr, but warnings and failures.
 

@@ -15,6 +15,7 @@ from flows.sweeping.launching import (
     Launch,
     SweepOutcome,
     check_launch,
+    config_of,
     is_finished,
     work_on_sweep,
     workspace_of,
@@ -151,6 +152,7 @@ def begin_sweep(
     RefinerError
         It cannot be carried out here, does not fit its limits, or another process works on it.
     """
+    from flows.running.calls import with_room
     from flows.sweeping.before import detectable_json
     from flows.sweeping.forecasting import forecast_json, used_before
     from flows.sweeping.versions import record_version
@@ -167,7 +169,10 @@ def begin_sweep(
         }
         refuse_what_cannot_fit(before.passed)
     workspace = workspace_of(plan, to_write=True)
-    return record_version(plan, workspace, overrides, forecast, take_over=take_over)
+    return with_room(
+        config_of(plan),
+        lambda: record_version(plan, workspace, overrides, forecast, take_over=take_over),
+    )
 
 
 def run_sweep(
@@ -182,7 +187,7 @@ def run_sweep(
     overrides
         ``key=value``, for all arms.
     launch
-        How (default: quietly, with a picture in the local Prefect server).
+        How (default: quietly, with a flow run in the local Prefect server).
 
     Returns
     -------
@@ -212,7 +217,7 @@ def resume_sweep(
     workspace
         The folder that it is recorded in.
     launch
-        How (default: quietly, with a picture in the local Prefect server).
+        How (default: quietly, with a flow run in the local Prefect server).
 
     Returns
     -------
@@ -226,7 +231,8 @@ def resume_sweep(
     """
     from flows.sweeping import launching
 
-    return launching.resume_sweep(Workspace.open(workspace), sweep, launch or Launch(quiet=True))
+    room = Workspace.read_only(workspace)
+    return launching.resume_sweep(room, sweep, launch or Launch(quiet=True))
 
 
 def detach_sweep(

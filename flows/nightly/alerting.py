@@ -1,8 +1,8 @@
-"""Alerts: told once for each change, by every channel, again the next night where one failed.
+"""Alerts: told once for each change, by every channel.
 
 In: a history. Out: alerts recorded and sent. A channel that does not work never fails a night: what
-it said is recorded, and the next night tries again. Two processes that tell at the same time may
-send one alert twice by a channel; none is ever lost.
+it said is recorded, and is not sent again. A command finds the plain fields in
+``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, ``_NIGHT``, …
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.nightly.channels import send
 from flows.nightly.reading import Reading
-from flows.notifying.channels import ChannelFailed
+from flows.notifying.channels import ChannelFailed, send
 from infra.store.nightly_records import NightlyRecords
 from refiner_core.nightly.series import Series
 from refiner_core.nightly.values import Nightly
@@ -38,20 +37,21 @@ def raise_alerts(reading: Reading, records: NightlyRecords) -> list[dict[str, An
     return raised
 
 
-def deliver(nightly: Nightly, records: NightlyRecords) -> dict[str, str]:
-    """Send every alert that has not gone out yet; ``ID by CHANNEL`` -> why it has not."""
+def deliver(
+    nightly: Nightly, alerts: Sequence[Mapping[str, Any]], records: NightlyRecords
+) -> dict[str, str]:
+    """Send new alerts; ``ID by CHANNEL`` -> why it was not told."""
     failed: dict[str, str] = {}
-    for alert in records.alerts():
+    for alert in alerts:
+        whys = {}
         for alarm in nightly.alerts.alarms:
-            if records.notices.delivered(alert["id"], alarm.name):
-                continue
             try:
-                send(alarm, alert)
+                send(alarm, alert, prefix="REFINER_ALERT_")
             except ChannelFailed as error:
-                records.notices.note_delivery(alert["id"], alarm.name, str(error))
-                failed[f"{alert['id']} by {alarm.name}"] = str(error)
-            else:
-                records.notices.note_delivery(alert["id"], alarm.name)
+                whys[alarm.name] = str(error)
+        if whys:
+            records.note_not_told(alert["id"], whys)
+        failed |= {f"{alert['id']} by {channel}": why for channel, why in whys.items()}
     return failed
 
 

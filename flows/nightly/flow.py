@@ -18,18 +18,22 @@ from typing import IO, Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows.picture.artifacts import artifact_key, inert
+from flows.artifacts import artifact_key, inert
 from infra.host.environment import environment
+from refiner_core.contract.errors import RefinerError
 
+#: Name of the event that tells an alert.
+ALERT = "refiner.nightly.alert"
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0
 
 
 @flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
-    name="refiner-nightly",
+    name="nightly",
     flow_run_name="{name}",
     retries=0,
     persist_result=False,
@@ -38,7 +42,10 @@ _GRACE_S = 120.0
 def nightly(name: str, file: str, folder: str, overrides: list[str], night: str = "") -> State[Any]:
     """Work on the night that was scheduled, or on ``night``."""
     log = get_run_logger()
-    wanted = night or _scheduled_night(file, folder)
+    try:
+        wanted = night or _scheduled_night(file, folder)
+    except RefinerError as error:
+        return Failed(message=str(error))
     code, said = _run(["nightly", "run", file, *overrides, "--night", wanted, "--json"], folder)
     if not said or "night" not in said:
         return Failed(message=str(said.get("error") or f"it ended with code {code}"))
@@ -49,9 +56,17 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     )
     for alert in said["alerts"]:
         log.warning("%s", alert["title"])
+        emit_alert(name, alert)
     words = f"{name}, night of {said['night']}: {said['state']}"
     log.info("%s", words)
     return Failed(message=words) if code else Completed(message=words)
+
+
+def emit_alert(name: str, alert: dict[str, Any]) -> None:
+    """Tell the server, for automations, which may match all labels."""
+    labels = {f"refiner.{k}": str(alert[k]) for k in ("kind", "cause", "checkpoint", "metric")}
+    who = {"prefect.resource.id": f"refiner.nightly.{name}", "prefect.resource.name": name}
+    emit_event(ALERT, {**who, **labels}, payload=alert)
 
 
 def _scheduled_night(file: str, folder: str) -> str:

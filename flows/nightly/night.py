@@ -71,7 +71,7 @@ class NightOutcome:
     looked_after
         Earlier nights that were completed as far as they can be, and how they stand now.
     alerts, undelivered
-        New ones; and those that some channel has not taken yet, with why.
+        New ones; and those that some channel did not take, with why.
     """
 
     nightly: str
@@ -176,7 +176,7 @@ def _work(at: At, night: str, now: datetime) -> NightOutcome:
     looked_after = look_after(at, now, only=night if late else "")
     reading = read_history(at.nightly, at.workspace)
     alerts = raise_alerts(reading, at.records)
-    undelivered = deliver(at.nightly, at.records)
+    undelivered = deliver(at.nightly, alerts, at.records)
     if alerts:
         reading = read_history(at.nightly, at.workspace)
     page = write_page(reading, at.records)

@@ -76,7 +76,7 @@ def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dic
         "series": [_series_json(s) for s in reading.series],
         "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
         "undelivered": {
-            a["id"]: f for a in reading.alerts if (f := records.notices.failures(a["id"]))
+            a["id"]: whys for a in reading.alerts if (whys := records.not_told(a["id"]))
         },
     }
 

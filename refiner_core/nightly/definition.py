@@ -20,8 +20,7 @@ is for who has a workspace.
       smallest: 0.02
       channels:
         - command: ./tell.sh
-        - webhook: NIGHTLY_WEBHOOK_URL     # the variable that holds the address
-        - prefect: true
+        - url: NIGHTLY_HOOK      # the variable, or the file, that holds the address
     catch_up: 3
 """
 
@@ -31,6 +30,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
+from refiner_core.contract.alarms import is_place
+from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import suggest
 from refiner_core.contract.yaml_words import yaml_reason
@@ -43,7 +44,6 @@ _FIELDS = (
 )
 _KINDS = ("hub", "folder", "stage", "newest")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: What the night decides by itself.
 _OURS = ("model.name_or_path", "model.revision", "stages", "only", "evaluate.models")
 _MOST_CATCH_UP = 60
@@ -215,30 +215,33 @@ def _alerts(value: Any) -> Alerts:
     channels = values.get("channels") or []
     if not isinstance(channels, list):
         raise _wrong("alerts.channels", channels, "a list such as [{command: ./tell.sh}]")
-    return Alerts(tuple(metrics), when, float(smallest), tuple(map(_alarm, channels)))
+    alarms = tuple(alarm for c in channels if (alarm := _alarm(c)) is not None)
+    return Alerts(tuple(metrics), when, float(smallest), alarms)
 
 
-def _alarm(value: Any) -> Alarm:
+def _alarm(value: Any) -> Alarm | None:
+    """One channel; none where it is a former one without effect."""
     values = _mapping(value, "alerts.channels", "an entry")
-    _only(values, ("command", "webhook", "prefect"), "alerts.channels")
+    _only(values, ("command", "url", "webhook", "prefect"), "alerts.channels")
     if len(values) != 1:
-        raise _wrong("alerts.channels", dict(values), "one of command, webhook, prefect an entry")
+        raise _wrong("alerts.channels", dict(values), "one of command, url an entry")
     ((channel, what),) = values.items()
     if channel == "prefect":
-        if what is not True:
-            raise _wrong("alerts.channels.prefect", what, "true")
-        return Alarm("prefect")
+        warn_former("alerts.channels.prefect", "a night's flow run tells Prefect of its alerts")
+        return None
+    if channel == "webhook":
+        warn_former("alerts.channels.webhook", "it works as `url`, which takes its place", "")
     if not isinstance(what, str) or not what.strip():
         raise _wrong(f"alerts.channels.{channel}", what, "text")
-    if channel == "webhook" and not _VARIABLE.fullmatch(what):
+    if channel != "command" and not is_place(what):
         raise ConfigurationError(
-            "`alerts.channels.webhook` is an address, or something else that is no name of a "
+            f"`alerts.channels.{channel}` is an address, or something else that is no name of a "
             "variable.",
-            expected="the name of the environment variable that holds the address, which is often "
-            "a secret",
-            fix="write `webhook: NIGHTLY_WEBHOOK_URL`, and export that variable",
+            expected="the name of the environment variable, or the path (from / or ~/) of the "
+            "file, that holds the address, which is often a secret",
+            fix="write `url: NIGHTLY_HOOK`, and export that variable",
         )
-    return Alarm("webhook" if channel == "webhook" else "command", what)
+    return Alarm("command" if channel == "command" else "url", what)
 
 
 def _overrides(value: Any) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import pytest
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly, run_night
+from flows.nightly.serving import due_night
+from flows.nightly.showing import status_json
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
+from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.nightly.values import Checkpoint, Source
+from refiner_core.nightly.values import Alarm, Checkpoint, Source
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
 from tests.support.nightly import NightLab
@@ -179,12 +183,12 @@ def test_another_protocol_begins_another_series(lab: NightLab) -> None:
 # ---------------------------------------------------------------- channels
 
 
-def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
+def test_a_channel_that_fails_fails_no_night_and_the_record_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.notifying.channels._PAUSE_S", 0.0)
     command = f"cat >> {tmp_path}/told; echo >> {tmp_path}/told; printenv REFINER_ALERT_TITLE"
-    alarms = f"channels: [{{command: '{command}'}}, {{webhook: LAB_HOOK}}]"
+    alarms = f"channels: [{{command: '{command}'}}, {{url: LAB_HOOK}}]"
     lab = NightLab(tmp_path / "lab", alerts=alarms)
     with Hook(status=500) as hook:
         monkeypatch.setenv("LAB_HOOK", hook.address)
@@ -195,15 +199,28 @@ def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
                 assert (outcome.state, len(outcome.alerts)) == ("done", 1)
                 (why,) = outcome.undelivered.values()
                 assert "HTTP 500" in why
-                hook.status = 200
             if number == 5:
                 assert outcome.undelivered == {}
     said = (tmp_path / "told").read_text().strip().splitlines()
     assert [json.loads(line)["checkpoint"] for line in said] == ["model"], "once"
-    assert len(hook.bodies) == 4, "three tries in one night, one in the next"
+    assert len(hook.bodies) == 3, "tries in one night, none in the next"
     assert hook.bodies[-1]["text"].startswith("lab: oracle (greedy) of model dropped by")
+    status = status_json(lab.reading(), lab.records, datetime.now(UTC))
+    assert [list(whys) for whys in status["undelivered"].values()] == [["LAB_HOOK"]]
     whole = "".join(p.read_text() for p in lab.workspace.root.rglob("*.json"))
     assert "secret-path" not in whole
+
+
+def test_former_channels_of_a_file_still_work_or_are_left_out_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_former.cache_clear()
+    lab = NightLab(tmp_path, alerts="channels: [{prefect: true}, {webhook: LAB_HOOK}]")
+    assert lab.nightly.alerts.alarms == (Alarm("url", "LAB_HOOK"),)
+    assert [r.message.partition(" ")[0] for r in caplog.records] == [
+        "alerts.channels.prefect",
+        "alerts.channels.webhook",
+    ]
 
 
 # ---------------------------------------------------------------- the file
@@ -223,7 +240,7 @@ def test_a_channel_that_fails_fails_no_night_and_is_tried_again(
         ("catch_up: 3", "catch_up: 3\ncatch_up: 4", "has `catch_up` .line [0-9]+. twice"),
         ("catch_up: 3", "catch_up: " + "{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
         ("- tracking.wandb=disabled", "- model.name_or_path=x", "said by `checkpoints`"),
-        ("  metrics: [oracle]", "  channels: [{webhook: 'http://x/y'}]", "name of the environment"),
+        ("  metrics: [oracle]", "  channels: [{url: 'http://x/y'}]", "name of the environment"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_its_field(
@@ -333,3 +350,13 @@ def test_a_branch_of_the_hub_means_the_commit_that_it_is_at(
         assert (found.revision, found.digest) == (made.oid, f"hub:me/model@{made.oid}")
         with pytest.raises(ConfigurationError, match="no revision 'nope'"):
             resolve(Checkpoint("m", Source("hub", "me/model", "nope")), workspace)
+
+
+def test_what_is_served_begins_with_a_night_that_is_not_done(lab: NightLab) -> None:
+    def due(moment: str) -> str:
+        return due_night(lab.nightly, datetime.fromisoformat(moment).replace(tzinfo=UTC))
+
+    assert due("2026-11-02T04:00:00") == "", "nothing was done before: it begins with its schedule"
+    lab.both("2026-11-02")
+    assert due("2026-11-02T04:00:00") == ""
+    assert due("2026-11-03T04:00:00") == "2026-11-03"
