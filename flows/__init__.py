@@ -1,10 +1,30 @@
 """The wiring: Prefect flows, the `refiner` command, recipes, and the worker that a job runs.
 
 A call goes ``cli`` or ``api`` -> ``checking`` (is the plan fit) -> ``running`` (one run) or
-``sweeping`` (its arms), with its ``picture`` in Prefect and its messages (``notifying``). From
-Prefect it comes by the flows ``pipeline`` and ``sweep``, which ``serving`` deploys. Jobs come in by
+``sweeping`` (its arms), with its messages (``notifying``). From
+Prefect it comes by the flows ``pipeline`` and ``sweep``, which ``serving`` deploys; a call from a
+terminal is shown by the same flows, in the process ``attach`` (``terminal_runs``). Jobs come in by
 ``worker`` and ``ranks`` and do what ``stages`` says. On what is there: ``publishing``, ``cards``,
 ``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``.
-``starting`` makes recipes. The order in which rooms may import each other stands in
+``starting`` makes recipes; ``ensuring`` makes stages tasks of one's own flow
+(``from flows import begin_run, ensure``). The order in which rooms may import each other stands in
 ``tests/lint/arrows.py``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flows.ensuring import begin_run, ensure
+
+__all__ = ["begin_run", "ensure"]
+
+
+def __getattr__(name: str) -> Any:
+    """Stages as tasks of one's own flow: they import Prefect, so only who asks for them does."""
+    if name in __all__:
+        from flows import ensuring
+
+        return getattr(ensuring, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
