@@ -44,6 +44,7 @@ BENCHES = (
     "parsing",
     "publishing",
     "report",
+    "startup",
     "sweep_again",
     "sweeps",
     "trainer",

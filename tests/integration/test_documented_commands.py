@@ -86,16 +86,11 @@ TRIALS = (
     Trial("refiner (report|diff|status|cancel) citation-weight-tiny.*", where="swept"),
     Trial(r"python -m tests.support.slurm_cluster .*", words=_SLURM, where="checkout", slurm=True),
     Trial("export SLURM.*", words=_SLURM),
-    Trial("export (TEAM|PREFECT).*"),
+    Trial("export TEAM.*"),
     Trial(
         "refiner notify test .*TEAM_HOOK.*",
         by="tests/integration/test_notifications.py"
         "::test_the_command_that_tries_channels_says_what_came_of_each",
-    ),
-    Trial(
-        "(python -c .*Webhook|prefect automation).*",
-        by="tests/integration/test_prefect.py"
-        "::test_an_automation_acts_on_the_event_of_a_run_that_fails",
     ),
     Trial(
         "refiner sweep .* --yes",
@@ -105,10 +100,6 @@ TRIALS = (
         "refiner nightly (run|status|page) .*",
         by="tests/integration/test_nights.py"
         "::test_a_night_is_evaluated_by_ordinary_runs_and_the_canary_is_judged_afresh",
-    ),
-    Trial(
-        "refiner nightly (serve|deploy) .*",
-        by="tests/integration/test_nights.py::test_a_prefect_server_says_when_and_records_say_what",
     ),
     Trial(
         "refiner serve.*",

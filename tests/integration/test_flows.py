@@ -20,71 +20,17 @@ from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually, private_server
+from tests.support.served import FINAL, Served, served_in, steps_of_grpo, weights
 
 pytestmark = pytest.mark.prefect
-FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 OVERRIDES = [*SMALL, "tracking.wandb=disabled", "dispatch.poll_s=0.1"]
-
-
-class Served:
-    """What a person does in the UI."""
-
-    def __init__(self, prefect: PrefectApi, folder: Path) -> None:
-        self.prefect, self.folder = prefect, folder
-
-    def launch(self, flow: str = "pipeline", **parameters: Any) -> str:
-        """Press Run; the flow run's id."""
-        found = self.prefect.get(f"/deployments/name/{flow}/refiner")
-        made = self.prefect.post(
-            f"/deployments/{found['id']}/create_flow_run",
-            {"parameters": parameters, "state": {"type": "SCHEDULED"}},
-        )
-        return str(made["id"])
-
-    def set_state(self, flow_run: str, kind: str, name: str) -> None:
-        """Press Cancel (CANCELLING, Cancelling) or Retry (SCHEDULED, AwaitingRetry)."""
-        self.prefect.post(
-            f"/flow_runs/{flow_run}/set_state", {"state": {"type": kind, "name": name}}
-        )
-
-    def state(self, flow_run: str) -> dict[str, Any]:
-        return dict(self.prefect.get(f"/flow_runs/{flow_run}")["state"])
-
-    def ends(self, flow_run: str, timeout_s: float = 300) -> dict[str, Any]:
-        """The final state."""
-        return eventually(
-            lambda: (s := self.state(flow_run)) and s["type"] in FINAL and s, timeout_s
-        )
-
-    def call(self, flow_run: str) -> str:
-        """The id of the run that the flow run shows."""
-        return eventually(lambda: self.prefect.get(f"/flow_runs/{flow_run}")["parameters"]["run"])
 
 
 @pytest.fixture(scope="module")
 def served(prefect_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`refiner serve`, with the tiny recipe in its form."""
-    folder = tmp_path_factory.mktemp("served")
-    with (folder / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli.main", "serve", "tiny"],
-            cwd=folder,
-            env={**environment(), "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=log,
-        )
-    prefect = PrefectApi(ensure_server(120))
-    try:
-        eventually(lambda: "Ready" in (folder / "serve.log").read_text(), 120)
-        yield Served(prefect, folder)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def weights(workspace: Path) -> bytes:
-    output = Stage(workspace, "grpo").attempts[-1] / "output"
-    return next(output.rglob("model.safetensors")).read_bytes()
+    with served_in(tmp_path_factory.mktemp("served"), "tiny") as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +39,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     done = refiner("run", "tiny", f"workspace={workspace}", "--no-server", *OVERRIDES)
     assert done.code == 0, done.stderr
     return weights(workspace)
-
-
-def steps_of_grpo(workspace: Path) -> int:
-    """Steps that the newest attempt at GRPO has made."""
-    stage = Stage(workspace, "grpo")
-    if not stage.attempts:
-        return 0
-    path = stage.attempts[-1] / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weights(
@@ -248,7 +185,7 @@ def test_a_wrong_type_is_refused_by_the_form(served: Served) -> None:
     assert refused.value.code in (409, 422)
 
 
-def test_a_sweep_shows_a_task_for_each_trial(served: Served, tmp_path: Path) -> None:
+def test_a_sweep_shows_every_stage_once_and_its_last_report(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text(
         "recipe: tiny\nfactors: {sft.learning_rate: [1.0e-3, 2.0e-3]}\nseeds: [1]\n"
@@ -257,7 +194,10 @@ def test_a_sweep_shows_a_task_for_each_trial(served: Served, tmp_path: Path) -> 
     flow_run = served.launch("sweep", sweep=str(file), workspace=str(tmp_path / "runs"))
     end = served.ends(flow_run)
     assert end["type"] == "COMPLETED", end["message"]
-    assert len(served.prefect.task_runs(flow_run)) == 2
+    names = {name.partition(" ")[0] for name in served.prefect.task_runs(flow_run)}
+    assert len(names) == 3
+    assert "data" in names, "the trials share it"
+    assert "finished" in served.prefect.artifacts(flow_run)["two-report"]["data"]
 
 
 def test_a_pool_that_does_not_exist_is_named(served: Served) -> None:

@@ -1,14 +1,11 @@
-"""The picture in Prefect, on a real server: what it shows, and that work never depends on it."""
+"""Calls from a terminal as Prefect shows them, on a real server; and that work never depends on
+it."""
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -19,207 +16,153 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.picture.feed import Story
-from flows.running.pipeline import run_pictured
 from infra.prefect_server.server import ensure_server, server_status
-from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, RunRecord
+from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import Progress
-from refiner_core.contract.views import StageView
 from tests.support.browser import chromium
-from tests.support.fake_campaign import Change, FakeCampaign
-from tests.support.plans import claim, run_record, small_plan
+from tests.support.plans import claim
 from tests.support.prefect_server import PrefectApi, eventually
+from tests.support.recorded_call import RecordedCall
 from tests.support.told_campaign import patch_router, told_run
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Heard:
-    """A console that remembers, and can press Ctrl-C."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-        self.finished: dict[str, StageView] = {}
-        self.press_ctrl_c = threading.Event()
-
-    def show(self, views: Mapping[str, StageView]) -> None:
-        if self.press_ctrl_c.is_set():
-            self.press_ctrl_c.clear()
-            raise KeyboardInterrupt
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
-
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
-
-    def finish(self, views: Mapping[str, StageView]) -> None:
-        self.finished = dict(views)
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def plan() -> Plan:
-    return make_plan(RecipeConfig(recipe="tiny"), {})
-
-
-def training(report: Mapping[str, Any]) -> list[Change]:
-    steps = [
-        (0.5 * i, {"progress": Progress(i, 6, "rollouts", {"reward": 0.1 * i})})
-        for i in range(1, 6)
-    ]
-    begin = (0.0, {"state": "running", "attempt": 1, "log": "/runs/grpo/attempt-1.log"})
-    return [begin, *steps, (3.5, {"state": "done", "seconds": 3.5, "report": report})]
-
-
 NUMBER = {"metric": "citation_f1", "decoding": "greedy", "value": 0.81, "low": 0.7, "high": 0.9}
-SCRIPT: dict[str, list[Change]] = {
-    "data": [(0.0, {"state": "skipped"})],
-    "grpo": training({"curves": {"scores": [[1, 0.25], [2, 0.5], [3, 0.75]]}}),
-    "evaluate-base": [
-        (0.0, {"state": "running"}),
-        (0.5, {"state": "failed", "message": "the judge fell over"}),
-    ],
-    "evaluate-sft": [(0.0, {"state": "done", "report": {"evaluations": [NUMBER]}})],
-    "publish": [(0.0, {"state": "done", "report": {"card": "---\na: 1\n---\n# A model\n\nHi.\n"}})],
-    "evaluate-grpo": [(0.0, {"state": "interrupted", "message": "Ctrl-C"})],
-    "card": [(0.0, {"state": "blocked", "message": "evaluate-base failed"})],
-}
+STAGES = ("data", "sft", "grpo", "publish", "evaluate", "card")
+
+
+def play(call: RecordedCall) -> None:
+    """A run with every kind of end."""
+    call.shows("data", "skipped", attempt=0)
+    call.shows("sft", "running")
+    call.log("sft", "step 1: loss 2.5")
+    for step in range(1, 7):
+        call.progress("sft", Progress(step, 6, "step", {"loss": 2.5}))
+    call.shows("sft", "done", report={"curves": {"scores": [[1, 0.25], [2, 0.5], [3, 0.75]]}})
+    call.shows("grpo", "running")
+    call.shows("grpo", "done", report={"card": "---\na: 1\n---\n# A model\n\nHi.\n"})
+    call.shows("evaluate-sft", "running")
+    call.shows("evaluate-sft", "done", report={"evaluations": [NUMBER]})
+    call.shows("evaluate-base", "running")
+    call.shows("evaluate-base", "failed", message="the judge fell over")
+    call.shows("publish", "running")
+    call.shows("publish", "interrupted", message="Ctrl-C")
+    for name in ("evaluate-grpo", "card"):
+        call.shows(name, "blocked", attempt=0, message="evaluate-base failed")
 
 
 @pytest.fixture(scope="session")
-def drawn(prefect_session: None) -> tuple[Plan, Heard, dict[str, StageView]]:
-    """One run with every kind of end, drawn once for the tests that look at it."""
-    plan, heard = make_plan(RecipeConfig(recipe="tiny"), {}), Heard()
-    views = run_pictured(
-        FakeCampaign(plan, SCRIPT), plan, "run-drawn", use_server=True, console=heard
-    )
-    return plan, heard, views
+def shown(
+    prefect_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RecordedCall, dict[str, Any]]:
+    """One run with every kind of end, and its flow run, for the tests that look at it."""
+    call = RecordedCall(tmp_path_factory.mktemp("shown"), *STAGES)
+    prefect = PrefectApi(ensure_server(120))
+    with call.worked_on():
+        play(call)
+        eventually(lambda: call.said)
+        call.end(1)
+        flow_run = eventually(lambda: in_state(prefect, call, "FAILED"))
+    return call, flow_run
 
 
-@pytest.fixture
-def flow_run(drawn: object, prefect: PrefectApi) -> dict[str, Any]:
-    found = prefect.flow_run("run-drawn")
-    assert found
-    return found
+def in_state(prefect: PrefectApi, call: RecordedCall, state: str) -> dict[str, Any] | None:
+    found = prefect.flow_run(f"run:{call.run}")
+    return found if found and found["state_type"] == state else None
 
 
-def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """Type, name and message of each task run's state by stage name."""
+def states(prefect: PrefectApi, flow_run: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Type and message of each task run's state by stage name."""
     return {
-        name.split(" ")[0]: (
-            run["state_type"],
-            run["state_name"],
-            (run["state"] or {}).get("message"),  # a run has no state before its first event is in
-        )
+        name.split(" ")[0]: (run["state_type"], (run["state"] or {}).get("message"))
         for name, run in prefect.task_runs(flow_run["id"]).items()
     }
 
 
-def test_a_run_is_named_and_tagged(flow_run: Mapping[str, Any]) -> None:
-    assert flow_run["name"] == "tiny run-drawn"
-    assert set(flow_run["tags"]) == {"tiny", "run-drawn", "run:run-drawn"}
-    assert flow_run["state_type"] == "FAILED"
-    assert "evaluate-base" in flow_run["state"]["message"]
-
-
-def test_the_graph_is_the_plan(
-    drawn: tuple[Plan, Any, Any], flow_run: Mapping[str, Any], prefect: PrefectApi
+def test_a_run_is_a_flow_run_of_the_deployment_with_its_overrides(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
-    plan = drawn[0]
-    assert set(prefect.task_runs(flow_run["id"])) == {s.title for s in plan.stages}
-    wanted = {
-        (plan.by_name[before].title, stage.title)
-        for stage in plan.stages
-        for before in stage.inputs.values()
-    }
-    assert prefect.edges(flow_run["id"]) == wanted
+    call, flow_run = shown
+    assert flow_run["name"] == f"small {call.run}"
+    assert {"refiner", f"run:{call.run}"} <= set(flow_run["tags"])
+    deployment = prefect.get("/deployments/name/pipeline/refiner")
+    assert flow_run["deployment_id"] == deployment["id"]
+    parameters = flow_run["parameters"]
+    assert parameters["run"] == call.run
+    assert parameters["workspace"] == str(call.room.root)
+    assert "evaluate-base: the judge fell over" in flow_run["state"]["message"]
+    assert f"`refiner resume {call.run}" in flow_run["state"]["message"]
 
 
-def test_task_runs_cost_no_concurrency_slot(
-    flow_run: Mapping[str, Any], prefect: PrefectApi
+def test_the_link_is_said_and_nothing_is_amiss(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
-    assert all(run["tags"] == [] for run in prefect.task_runs(flow_run["id"]).values())
+    call, flow_run = shown
+    assert call.warned == []
+    assert call.said == [f"Prefect: {prefect.info.url}/runs/flow-run/{flow_run['id']}"]
 
 
-def test_states_say_how_each_stage_ended(flow_run: Mapping[str, Any], prefect: PrefectApi) -> None:
-    found = eventually(
-        lambda: (s := states(prefect, flow_run)) and s["card"][0] == "CANCELLED" and s, 15
+def test_each_stage_that_began_is_a_task_run_after_those_that_it_is_made_from(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
+) -> None:
+    call, flow_run = shown
+    titles = {call.plan.by_name[n].title for n in STAGES[1:4]}
+    titles |= {call.plan.by_name[n].title for n in ("evaluate-sft", "evaluate-base")}
+    runs = eventually(
+        lambda: (r := prefect.task_runs(flow_run["id"])) and set(r) == titles and r, 30
     )
-    assert found["data"] == ("COMPLETED", "Skipped", "skipped: done before")
+    assert all(run["tags"] == [] for run in runs.values()), "a tag costs a concurrency slot"
+    sft, grpo = (call.plan.by_name[n].title for n in ("sft", "grpo"))
+    assert (sft, grpo) in prefect.edges(flow_run["id"])
+    skipped = prefect.artifacts(flow_run["id"])[f"{call.run}-skipped"]["data"]
+    assert "data" in skipped
+
+
+def test_states_say_how_each_stage_ended(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
+) -> None:
+    found = eventually(lambda: (s := states(prefect, shown[1])) and len(s) == 5 and s, 30)
     assert found["grpo"][0] == "COMPLETED"
-    assert found["evaluate-base"] == ("FAILED", "Failed", "the judge fell over")
-    assert found["evaluate-grpo"][:2] == ("CANCELLED", "Interrupted")
-    assert found["card"] == ("CANCELLED", "Blocked", "not started: evaluate-base failed")
+    assert found["evaluate-base"] == ("FAILED", "the judge fell over")
+    assert found["publish"][0] == "CANCELLED"
+    assert "Ctrl-C" in str(found["publish"][1])
 
 
-def test_artifacts_show_progress_log_curve_numbers_and_card(
-    flow_run: Mapping[str, Any], prefect: PrefectApi
+def test_artifacts_show_progress_curve_numbers_and_card_and_logs_are_in_the_ui(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
+    call, flow_run = shown
     artifacts = prefect.artifacts(flow_run["id"])
-    assert artifacts["tiny-grpo-progress"]["data"] == 100
-    assert "/runs/grpo/attempt-1.log" in artifacts["tiny-grpo-log"]["data"]
-    assert "▁▅█" in artifacts["tiny-grpo-curves"]["data"]
-    assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in artifacts["tiny-evaluate-sft-numbers"]["data"]
-    assert artifacts["tiny-publish-card"]["data"].startswith("# A model")
-
-
-def test_the_run_says_where_to_look(drawn: tuple[Any, Heard, Any], prefect: PrefectApi) -> None:
-    heard, views = drawn[1:]
-    assert heard.warnings == []
-    assert len(heard.notes) == 1
-    assert heard.notes[0].startswith(f"Prefect: {prefect.info.url}/runs/flow-run/")
-    assert heard.finished == views
-
-
-def test_a_second_run_uses_the_same_server_and_ctrl_c_shows_as_interrupted(
-    plan: Plan, prefect: PrefectApi
-) -> None:
-    heard = Heard()
-    slow: dict[str, list[Change]] = {"sft": [(0.0, {"state": "running"}), (60.0, {})]}
-    campaign = FakeCampaign(plan, slow)
-
-    def stop() -> None:
-        eventually(lambda: heard.notes)
-        heard.press_ctrl_c.set()
-
-    threading.Thread(target=stop, daemon=True).start()
-    run_pictured(campaign, plan, "run-stopped", use_server=True, console=heard)
-    assert campaign.stopped == "Ctrl-C"
-    assert heard.warnings == []
-    assert ensure_server(5).pid == prefect.info.pid
-    run = prefect.flow_run("run-stopped")
-    assert run
-    assert (run["state_type"], run["state_name"]) == ("CANCELLED", "Interrupted")
-
-
-@contextmanager
-def orchestrator(run: str) -> Iterator[psutil.Process]:
-    """A run in a process of its own, which is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.pictured_run", run],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
+    assert artifacts[f"{call.run}-sft-progress"]["data"] == 100
+    assert "▁▅█" in artifacts[f"{call.run}-sft-curves"]["data"]
+    numbers = artifacts[f"{call.run}-evaluate-sft-numbers"]["data"]
+    assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in numbers
+    assert artifacts[f"{call.run}-grpo-card"]["data"].startswith("# A model")
+    assert not any("file://" in str(artifact["data"]) for artifact in artifacts.values())
+    wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+    eventually(
+        lambda: any("loss 2.5" in line["message"] for line in prefect.post("/logs/filter", wanted))
     )
-    try:
-        yield psutil.Process(process.pid)
-    finally:
-        process.kill()
-        process.wait()
+
+
+@pytest.mark.browser
+def test_a_person_sees_the_stages(
+    shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi, tmp_path: Path
+) -> None:
+    call, flow_run = shown
+    key = base64.b64encode(prefect.info.auth.encode()).decode()
+    with chromium(tmp_path) as page:
+        page.open(
+            f"{prefect.info.url}/runs/flow-run/{flow_run['id']}",
+            local_storage={"prefect-password": key},
+        )
+        wanted = {f"small {call.run}", *(call.plan.by_name[n].title for n in STAGES[1:4])}
+        eventually(lambda: all(title in page.text() for title in wanted))
 
 
 def test_an_automation_acts_on_the_event_of_a_run_that_fails(
-    prefect: PrefectApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    """As flows/notifying/README.md says; here it begins a deployment's flow run."""
+    """As flows/README.md says; here it begins a deployment's flow run."""
     flow = prefect.post("/flows/", {"name": "own-flow"})
     target = prefect.post("/deployments/", {"name": "on-failure", "flow_id": flow["id"]})
     trigger = {
@@ -233,207 +176,249 @@ def test_an_automation_acts_on_the_event_of_a_run_that_fails(
     action = {"type": "run-deployment", "source": "selected", "deployment_id": target["id"]}
     wanted = {"name": "on-failure", "trigger": trigger, "actions": [action]}
     prefect.post("/automations/", wanted)
-    patch_router(monkeypatch)
-    root = tmp_path / "runs"
-    told_run(root, {"prefect": True}, behaviour={"fail": "bug", "fail_at_step": 1})
-    run = Workspace.read_only(root).run_ids()[-1]
-    event = eventually(lambda: prefect.events(f"refiner.run.{run}").get("refiner.run.failed"))
-    assert event["payload"]["next"] == f"refiner logs data {run} workspace={root}"
-    assert event["resource"]["refiner.cause"] == "bug"
+    call = RecordedCall(tmp_path)
+    with call.worked_on():
+        call.shows("data", "running")
+        call.shows("data", "failed", message="no rows")
+        call.shows("sft", "blocked", attempt=0)
+        call.end(1)
+        name = f"refiner.run.{call.run}"
+        event = eventually(lambda: prefect.events(name).get("refiner.run.failed"))
+    assert "data: no rows" in event["payload"]["message"]
+    assert f"refiner resume {call.run}" in event["payload"]["next"]
     of_it = {"deployments": {"id": {"any_": [target["id"]]}}}
     eventually(lambda: prefect.post("/flow_runs/filter", of_it))
 
 
-def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(prefect: PrefectApi) -> None:
-    with orchestrator("run-killed") as process:
-        run = eventually(lambda: _in_state(prefect, "run-killed", "RUNNING"))
-        process.kill()
-        run = eventually(lambda: _in_state(prefect, "run-killed", "CRASHED"), 30)
-    found = eventually(lambda: _stage_in_state(prefect, run, "sft", "CRASHED"), 15)
-    assert "The same command takes up" in found
-
-
-def test_killed_with_its_picture_it_is_closed_by_the_next_run(
-    plan: Plan, prefect: PrefectApi
+def test_ctrl_c_shows_as_cancelled_and_resumed_it_is_another_flow_run_of_the_same_server(
+    prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    with orchestrator("run-vanished") as process:
-        run = eventually(lambda: _in_state(prefect, "run-vanished", "RUNNING"))
-        eventually(lambda: _stage_in_state(prefect, run, "sft", "RUNNING") is not None)
-        for child in process.children():
-            child.send_signal(signal.SIGSTOP)  # it must not see its orchestrator die
-        children = process.children()
+    call = RecordedCall(tmp_path)
+    with call.worked_on():
+        call.shows("data", "running")
+        call.shows("data", "interrupted", message="Ctrl-C")
+        call.shows("sft", "interrupted", attempt=0, message="Ctrl-C")
+        call.end(6)
+        first = eventually(lambda: in_state(prefect, call, "CANCELLED"))
+    with call.worked_on():
+        for name in ("data", "sft"):
+            call.shows(name, "running")
+            call.shows(name, "done", report={})
+        call.end()
+        second = eventually(lambda: in_state(prefect, call, "COMPLETED"))
+    assert first["id"] != second["id"]
+    assert first["deployment_id"] == second["deployment_id"]
+    assert ensure_server(5).pid == prefect.info.pid
+
+
+def test_killed_alone_an_orchestrator_shows_as_crashed_at_once(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    call = RecordedCall(tmp_path)
+    with call.worked_on() as process:
+        call.shows("data", "running")
+        eventually(lambda: in_state(prefect, call, "RUNNING"))
         process.kill()
-        for child in children:
-            child.kill()
-    assert _in_state(prefect, "run-vanished", "RUNNING")
-    run_pictured(FakeCampaign(plan), plan, "run-next", use_server=True, console=Heard())
-    run = eventually(lambda: _in_state(prefect, "run-vanished", "CRASHED"), 5)
+        run = eventually(lambda: in_state(prefect, call, "CRASHED"), 30)
     assert "was killed" in run["state"]["message"]
-    found = eventually(lambda: _stage_in_state(prefect, run, "sft", "CRASHED"), 15)
-    assert "was killed" in found
-    assert _in_state(prefect, "run-next", "COMPLETED")
+    assert f"`refiner resume {call.run}" in run["state"]["message"]
+    eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
 
 
-def _in_state(prefect: PrefectApi, run: str, state: str) -> dict[str, Any] | None:
-    found = prefect.flow_run(run)
-    return found if found and found["state_type"] == state else None
+def follower_of(call: RecordedCall) -> psutil.Process:
+    """The process that shows a call."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "flows.attach" in command and call.run in command:
+            return process
+    raise AssertionError("no process shows the call")
 
 
-def _stage_in_state(
-    prefect: PrefectApi, run: Mapping[str, Any], stage: str, state: str
-) -> str | None:
-    """The state's message once the stage is in it, None before."""
-    found = states(prefect, run).get(stage, ("", "", ""))
-    return (found[2] or "") if found[0] == state else None
-
-
-def test_work_goes_on_when_the_server_dies_and_the_picture_is_drawn_again(
-    plan: Plan, prefect: PrefectApi
+def test_killed_with_what_shows_it_it_is_closed_by_the_next_run(
+    prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    heard = Heard()
-    script: dict[str, list[Change]] = {
-        "sft": [(0.0, {"state": "running"}), (12.0, {"state": "done"})]
-    }
-    campaign = FakeCampaign(plan, script)
-
-    def kill() -> None:
-        eventually(lambda: _in_state(prefect, "run-lost", "RUNNING"))
-        os.kill(prefect.info.pid, signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    views = run_pictured(campaign, plan, "run-lost", use_server=True, console=heard)
-    assert {view.state for view in views.values()} == {"done"}
-    assert campaign.ended_at - campaign.started_at < 16  # nobody waited for a server
-    lost = [w for w in heard.warnings if "no picture" in w]
-    assert len(lost) == 1
-    again = PrefectApi(ensure_server(60))
-    assert again.info.pid != prefect.info.pid
-    eventually(lambda: _in_state(again, "run-lost", "COMPLETED"))
+    vanished, after = RecordedCall(tmp_path / "1"), RecordedCall(tmp_path / "2", "data")
+    with vanished.worked_on() as process:
+        vanished.shows("data", "running")
+        run = eventually(lambda: in_state(prefect, vanished, "RUNNING"))
+        eventually(lambda: states(prefect, run).get("data", ("",))[0] == "RUNNING")
+        follower_of(vanished).kill()
+        process.kill()
+    assert in_state(prefect, vanished, "RUNNING")
+    with after.worked_on():
+        after.shows("data", "running")
+        after.shows("data", "done", report={})
+        after.end()
+        run = eventually(lambda: in_state(prefect, vanished, "CRASHED"))
+        assert "refiner status" in run["state"]["message"]
+        eventually(lambda: states(prefect, run)["data"][0] == "CRASHED", 15)
+        eventually(lambda: in_state(prefect, after, "COMPLETED"))
 
 
-def test_a_server_of_the_users_that_is_down_costs_one_warning(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_follower_was_killed_is_shown_on_in_the_same_flow_run(
+    prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    monkeypatch.setenv("REFINER_STATE_DIR", str(tmp_path))
-    heard = Heard()
-    views = run_pictured(FakeCampaign(plan), plan, "run-alone", use_server=True, console=heard)
-    assert {view.state for view in views.values()} == {"done"}
-    assert len(heard.warnings) == 1
-    assert "refused" in heard.warnings[0]
-    assert server_status().state == "yours"  # and none of ours was started
+    call = RecordedCall(tmp_path, "data")
+    with call.worked_on() as process:
+        call.shows("data", "running")
+        before = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        follower_of(call).kill()
+        process.kill()
+    with call.worked_on():
+        call.shows("data", "running")
+        call.shows("data", "done", report={})
+        call.end()
+        assert eventually(lambda: in_state(prefect, call, "COMPLETED"))["id"] == before["id"]
 
 
-class TellingCampaign(FakeCampaign):
-    """A campaign of a real workspace that runs out of room and goes on."""
+def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    far, theirs = RecordedCall(tmp_path / "far"), "another-host:1:1.00"
+    near = RecordedCall(tmp_path / "near", "data")
+    with near.worked_on():  # makes the deployment, if nobody has
+        eventually(lambda: prefect.flow_run(f"run:{near.run}"))
+        near.shows("data", "skipped", attempt=0)
+        near.end()
+    deployment = prefect.get("/deployments/name/pipeline/refiner")
+    made = prefect.post(
+        f"/deployments/{deployment['id']}/create_flow_run",
+        {
+            "tags": [f"run:{far.run}"],
+            "parameters": {"run": far.run, "workspace": str(far.room.root)},
+            "labels": {"refiner.follower": theirs},
+            "state": {"type": "RUNNING"},
+        },
+    )
 
-    def __init__(self, plan: Plan, workspace: Workspace, run: RunRecord) -> None:
-        queued = (0.1, {"state": "queued", "attempt": 1, "message": "PENDING (Resources)"})
-        super().__init__(plan, {"sft": [queued], "rest": [(0.0, {"state": "done"})]})
-        self.workspace, self.run, self.seen = workspace, run, threading.Event()
+    def show_another(name: str) -> None:
+        call = RecordedCall(tmp_path / name, "data")
+        with call.worked_on():
+            call.shows("data", "skipped", attempt=0)
+            call.end()
+            eventually(lambda: in_state(prefect, call, "COMPLETED"))
 
-    def _play(self, name: str) -> None:
-        super()._play(name)
-        if name == "sft":  # until somebody has seen that it is queued
-            self.seen.wait(60)
-            self.script["sft"] = self.script["rest"]
-            super()._play(name)
-
-    def start(self) -> None:
-        super().start()
-        stage = claim(self.workspace, self.plan, "sft")
-        full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
-        self.workspace.start_attempt(stage.id, 1, {"started_at": "2026-11-21T01:00:00+00:00"})
-        self.workspace.close_attempt(stage.id, 1, full, 30.0)
-        claim(self.workspace, self.plan, "sft", after=1)
-        self.note({"event": "claim", "stage": "sft", "attempt": 1})
-        self.note({"event": "short", "stage_id": stage.id, "need_bytes": 10**9})
-        self.note({"event": "reclaimed", "stage_id": stage.id, "bytes": 56 * 10**9})
-        self.note({"event": "claim", "stage": "sft", "attempt": 2})
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        path = self.workspace.layout.run(self.run.run).events
-        with path.open("a") as file:
-            file.write(json.dumps({"at": "2026-11-21T03:12:00+00:00", **event}) + "\n")
+    far.room.write_orchestrator(far.run, {"process": theirs, "state": "running"})
+    show_another("1")
+    assert in_state(prefect, far, "RUNNING"), "nobody knows that it has ended"
+    far.room.write_orchestrator(far.run, {"process": theirs, "state": "ended"})
+    show_another("2")
+    assert "has ended" in prefect.get(f"/flow_runs/{made['id']}")["state"]["message"]
 
 
 def test_a_full_disk_is_an_event_and_stands_in_the_timeline(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    plan, workspace = small_plan(), Workspace.open(tmp_path)
-    run = run_record(workspace, plan)
-    workspace.write_run(run)
-    campaign = TellingCampaign(plan, workspace, run)
-    story = Story(str(workspace.layout.run(run.run).events), resumed=True)
-
-    def look() -> None:
-        flow_run = eventually(lambda: _in_state(prefect, run.run, "RUNNING"))
-        eventually(lambda: states(prefect, flow_run).get("sft", ("", ""))[1] == "Queued")
-        campaign.seen.set()
-
-    threading.Thread(target=look, daemon=True).start()
-    heard = Heard()
-    run_pictured(campaign, plan, run.run, use_server=True, console=heard, story=story)
-    assert heard.warnings == []
-    flow_run = eventually(lambda: _in_state(prefect, run.run, "COMPLETED"))
-    assert {f"run:{run.run}", f"resumes:{run.run}"} <= set(flow_run["tags"])
-    assert campaign.seen.is_set()
-
-    table = prefect.artifacts(flow_run["id"])["small-incidents"]["data"]
-    assert "EDQUOT (errno 122) while saving step 3; 56.0 GB reclaimed; is being resumed" in table
+    call = RecordedCall(tmp_path, "data", "sft")
+    full = Outcome("disk_full", "resume", "saving the checkpoint of step 3", 5, 3, errno=122)
+    with call.worked_on():
+        call.shows("data", "skipped", attempt=0)
+        stage = claim(call.room, call.plan, "sft")
+        call.room.start_attempt(stage.id, 1, {"started_at": "2026-11-21T01:00:00+00:00"})
+        call.room.close_attempt(stage.id, 1, full, 30.0)
+        claim(call.room, call.plan, "sft", after=1)
+        call.note({"event": "claim", "stage": "sft", "attempt": 1})
+        call.note({"event": "short", "stage_id": stage.id, "need_bytes": 10**9})
+        call.note({"event": "reclaimed", "stage_id": stage.id, "bytes": 56 * 10**9})
+        call.note({"event": "claim", "stage": "sft", "attempt": 2})
+        call.shows("sft", "paused", 2, message="no room")
+        flow_run = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        eventually(lambda: states(prefect, flow_run).get("sft", ("", ""))[1] == "no room")
+        call.shows("sft", "done", 2, report={})
+        call.end()
+        eventually(lambda: in_state(prefect, call, "COMPLETED"))
+    table = prefect.artifacts(flow_run["id"])[f"{call.run}-incidents"]["data"]
+    assert "EDQUOT (errno 122) while saving step 3; 56.0 GB reclaimed" in table
+    name = f"refiner.run.{call.run}"
     wanted = {"refiner.short", "refiner.reclaimed", "refiner.incident"}
-    eventually(lambda: wanted <= set(prefect.events(f"refiner.run.{run.run}")), 30)
-    incident = prefect.events(f"refiner.run.{run.run}")["refiner.incident"]
+    eventually(lambda: wanted <= set(prefect.events(name)), 30)
+    incident = prefect.events(name)["refiner.incident"]
     assert incident["payload"]["failure"] == "disk_full"
     assert any(r["prefect.resource.role"] == "flow-run" for r in incident["related"])
 
 
-def test_a_run_of_another_host_is_closed_by_what_its_workspace_says(
-    plan: Plan, prefect: PrefectApi, tmp_path: Path
+def test_records_that_cannot_be_read_for_a_while_end_no_flow_run(
+    prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    workspace, theirs = Workspace.open(tmp_path), "another-host:1:1.00"
-    path = workspace.layout.run("run-far").events
-    path.parent.mkdir(parents=True)
-    story = Story(str(path))
-    flow = prefect.post("/flows/", {"name": "refiner"})
-    prefect.post(
-        "/flow_runs/",
-        {
-            "flow_id": flow["id"],
-            "tags": ["run-far"],
-            "parameters": {"recipe": "tiny", "run": "run-far", "owner": theirs},
-            "state": {"type": "RUNNING"},
-        },
-    )
-
-    def draw_another(run: str) -> None:
-        campaign = FakeCampaign(plan, {s.name: [(0.0, {"state": "skipped"})] for s in plan.stages})
-        run_pictured(campaign, plan, run, use_server=True, console=Heard(), story=story)
-
-    workspace.write_orchestrator("run-far", {"process": theirs, "state": "running"})
-    draw_another("run-near-1")
-    assert _in_state(prefect, "run-far", "RUNNING"), "nobody knows that it has ended"
-    workspace.write_orchestrator("run-far", {"process": theirs, "state": "ended"})
-    draw_another("run-near-2")
-    run = eventually(lambda: _in_state(prefect, "run-far", "CRASHED"), 5)
-    assert "has ended" in run["state"]["message"]
-
-
-@pytest.mark.browser
-def test_a_person_sees_the_stages(
-    drawn: tuple[Plan, Any, Any],
-    flow_run: Mapping[str, Any],
-    prefect: PrefectApi,
-    tmp_path: Path,
-) -> None:
-    key = base64.b64encode(prefect.info.auth.encode()).decode()
-    with chromium(tmp_path) as page:
-        page.open(
-            f"{prefect.info.url}/runs/flow-run/{flow_run['id']}",
-            local_storage={"prefect-password": key},
+    call = RecordedCall(tmp_path, "data")
+    with call.worked_on():
+        call.shows("data", "running")
+        flow_run = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        events = call.room.layout.run(call.run).events
+        events.rename(events.with_name("away"))
+        events.mkdir()
+        wanted = {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
+        eventually(
+            lambda: any(
+                "cannot be read" in line["message"] for line in prefect.post("/logs/filter", wanted)
+            )
         )
-        wanted = {"tiny run-drawn", *(stage.title for stage in drawn[0].stages)}
-        eventually(lambda: all(title in page.text() for title in wanted))
+        events.rmdir()
+        events.with_name("away").rename(events)
+        call.shows("data", "done", report={})
+        call.end()
+        eventually(lambda: in_state(prefect, call, "COMPLETED"))
+
+
+def test_cancelled_in_the_ui_a_run_of_a_terminal_saves_and_ends(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    call = RecordedCall(tmp_path)
+    with call.worked_on():
+        call.shows("data", "running")
+        flow_run = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        cancelling = {"state": {"type": "CANCELLING", "name": "Cancelling"}}
+        prefect.post(f"/flow_runs/{flow_run['id']}/set_state", cancelling)
+        eventually(lambda: call.room.cancel_asked(call.run))
+        for name in ("data", "sft"):
+            call.shows(name, "interrupted", int(name == "data"), message="cancelled by somebody")
+        call.end(6)
+        eventually(lambda: in_state(prefect, call, "CANCELLED"))
+
+
+def test_work_goes_on_when_the_server_dies_and_the_flow_run_catches_up(
+    prefect: PrefectApi, tmp_path: Path
+) -> None:
+    call = RecordedCall(tmp_path)
+    with call.worked_on():
+        call.shows("data", "running")
+        before = eventually(lambda: in_state(prefect, call, "RUNNING"))
+        os.kill(prefect.info.pid, signal.SIGKILL)
+        call.shows("data", "done", report={})
+        eventually(lambda: call.warned)
+        again = PrefectApi(ensure_server(60))
+        assert again.info.pid != prefect.info.pid
+        call.shows("sft", "running")
+        call.shows("sft", "done", report={})
+        call.end()
+        after = eventually(lambda: in_state(again, call, "COMPLETED"), 90)
+    assert after["id"] == before["id"]
+    assert len(call.warned) == 1
+    assert "is gone" in call.warned[0]
+
+
+@contextmanager
+def elsewhere(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> Iterator[None]:
+    """A server of the user's own, and no server of ours."""
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    monkeypatch.setenv("REFINER_STATE_DIR", str(folder))
+    yield
+    assert server_status().state == "yours", "none of ours was started"
+
+
+def test_a_server_of_the_users_that_is_down_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_router(monkeypatch)
+    with elsewhere(monkeypatch, tmp_path / "state", "http://127.0.0.1:9/api"):
+        outcome = told_run(tmp_path / "runs", {}, use_server=True)
+        assert outcome.exit_code == 0
+        call = RecordedCall(tmp_path / "2")
+        with call.worked_on():
+            eventually(lambda: call.warned)
+            call.end()
+        assert len(call.warned) == 1
+        assert "127.0.0.1:9" in call.warned[0]
 
 
 def test_without_the_key_the_server_tells_nothing(prefect: PrefectApi) -> None:

@@ -11,6 +11,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -85,9 +86,14 @@ class Going:
             fake_router(workspace),
             run=self.run,
             keeper=DiskKeeper(workspace, DISK),
-            on_event=lambda view: console.show({view.name: view}),
         )
         self.campaign.start()
+        threading.Thread(target=self._show, args=(console,), daemon=True).start()
+
+    def _show(self, console: Console) -> None:
+        while not all(view.terminal for view in self.campaign.views().values()):
+            console.show(self.campaign.views())
+            time.sleep(0.02)
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:

@@ -295,7 +295,8 @@ def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
     try:
         sft = workspace.layout.stage(plan.by_name["sft"].id)
         while len(sft.attempt_numbers()) <= plan.config.dispatch.retries.launch_failure + 2:
-            waits.append(run.wait("sft", 0.05))
+            waits.append(run.views()["sft"])
+            time.sleep(0.05)
             assert not waits[-1].terminal, waits[-1]
     finally:
         slurm.start_controller()

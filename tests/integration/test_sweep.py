@@ -6,7 +6,6 @@ second; one sweep trains for real.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -17,9 +16,6 @@ from typing import Any
 
 import pytest
 
-from flows.picture.feed import Story
-from flows.running.pipeline import run_drawn
-from flows.sweeping.console import SweepConsole
 from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
@@ -33,7 +29,6 @@ from tests.support.command import (
 )
 from tests.support.prefect_server import PrefectApi, eventually
 from tests.support.slurm_cluster import Cluster
-from tests.support.sweeping import TRAINED, bench, small_sweep
 
 TRAINER = Path(__file__).parents[1] / "support" / "foreign_trainer.py"
 RUN = f"{sys.executable} {TRAINER} --out {{output}} --seed {{seed}} {{resume}} --steps 8"
@@ -233,25 +228,23 @@ def _end(pid: int) -> None:
 
 
 @pytest.mark.prefect
-def test_prefect_shows_one_flow_run_with_every_stage_once(
+def test_prefect_shows_one_flow_run_with_every_stage_once_and_the_last_report(
     prefect: PrefectApi, tmp_path: Path
 ) -> None:
-    workspace, plan = Workspace.open(tmp_path / "runs"), small_sweep()
-    bad = plan.trials[3].name
-    script = {"grpo": TRAINED, "sft": TRAINED, f"{bad}/grpo": ("bad_configuration",)}
-    supervisor = bench(workspace, plan, script).supervisor
-    events = workspace.layout.run(sweep_call("small")).events
-    drawing = supervisor.graph.drawing(str(ProcessId.of()), Story(str(events)))
-    console = SweepConsole(supervisor, stream=io.StringIO())
-    run_drawn(supervisor, drawing, use_server=True, console=console)
-    flow = eventually(lambda: prefect.flow_run("sweep:small"))
-    eventually(lambda: prefect.get(f"/flow_runs/{flow['id']}")["state_type"] == "FAILED")
-    states = {n: r["state_type"] for n, r in prefect.task_runs(flow["id"]).items()}
-    names = {name.partition(" ")[0]: state for name, state in states.items()}
-    assert len(names) == 1 + 2 + 4
-    assert names["data"] == "COMPLETED"
-    assert names[f"{bad}/grpo"] == "FAILED"
-    assert names[f"{plan.trials[0].name}/grpo"] == "COMPLETED"
+    sweep = Sweep(tmp_path)
+    sweep.write(seeds=[1])
+    done = refiner(*sweep.call[:-1])
+    assert done.code == 0, done.stderr
+    flow = eventually(lambda: prefect.flow_run("sweep:ablation"))
+    ends = eventually(
+        lambda: (f := prefect.get(f"/flow_runs/{flow['id']}"))["state_type"] == "COMPLETED" and f,
+        120,
+    )
+    assert ends["deployment_id"] == prefect.get("/deployments/name/sweep/refiner")["id"]
+    names = {name.partition(" ")[0] for name in prefect.task_runs(flow["id"])}
+    assert names == {"plain/seed1/command", "other/seed1/command"}
+    report = prefect.artifacts(flow["id"])["ablation-report"]
+    assert "finished" in report["data"], report["data"]
 
 
 @pytest.mark.slurm

@@ -27,7 +27,7 @@ def _log(run: RecordedRun, attempt: int, steps: range) -> None:
         folder=run.workspace.layout.attempt(stage.id, attempt).tracker,
         config=without_paths({"grpo.beta": 0.001, "command.workdir": "/home/somebody"}),
     )
-    tracker = Tracker(TrackingConfig(wandb="offline"), tracked)
+    tracker = Tracker(TrackingConfig(wandb="offline", notes="on the new judge"), tracked)
     for step in steps:
         tracker.log(step, {"scores": step / 10})
     tracker.finish()
@@ -63,6 +63,7 @@ def test_all_attempts_at_a_stage_arrive_once_as_one_run(
         assert list(server.runs) == [stage]
         assert [row["_step"] for row in taken.history] == [1, 2, 3, 4, 5]
         assert (taken.group, taken.job_type) == ("a-sweep", "grpo")
+        assert taken.notes == "on the new judge"
         assert taken.config["grpo.beta"]["value"] == 0.001
         assert "somebody" not in json.dumps(dict(taken.config))
         # Cards and reports link to it from now on.

@@ -191,6 +191,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "nothing depends on tokens without a target",
     (
         "infra/store/leases.py",
+        'self._thread = threading.Thread(target=self._run, name="lease", daemon=True)',
+        'self._thread = threading.Thread(target=self._run, name="lease", daemon=False)',
+    ): "the block that starts the thread ends it",
+    (
+        "infra/store/leases.py",
         'atomic.write_json(self._path, {"counter": self._counter}, sync=False)',
         'atomic.write_json(self._path, {"counter": self._counter}, sync=True)',
     ): "what a power cut takes from a counter, nobody would have read again",

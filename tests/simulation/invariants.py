@@ -183,7 +183,8 @@ class Watch:
 
     def _closed(self, stage_id: str, stage: _Stage, number: int, path: Path) -> None:
         value = json.loads(path.read_text())["outcome"]
-        if self.is_slurm_down():  # who has ended the job cannot be asked
+        # Who has ended the job cannot be asked; or it outlived its scancel, and was killed by us.
+        if self.is_slurm_down() or value["failure"] == "hung":
             self.cancelled.discard((stage_id, number))
         self.world.tell(f"closes attempt {number}: {value['failure']}, {value['message'][:70]}")
         stage.ends[number] = _End(

@@ -15,7 +15,6 @@ from flows.running.recording import Pinned
 from flows.sweeping.canary import find_canary
 from flows.sweeping.launching import Launch, concurrency_of, config_of
 from flows.sweeping.limits import Budget
-from flows.sweeping.picture import Graph
 from flows.sweeping.reading import last_words
 from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
@@ -221,7 +220,6 @@ def bench(
         ),
         concurrency=concurrency_of(plan, dispatch),
         poll_s=0.0,
-        graph=Graph(plan),
         tell=said.append,
     )
     return Bench(supervisor, jobs, workspace, said)

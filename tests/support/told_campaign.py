@@ -35,7 +35,12 @@ def told_plan(notify: dict[str, Any], workspace: str) -> Plan:
 
 
 def told_run(
-    root: Path, notify: dict[str, Any], resume: str = "", behaviour: dict[str, Any] | None = None
+    root: Path,
+    notify: dict[str, Any],
+    resume: str = "",
+    behaviour: dict[str, Any] | None = None,
+    *,
+    use_server: bool = False,
 ) -> RunOutcome:
     """Work on a run to its end; the router of this process must be patched."""
     workspace = Workspace.open(root)
@@ -45,7 +50,7 @@ def told_run(
     run: RunRecord = replace(run_record(workspace, plan), config=to_json(plan.config))
     if resume:
         run = workspace.read_run(resume)
-    showing = Showing(use_server=False, quiet=True, command=(), resumed=bool(resume))
+    showing = Showing(use_server=use_server, quiet=True, command=(), resumed=bool(resume))
     return work_on(plan, workspace, run, showing)
 
 

@@ -24,6 +24,7 @@ class TakenRun:
     """What a run was begun with, its files' lines by offset, and how often it was begun."""
 
     group: str = ""
+    notes: str = ""
     job_type: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     lines: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -73,6 +74,7 @@ class WandbServer:
         run = self.runs.setdefault(str(values["name"]), TakenRun())
         run.begun += 1
         run.group = str(values.get("groupName") or run.group)
+        run.notes = str(values.get("notes") or run.notes)
         run.job_type = str(values.get("jobType") or run.job_type)
         run.config = json.loads(values.get("config") or "{}") or run.config
         count = len(run.lines.get("wandb-history.jsonl", {}))

@@ -44,8 +44,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "nightly status": ("nightly_status",),
     "nightly history": ("nightly_history",),
     "nightly page": ("nightly_page",),
-    "nightly serve": ("serve_nightly",),
-    "nightly deploy": ("deploy_nightly",),
+    "nightly serve": ("serve",),
+    "nightly deploy": ("deploy",),
     "track sync": ("sync_tracking",),
     "disk": ("disk_report", "pin_stage", "reclaim_disk", "unpin_stage"),
     "adopt": ("adopt_run",),
@@ -196,3 +196,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'run_recipes'"):
         api.run_recipes  # noqa: B018
     assert "run_recipe" in dir(api)
+
+
+@pytest.mark.parametrize(("former", "now"), list(api._FORMER.items()))
+def test_a_former_name_warns_and_means_its_successor(former: str, now: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{former} is {now} now"):
+        assert getattr(api, former) is getattr(api, now)

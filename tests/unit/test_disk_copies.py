@@ -335,6 +335,26 @@ def test_a_hold_that_comes_between_the_plan_and_the_deletion_is_seen(
     assert holds.there(()) == {(grpo, 2)}
 
 
+def test_what_is_held_before_the_deletion_is_at_no_moment_out_of_sight(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, grpo = holding(workspace, 2)
+    keeper = DiskKeeper(workspace, DiskConfig())
+    candidates = keeper.candidates(None)
+    Holds(plan, workspace.layout).keep(())
+    renamed, rename = list[str](), Path.rename
+
+    def noted(path: Path, target: Path) -> Path:
+        renamed.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    keeper.carry_out(candidates)
+    assert steps_of(workspace, grpo) == [2, 4]
+    assert {"step-00000001", "step-00000003"} <= {*renamed}
+    assert "step-00000002" not in renamed
+
+
 RUN = Caller("run-1", cancelled=False, works=False)
 CANCELLED = RUN._replace(cancelled=True)
 

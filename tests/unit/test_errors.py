@@ -42,7 +42,6 @@ INNER = {
     "Moved": "infra.hub.target, which looks again",
     "NcclFailed": "refiner_core.generation.vllm.transfer",
     "NotReady": "infra.services.server, which waits",
-    "NothingMore": "flows.picture, which draws no more",
     "PartlyDone": "refiner_core.rejection.work, which keeps what is done",
     "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
     "Refuses": "infra.services.server",
@@ -56,7 +55,8 @@ INNER = {
 #: Builtin and other libraries' classes, by module: why what a user gives never ends as one.
 PLAIN = {
     "flows/cli/run.py": "Ctrl-C again, which flows.cli.main knows",
-    "flows/picture/feed.py": "the drawing alone ends; the run goes on",
+    "flows/__init__.py": "a name of a module that is not there, as Python says it",
+    "flows/ensuring.py": "what ends a cancelled or suspended flow run, which Prefect catches",
     "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
     "flows/api/__init__.py": "a name of a module that is not there, as Python says it",
     "infra/attempt/stage_io.py": "steps of our own loops",

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flows.running.following import Follower
 from infra.campaign.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
@@ -25,7 +26,6 @@ from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store import atomic
 from infra.store.leases import Lease, LeaseWatch, attempt_holder
-from infra.store.notices import Notices
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.records import StageResult
@@ -266,32 +266,16 @@ def test_a_lease_is_not_void_because_it_could_not_be_read(tmp_path: Path) -> Non
     each_may_fail_once(tmp_path, LeaseWatch(workspace, "serve-1").look, [holder])
 
 
-def test_a_message_that_could_not_be_read_is_not_told_again(tmp_path: Path) -> None:
-    workspace = Workspace.open(tmp_path / "ws")
-    notices = Notices(workspace.layout, tmp_path / "ws" / "notices")
-    notices.record("failed-1", {"kind": "failed"})
-    notices.note_delivery("failed-1", "command")
-    notices.note_delivery("failed-1", "webhook", "no answer")
-
-    def look() -> Any:
-        told = [m["id"] for m in notices.all()]
-        return told, notices.delivered("failed-1", "command"), notices.failures("failed-1")
-
-    each_may_fail_once(tmp_path, look, (["failed-1"], True, {"webhook": "no answer"}))
-
-
-def test_the_picture_hears_every_event_whichever_read_fails(tmp_path: Path) -> None:
-    from flows.picture.feed import Drawing, Story
-    from flows.picture.news import News
-
+def test_who_follows_a_call_hears_every_event_whichever_read_fails(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "ws")
     log = workspace.layout.run("r").events
     log.parent.mkdir()
     log.write_text('{"event": "short"}\n{"event": "room"}\n')
 
     def look() -> Any:
-        news = News(Drawing("tiny", "r", OWNER, ()), Story(str(log)))
-        return [event["event"] for event in news._new_events()]
+        follower = Follower(workspace, "r", {})
+        follower.look()
+        return [event["event"] for event in follower.news()]
 
     each_may_fail_once(tmp_path, look, ["short", "room"])
 

@@ -1,4 +1,4 @@
-"""A campaign with its picture: what is told to the drawing process, and that work never waits."""
+"""A campaign on the terminal: signals, errors; and what of a report Prefect is shown."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.run import stop_on_signals
-from flows.picture.artifacts import (
+from flows.artifacts import (
     artifact_key,
     artifacts_of,
     card_in,
@@ -25,21 +24,11 @@ from flows.picture.artifacts import (
     numbers_in,
     sparkline,
 )
-from flows.picture.feed import (
-    END_LINE,
-    Drawing,
-    Feed,
-    NothingMore,
-    drawing_of,
-    header_line,
-    read_header,
-    view_line,
-)
+from flows.cli.run import stop_on_signals
 from flows.running.console import Console
-from flows.running.pipeline import prune_logs, run_pictured
+from flows.running.showing import run_shown
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 from tests.support.fake_campaign import FakeCampaign
 
@@ -49,41 +38,11 @@ def plan() -> Plan:
     return make_plan(RecipeConfig(recipe="tiny"), {})
 
 
-@pytest.fixture
-def drawing(plan: Plan) -> Drawing:
-    return drawing_of(plan, "r1", "host:1:2.00")
-
-
-SFT = StageView("sft", "sft", "f", "running", progress=Progress(1, 2, "step", {"loss": 0.5}))
-
-
-def fed(drawing: Drawing, *lines: str) -> Feed:
-    feed = Feed(drawing)
-    feed.read(io.StringIO("".join(lines)))
-    return feed
-
-
 def test_without_a_server_a_campaign_just_runs(plan: Plan) -> None:
     stream = io.StringIO()
-    views = run_pictured(
-        FakeCampaign(plan), plan, "r1", use_server=False, console=Console(stream=stream)
-    )
+    views = run_shown(FakeCampaign(plan), console=Console(stream=stream))
     assert {view.state for view in views.values()} == {"done"}
     assert f"{len(plan.stages)} done" in stream.getvalue()
-
-
-def test_where_no_server_can_be_had_there_is_one_warning(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("REFINER_STATE_DIR", str(tmp_path / "file"))
-    stream = io.StringIO()
-    views = run_pictured(
-        FakeCampaign(plan), plan, "r1", use_server=True, console=Console(stream=stream)
-    )
-    assert {view.state for view in views.values()} == {"done"}
-    assert stream.getvalue().count("warning:") == 1
-    assert "Work goes on without it" in stream.getvalue()
 
 
 def test_what_ends_the_reconciler_is_raised(plan: Plan) -> None:
@@ -92,9 +51,7 @@ def test_what_ends_the_reconciler_is_raised(plan: Plan) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_pictured(
-            Broken(plan), plan, "r1", use_server=False, console=Console(stream=io.StringIO())
-        )
+        run_shown(Broken(plan), console=Console(stream=io.StringIO()))
 
 
 class Stubborn(FakeCampaign):
@@ -127,7 +84,7 @@ def test_ctrl_c_asks_to_stop_and_a_second_one_leaves(plan: Plan) -> None:
     campaign = Stubborn(plan, {"data": [(60.0, {"state": "done"})]})
     console = Impatient(stream=io.StringIO())
     with pytest.raises(KeyboardInterrupt):
-        run_pictured(campaign, plan, "r1", use_server=False, console=console)
+        run_shown(campaign, console=console)
     assert campaign.stopped_for == "Ctrl-C"
     assert console.presses > 2  # within a second they are one wish
 
@@ -154,41 +111,11 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
         assert sender.stdout is not None
         sender.stdout.readline()  # it is there, and sends at once when it is told to
         threading.Timer(0.3, lambda: sender.communicate("\n")).start()
-        views = run_pictured(campaign, plan, "r1", use_server=False, console=Console(stream=stream))
+        views = run_shown(campaign, console=Console(stream=stream))
     assert campaign.stopped_for == said
     assert stream.getvalue().count(f"Stopping ({said})") == 1
     assert {view.state for view in views.values()} == {"done"}
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-
-
-def test_the_graph_survives_the_pipe(drawing: Drawing) -> None:
-    assert read_header(header_line(drawing)) == drawing
-    grpo = next(node for node in drawing.nodes if node.name == "grpo")
-    assert set(grpo.inputs) == {"data", "sft"}
-
-
-def test_views_survive_the_pipe(drawing: Drawing) -> None:
-    feed = Feed(drawing)
-    assert feed.wait("sft", 0.0).state == "waiting"
-    done = StageView("sft", "sft", "f", "done", report={"curve": [[1, 2.0]]})
-    feed = fed(drawing, view_line(SFT), view_line(done), END_LINE)
-    assert feed.wait("sft", 0.0) == done
-
-
-def test_a_closed_pipe_means_that_the_orchestrator_is_gone(drawing: Drawing) -> None:
-    feed = fed(drawing, view_line(SFT), '{"vie')
-    with pytest.raises(NothingMore, match="orchestrator is gone"):
-        feed.wait("sft", 0.0)
-
-
-def test_an_end_without_the_stage_is_no_death(drawing: Drawing) -> None:
-    with pytest.raises(NothingMore, match="ended while this stage was running"):
-        fed(drawing, view_line(SFT), END_LINE).wait("sft", 0.0)
-
-
-def test_a_stream_without_header_is_refused() -> None:
-    with pytest.raises(ValueError, match="did not begin"):
-        read_header("\n")
 
 
 def test_numbers_are_found_wherever_they_are() -> None:
@@ -248,10 +175,3 @@ def test_what_is_shown_loads_no_image_and_holds_no_html() -> None:
 
 def test_keys_are_as_prefect_wants_them() -> None:
     assert artifact_key("My recipe_1", "sft", "log") == "my-recipe-1-sft-log"
-
-
-def test_old_logs_of_pictures_go(tmp_path: Path) -> None:
-    for i in range(5):
-        (tmp_path / f"{i}.log").write_text("")
-    prune_logs(tmp_path, keep=2)
-    assert len(list(tmp_path.iterdir())) == 2

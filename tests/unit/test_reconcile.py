@@ -111,6 +111,13 @@ def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
     assert isinstance(actions["evaluate-base"], Launch) is launched
 
 
+def test_two_stages_that_only_move_bytes_run_at_a_time_beside_the_local_slots() -> None:
+    light = [replace(DATA, name=n, kind="fetch", fingerprint=n * 12) for n in ("a", "b", "c")]
+    plan = Plan("light", PLAN.config, (DATA, *light))
+    actions = reconcile(plan, {}, Observed(), Policy(owner=ME, max_parallel=1))
+    assert [type(a) for a in actions] == [Launch, Launch, Launch, Wait]
+
+
 def test_one_stage_under_two_names_is_launched_once() -> None:
     twin = replace(SFT, name="sft-again")
     plan = Plan("twins", PLAN.config, (DATA, SFT, twin))

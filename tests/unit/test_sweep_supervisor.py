@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from flows.running.following import SweepFollower
+from flows.sweeping.cancelling import suspend_sweep
 from flows.sweeping.forecasting import used_before
 from flows.sweeping.reading import SweepReader
 from flows.sweeping.status import SweepWatcher, status_lines
@@ -445,6 +447,27 @@ def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
     assert asked["failure"] == "cancelled"
 
 
+def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep()
+    recorded(workspace, plan)
+    told = bench(workspace, plan, SCRIPT)
+    told.supervisor.concurrency = 1
+    told.supervisor.begin()
+    while not any(name.endswith("sft") for name in told.jobs.begun):
+        told.supervisor.step()
+    suspend_sweep(workspace, "small")
+    while not told.supervisor.step():
+        pass
+    assert set(told.states().values()) == {"interrupted", "held"}
+    begun = {name.rpartition("/")[2] for name in told.jobs.begun}
+    assert begun == {"data", "sft"}, "no further stage was begun"
+    assert workspace.read_result(plan.trials[0].plan.by_name["sft"].id), "what ran has ended"
+    workspace.withdraw_cancel(sweep_call("small"))
+    assert set(bench(workspace, plan, SCRIPT).run().values()) == {"done"}
+
+
 def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
     workspace: Workspace,
 ) -> None:
@@ -489,28 +512,30 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     assert found[bad].use.incidents == 1
 
 
-def test_the_picture_has_every_stage_once_and_ends_with_the_sweep(workspace: Workspace) -> None:
+def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
+    return SweepFollower(workspace, recorded(workspace, plan), most)
+
+
+def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: Workspace) -> None:
     plan = small_sweep()
     bad = plan.trials[1].name
     told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    names = [node.name for node in told.supervisor.graph.nodes()]
-    assert len(names) == len(set(names)) == 1 + 2 + 4
-    assert f"{bad}/grpo" in names
-    assert "data" in names
+    sees = follower(workspace, plan)
+    assert len(sees.nodes) == 1 + 2 + 4
+    assert {view.state for view in sees.look().values()} == {"waiting"}
     told.run()
-    views = told.supervisor.views()
+    views = sees.look()
     assert all(view.terminal for view in views.values())
     assert views[f"{bad}/grpo"].state == "failed"
     assert views["data"].state == "done"
+    assert sees.inputs(f"{bad}/grpo")
+    states = {event["state"] for event in sees.news() if event["event"] == "trial"}
+    assert {"done", "failed"} <= states
 
 
-def test_a_large_sweep_is_pictured_by_trials_and_a_very_large_one_by_arms() -> None:
-    from flows.sweeping.picture import Graph
-
+def test_a_large_sweep_is_followed_by_its_trials(workspace: Workspace) -> None:
     plan = small_sweep(seeds=(1, 2, 3))
-    assert Graph(plan, most=100).level == "stages"
-    assert len(Graph(plan, most=8).nodes()) == 6
-    assert [n.name for n in Graph(plan, most=2).nodes()] == [a.name for a in plan.arms]
+    assert list(follower(workspace, plan, most=8).nodes) == [t.name for t in plan.trials]
 
 
 # ---------------------------------------------------------------- what one trial does to others

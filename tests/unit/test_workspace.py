@@ -20,7 +20,7 @@ from infra.campaign.explain import explain_difference, observe_actions
 from infra.store import atomic, record_files
 from infra.store.ownership import SHARED
 from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.store.snapshot import snapshot_code
+from infra.store.snapshot import _write, snapshot_code
 from infra.store.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract import planned
 from refiner_core.contract.config import GrpoConfig
@@ -632,6 +632,14 @@ def test_code_is_pinned_once_and_can_be_imported_from_there(workspace: Workspace
     assert (first.path / "infra" / "store" / "workspace.py").is_file()
     assert not list(first.path.rglob("*.pyc"))
     assert [p.name for p in workspace.layout.code.iterdir()] == [first.id]
+
+
+def test_code_that_another_run_has_just_pinned_is_left_as_it_is(workspace: Workspace) -> None:
+    target = workspace.layout.code / "0123"
+    _write(target, {"infra/a.py": b"1"})
+    _write(target, {"infra/a.py": b"1"})
+    assert [p.name for p in workspace.layout.code.iterdir()] == [target.name]
+    assert (target / "infra" / "a.py").read_bytes() == b"1"
 
 
 def test_secrets_in_a_command_line_are_masked() -> None:
