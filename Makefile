@@ -91,6 +91,7 @@ bench: setup  ## speeds, each beside its rival in one run
 	$(BIN)/python -m tests.bench sweeps
 	$(BIN)/python -m tests.bench sweep_again
 	$(BIN)/python -m tests.bench report
+	$(BIN)/python -m tests.bench startup
 	$(BIN)/python -m tests.bench episodes
 	$(BIN)/python -m tests.bench packing
 	$(BIN)/python -m tests.bench grpo_step
