@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -149,6 +150,7 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
             hung="curl --max-time 10 JUDGE/models",
         )
     ]
+    checks.append(Check("gpu", "certificate", _certificate, limit_s=20))
     if look.recipe:
         checks.append(
             Check("recipe", "plan", lambda _: _plan(plan, refusal, look), needed=lambda _: True)
@@ -156,6 +158,30 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
     if plan is not None:
         checks.append(Check("workspace", "forecast", lambda _: _forecast(plan, look), limit_s=60))
     return checks
+
+
+def _certificate(look: Look) -> Iterator[Finding]:
+    """What `refiner certify` has found of this node, if it was asked."""
+    from infra.store.provenance import versions
+    from infra.store.workspace import Workspace
+
+    mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
+    made = Workspace.read_only(look.workspace).read_certificate()
+    if made is None:
+        if look.gpus or shutil.which("nvidia-smi"):
+            what = "this node has none: what its GPUs do was not tried"
+            yield Finding("gpu", "certificate", "missing", what, mend=mend, why="trust in numbers")
+        return
+    counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
+    what = f"certified on {made.made_at[:10]}: {counts}"
+    changed = made.differences(versions())
+    failed = [check.name for check in made.checks if check.verdict == "fail"]
+    if changed or failed:
+        what += "".join(f"; now {one}" for one in changed)
+        what += f"; failed: {', '.join(failed)}" * bool(failed)
+        yield Finding("gpu", "certificate", "warning", what, mend=mend, why="it is of other days")
+        return
+    yield Finding("gpu", "certificate", "ok", what)
 
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         nightly_status,
         run_nightly,
     )
+    from flows.api.nodes import certificate_json, certify_node
     from flows.api.plans import (
         OUTPUT_VERSION,
         DiskPlan,
@@ -167,6 +168,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "list_slurm_profiles",
         "plan_json",
     ),
+    "flows.api.nodes": ("certificate_json", "certify_node"),
     "flows.api.runs": (
         "KnownRun",
         "cancel_run",

@@ -79,6 +79,12 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.1f} GiB"
 
 
+def model_parameters(config: RecipeConfig) -> int | None:
+    """How many parameters the recipe's model has; None where nothing says so."""
+    found = _shape_of(config)
+    return None if found is None else found.parameters
+
+
 def _shape_of(config: RecipeConfig) -> ModelShape | None:
     files = model_files(config.model.name_or_path, config.model.revision)
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)

@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prove",
         "Prove that training resumes exactly: straight and interrupted runs.",
     ),
+    "certify": ("certify", "Try what this node can do: kernels, ranks, speed, memory, faults."),
     "diff": ("diff", "Compare two runs: configuration, data, code, judge, metrics, first step."),
     "nightly": ("nightly", "Evaluate checkpoints every night, and tell change from noise."),
     "notify": ("notify", "Try how somebody is told when a run finishes, pauses or fails."),

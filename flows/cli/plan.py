@@ -56,12 +56,14 @@ def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
     from flows.api import disk_of_plan, forecast, plan_json
     from flows.checking.memory import memory_json, planning_notes
+    from flows.checking.speed import time_json, time_notes
     from infra.disk.keeper import gib
 
     room, change, intervals = disk_of_plan(plan, fit=words.fit)
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": disk_json(room)}
-        value |= {"memory": memory_json(plan), "notes": planning_notes(plan)}
+        value |= {"memory": memory_json(plan), "time": time_json(plan)}
+        value |= {"notes": [*planning_notes(plan), *time_notes(plan)]}
         if words.fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
             value["disk"]["save_freq"] = {i.kind: i.save_freq for i in intervals}
@@ -145,11 +147,12 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
     """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
     to do next."""
     from flows.checking.memory import planning_notes
+    from flows.checking.speed import time_notes
 
     show_made_plan(plan, as_json)
     if as_json:
         return
-    for note in planning_notes(plan):
+    for note in (*planning_notes(plan), *time_notes(plan)):
         click.echo(f"\nnote: {note}")
     command = shlex.join(["refiner", "run", recipe, *overrides])
     explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])

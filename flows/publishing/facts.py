@@ -30,6 +30,7 @@ from infra.store.workspace import Workspace
 from infra.tracking.tracker import tracked_address
 from refiner_core.cards import CardFacts, attempt_notes
 from refiner_core.cards.facts import UNKNOWN
+from refiner_core.cards.hardware import public_certificate
 from refiner_core.cards.resume import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
@@ -114,6 +115,7 @@ def collect(subject: Subject) -> Collected:
         template=decided["template"],
         stopped=decided.get("stopped") or {},
         proof=_proof(workspace, made),
+        certificate=public_certificate(workspace.read_certificates(), _worker(workspace, made)),
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
     )

@@ -35,6 +35,7 @@
       reports/<name>/                         what `refiner report` has made of it
       proofs/<stage id>/proof.json            what `refiner prove-resume` has found of a stage
       proofs/scratch/                         what it runs meanwhile
+      certificates/<node>.json                what `refiner certify` has found of a machine
       nightly/<name>/                         a nightly evaluation: its nights, its alerts
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
@@ -349,6 +350,10 @@ class Layout:
     def proof(self, stage_id: str) -> Path:
         """The newest proof that a stage resumes exactly."""
         return self.control / "proofs" / stage_id / "proof.json"
+
+    def certificate(self, host: str) -> Path:
+        """The newest certificate of a node, by a name that is fit for a file."""
+        return self.control / "certificates" / f"{host}.json"
 
     @property
     def proof_scratch(self) -> Path:

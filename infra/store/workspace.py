@@ -18,6 +18,7 @@ from typing import Any
 
 from infra.host.reading import exists, is_folder, make_folder
 from infra.store import atomic
+from infra.store.certificate_records import CertificateRecords
 from infra.store.layout import Layout
 from infra.store.ownership import is_shared, keep_others_out, refuse_doubtful
 from infra.store.proof_records import ProofRecords
@@ -35,7 +36,7 @@ __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
 FORMAT = 2
 
 
-class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords):
+class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords, CertificateRecords):
     """A workspace folder.
 
     Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is

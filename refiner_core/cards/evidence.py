@@ -46,7 +46,7 @@ _OF_EVALUATIONS = (
     *("numerator", "denominator", "interval", "samples_file", "under"),
 )
 #: Facts that came later: without any, the evidence is as before there were such.
-_ONLY_WHERE_ANY = ("proof", "versions")
+_ONLY_WHERE_ANY = ("proof", "certificate", "versions")
 _FIX = "take the refiner.json that lies beside the card"
 
 

@@ -116,6 +116,9 @@ class CardFacts:
     proof
         What `refiner prove-resume` has found of the stage that trained the model, last (see
         :mod:`refiner_core.cards.resume`); empty where it was not asked.
+    certificate
+        What `refiner certify` has found of the kind of machine that trained the model (see
+        :func:`refiner_core.cards.hardware.public_certificate`); empty without one.
     versions
         Of the stages behind it, by name, those whose kind has changed what it does: the version of
         the kind that made them (:data:`refiner_core.contract.planned.STAGE_CHANGES`).
@@ -152,6 +155,7 @@ class CardFacts:
     template: str | None = None
     stopped: Mapping[str, Any] = field(default_factory=dict)
     proof: Mapping[str, Any] = field(default_factory=dict)
+    certificate: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
     records: Mapping[str, str] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from typing import Any
 from refiner_core.cards.agents import is_agent
 from refiner_core.cards.cost import lost_hours
 from refiner_core.cards.facts import UNKNOWN, CardFacts, finite, is_hub_id
+from refiner_core.cards.hardware import hardware_notes
 from refiner_core.cards.printed import Line, as_line, counted, joined, number, quoted
 from refiner_core.cards.results import cell, own_entries, without_value
 from refiner_core.cards.resume import resume_notes
@@ -68,6 +69,7 @@ def known_notes(facts: CardFacts) -> list[Line]:
         *_changed_processes(facts),
         *_lost_time(facts),
         *resume_notes(facts),
+        *hardware_notes(facts),
         *_dropped_rows(facts),
         *_judge_failures(facts),
         *_later_fields(facts),

@@ -85,7 +85,7 @@ class ModelConfig:
         None, doc="Jinja chat template text that replaces the tokenizer's own"
     )
     dtype: Literal["float32", "bfloat16"] = identity("float32", doc="weights and compute type")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = identity(
+    attn_implementation: Literal["sdpa", "eager", "flex_attention", "flash_attention_2"] = identity(
         "sdpa", doc="attention kernel; part of the identity because sums are taken in another order"
     )
     gradient_checkpointing: bool = execution(False, doc="recompute activations to save memory")

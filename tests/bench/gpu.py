@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 
+from flows.certify.speed import PEAK_FLOPS
+from flows.certify.work import SHAPES
 from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.resources import Resources
@@ -45,26 +47,7 @@ from tests.bench.training_work import (
 )
 
 PACK_LENGTH = 8192
-#: Qwen3's shapes.
-GPU_SHAPES: dict[str, dict[str, int]] = {
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072},
-    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144},
-    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728},
-}  # fmt: skip
-VOCABULARY = 151_936
-#: Dense bf16, without sparsity, by the makers' data sheets.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-}
+GPU_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "tiny"}
 #: A step: 4 prompts of 1,536 tokens, 8 responses of 512 to each.
 WORK = Work("8,192-token packs", "", (1536,) * 4, ((512,) * 8,) * 4)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -102,7 +85,7 @@ def measure(shape: str, rounds: int, steps: int, card: str) -> list[dict[str, An
     attention = "flash_attention_2" if _has_flash() else "sdpa"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        rows = make_inputs(WORK, root, vocab_size=VOCABULARY, **GPU_SHAPES[shape])
+        rows = make_inputs(WORK, root, **GPU_SHAPES[shape])
         rollouts = fixed_rollouts(WORK, rows)
         config = _gpu_recipe(attention)
 

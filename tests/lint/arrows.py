@@ -42,7 +42,8 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "flows": (
         *("recipes", "protocols", "checking", "stages", "ranks", "worker", "notifying"),
         *("artifacts", "running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
-        *("judge_report", "sweeping", "why", "diffing", "proving", "nightly", "reporting"),
+        *("judge_report", "sweeping", "why", "diffing", "proving", "certify"),
+        *("nightly", "reporting"),
         *(
             "frames",
             "starting",

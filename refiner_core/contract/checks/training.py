@@ -144,17 +144,18 @@ def _check_placed(config: RecipeConfig, stage: TrainingStage) -> Placement:
 
 
 def check_flash(config: RecipeConfig, stage: str, gpus: int) -> None:
-    """Refuse FlashAttention where a stage that runs the model cannot have it."""
-    if config.model.attn_implementation != "flash_attention_2":
+    """Refuse FlashAttention and FlexAttention where a stage that runs the model cannot have it."""
+    kernel = config.model.attn_implementation
+    if kernel not in ("flash_attention_2", "flex_attention"):
         return
     if gpus == 0:
         raise ConfigurationError(
-            "model.attn_implementation is flash_attention_2, which needs a GPU, but "
+            f"model.attn_implementation is {kernel}, which needs a GPU, but "
             f"{stage}.resources.gpus is 0.",
             expected="a GPU, or an attention kernel that a CPU has",
             fix=f"set {stage}.resources.gpus, or model.attn_implementation=sdpa",
         )
-    if config.model.dtype == "float32":
+    if kernel == "flash_attention_2" and config.model.dtype == "float32":
         raise ConfigurationError(
             "model.attn_implementation is flash_attention_2, which computes in 16 bits, but "
             "model.dtype is float32.",

@@ -186,13 +186,14 @@ def _can_share_prompts(model: Any) -> bool:
 
 
 def _attention_balance(model: Any) -> float | None:
-    """The row length at which dense attention costs as much as a layer's matrices; None for flash.
+    """The row length at which dense attention costs as much as a layer's matrices; None for kernels
+    that skip what a block does not see.
 
     Per token and layer: 2 x parameters against 4 x length x attention width floating-point
     operations, forward.
     """
     config = model.config.get_text_config()
-    if config._attn_implementation == "flash_attention_2":
+    if config._attn_implementation in ("flash_attention_2", "flex_attention"):
         return None
     layers = config.num_hidden_layers
     embeddings = sum(p.numel() for p in {*_embeddings(model)})

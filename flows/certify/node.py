@@ -1,0 +1,237 @@
+"""A certification from its beginning to its end: the parts, one after another, and the certificate.
+
+In: a recipe's configuration and a time limit. Out: a recorded
+:class:`~refiner_core.contract.certificates.Certificate`. Each part is a process of its own, in a
+session of its own, with a deadline; one that outlives it, or dies, is a failed check, with the last
+line that it printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.certify.part import ORDER, read_checks
+from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
+from infra.doctor.look import last_json
+from infra.foreign.process import TrainerProcess
+from infra.host.environment import environment
+from infra.store import atomic
+from infra.store.provenance import host, versions
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.certificates import Certificate, CertifiedCheck
+from refiner_core.contract.checks.memory import training_memory
+from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
+from refiner_core.contract.errors import ConfigurationError, StageFailed
+from refiner_core.contract.loading import suggest
+
+PARTS = ("numerics", "ranks", "speed", "servers", "faults")
+#: How much of a GPU a forecast may fill.
+_FILL = 0.9
+_GIB = 2**30
+_POLL_S = 0.2
+_PROBE_S = 120.0
+#: What torch says of the node, in a process of its own: the parent stays light and off the GPUs.
+_PROBE = """
+import json, torch
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+value = {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "versions": {}}
+value["bytes"] = min([torch.cuda.mem_get_info(i)[0] for i in range(count)], default=0)
+value["versions"]["torch"] = torch.__version__
+if count:
+    value["versions"]["cuda"] = str(torch.version.cuda)
+    value["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print("\\n" + json.dumps(value))
+"""
+
+
+def probe() -> dict[str, Any]:
+    """GPUs that torch can use (their names, the least of their free bytes), and versions.
+
+    Raises
+    ------
+    StageFailed
+        torch cannot be imported, or hangs.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        done = None
+    value = last_json(done.stdout) if done is not None else None
+    if value is None:
+        said = done.stderr.strip().splitlines()[-1:] if done is not None else ["it hangs"]
+        raise StageFailed(
+            f"torch cannot be asked for its GPUs ({''.join(said)})",
+            expected="torch as it is installed with refiner, and a driver that answers",
+            fix="refiner doctor --only gpu",
+        )
+    value["versions"] |= {k: v for k, v in versions().items() if k in ("transformers", "deepspeed")}
+    if value["gpus"] and (driver := _driver()):
+        value["versions"]["driver"] = driver
+    return dict(value)
+
+
+def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -> Order:
+    """What to try on a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
+
+    ``model`` is a shape; by default the largest that fits on a GPU, or the tiny one on a CPU.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such shape.
+    """
+    gpus = len(found["gpus"])
+    dtype = "bfloat16" if gpus else config.model.dtype
+    if model is not None and model not in SHAPES:
+        raise ConfigurationError(
+            f"There is no shape {model!r}.{suggest(model, SHAPES)}",
+            expected="one of: " + ", ".join(SHAPES),
+            fix="leave --model out: the largest that fits is taken",
+        )
+    tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
+    worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
+    order = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
+    for name in tried:
+        for checkpointing in (False, True):
+            one = Order(gpus, dtype, name, checkpointing, worlds, vllm=order.vllm)
+            if not gpus or _fits(one, found["bytes"]):
+                return one
+    return order
+
+
+def certify(
+    config: RecipeConfig,
+    *,
+    model: str | None = None,
+    only: Sequence[str] = (),
+    time_limit_s: float = 900.0,
+    tell: Callable[[CertifiedCheck], None] = lambda check: None,
+) -> Certificate:
+    """Try what this node can do, and record it in the workspace.
+
+    Parameters
+    ----------
+    config
+        Its workspace, type of weights and environment of rollout servers are used.
+    model
+        A key of :data:`~flows.certify.work.SHAPES`; see :func:`make_order`.
+    only
+        Parts to try; with some alone, nothing is recorded.
+    time_limit_s
+        What is not begun by then is absent, and what is not done by then has failed.
+    tell
+        Hears each check as it is made.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such part or shape.
+    StageFailed
+        torch cannot be used at all.
+    NoSpaceError
+        The scratch folder or the certificate does not fit.
+    """
+    for name in only:
+        if name not in PARTS:
+            raise ConfigurationError(
+                f"There is no part {name!r}.{suggest(name, PARTS)}",
+                expected="one of: " + ", ".join(PARTS),
+                fix="see `refiner certify --help`",
+            )
+    began = time.monotonic()
+    workspace = Workspace.open(config.workspace, config.data_root)
+    found = probe()
+    order = make_order(config, found, model)
+    scratch = workspace.new_scratch("certify")
+    checks: list[CertifiedCheck] = []
+
+    def made(one: CertifiedCheck) -> None:
+        checks.append(one)
+        tell(one)
+
+    try:
+        for name in PARTS:
+            if name in (only or PARTS):
+                deadline = began + time_limit_s
+                run_part(name, order, scratch / name, deadline, made)
+    finally:
+        atomic.remove_tree(scratch)
+    certificate = Certificate(
+        made_at=now_text(),
+        host=host(),
+        gpus=tuple(found["gpus"]),
+        versions=found["versions"],
+        model=order.model,
+        dtype=order.dtype,
+        seconds=round(time.monotonic() - began, 1),
+        checks=tuple(checks),
+    )
+    if not only:
+        workspace.write_certificate(certificate)
+    return certificate
+
+
+def run_part(
+    name: str,
+    order: Order,
+    folder: Path,
+    deadline: float,
+    tell: Callable[[CertifiedCheck], None],
+) -> None:
+    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``)."""
+    if time.monotonic() >= deadline:
+        tell(absent(name, "no time was left (--time-limit)"))
+        return
+    folder.mkdir(parents=True)
+    order.write(folder / ORDER)
+    command = f'exec "{sys.executable}" -P -m flows.certify.part {name} "{folder}"'
+    told, last, settings = 0, "", environment()
+    settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of ranks slow each other
+    settings["HF_HUB_OFFLINE"] = "1"
+    with TrainerProcess(command, settings, Path.cwd()) as process:
+        code = None
+        while code is None and time.monotonic() < deadline:
+            code = process.code
+            for line in process.lines(_POLL_S):
+                last = line.text.strip() or last
+            fresh = read_checks(folder)[told:]
+            told += len(fresh)
+            for one in fresh:
+                tell(CertifiedCheck(**one))
+    if code is None:
+        tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
+    elif code:
+        tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
+
+
+def _fits(order: Order, free: int) -> bool:
+    need = training_memory(sft_recipe(order, load_of(order)), "sft", shape_of(order.model))
+    return need.gpu_bytes <= _FILL * free
+
+
+def _vllm(config: RecipeConfig) -> dict[str, Any]:
+    """Where vLLM is, if the recipe says so; a plain `vllm` on PATH counts too."""
+    server, plain = config.grpo.rollout_server, RolloutServerConfig()
+    names = ("python", "setup", "container", "args", "weights_dir")
+    said = {name: getattr(server, name) for name in names}
+    given = any(said[name] != getattr(plain, name) for name in ("python", "setup", "container"))
+    return said if given or shutil.which("vllm") else {}
+
+
+def _driver() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""

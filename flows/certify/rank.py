@@ -1,0 +1,160 @@
+"""What each rank of a certification runs: ``python -m flows.certify.rank``, under torchrun.
+
+In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
+losses and gradient norms of a short SFT, and what collectives gave and took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flows.certify.work import Order, metrics_of, open_io, recipe
+from infra.ranks.agent import die_with_parent, ignore_stop_signals
+from infra.ranks.bridge import RemoteIO
+from infra.ranks.events import tell_error
+from infra.ranks.launch import ORDER
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.training.ranks import Ranks, open_ranks
+
+#: float32 elements that a collective moves per rank.
+_ELEMENTS = {True: 1 << 26, False: 1 << 21}
+_ROUNDS = 5
+
+
+def main() -> int:
+    """Train and measure as one rank; returns the exit code."""
+    die_with_parent()
+    ignore_stop_signals()
+    rank = int(os.environ["RANK"])
+    try:
+        order = json.loads(os.environ[ORDER])
+        io = RemoteIO.from_environment() if rank == 0 else None
+        asked = Order.read(Path(order["order"]))
+        with open_ranks(cuda=asked.gpus > 0) as ranks:
+            report = _measured(asked, Path(order["folder"]), ranks)
+        if io is not None:
+            io.finish(report)
+    except BaseException as error:
+        tell_error(rank, error)
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries that wait for a rank that is gone must not keep this one
+
+
+def short_sft(config: RecipeConfig) -> RecipeConfig:
+    """Four steps of four packs."""
+    sft = replace(
+        config.sft,
+        learning_rate=1e-4,
+        pack_length=160,
+        gradient_accumulation_steps=4,
+        max_train_steps=4,
+        num_train_epochs=100.0,
+        async_save=False,
+    )
+    return replace(config, sft=sft)
+
+
+def train(order: Order, folder: Path, ranks: Ranks, zero: int, attempt: str) -> dict[str, Any]:
+    """Losses and gradient norms of a short SFT of the built-in model."""
+    from refiner_core.training.sft import train_sft
+
+    place = folder / attempt
+    config = short_sft(recipe(order, ranks=ranks.world, zero=zero))
+    train_sft(
+        config,
+        data_dir=folder / "rows",
+        model_ref="builtin:tiny",
+        output_dir=place / "output",
+        io=open_io(place) if ranks.rank == 0 else None,
+        ranks=ranks,
+    )
+    rows = metrics_of(place) if ranks.rank == 0 else []
+    return {
+        "loss": [row["loss/train_avg"] for row in rows],
+        "norm": [row["grad_norm"] for row in rows],
+    }
+
+
+def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    found: dict[str, Any] = {"engines": {}, "missing": {}}
+    for zero in order.zero:
+        try:
+            found["engines"][str(zero)] = train(order, folder, ranks, zero, f"zero-{zero}")
+        except RuntimeError as error:  # DeepSpeed's absence among them; the same on every rank
+            found["missing"][str(zero)] = f"{type(error).__name__}: {error}".splitlines()[0]
+            if not isinstance(error, _unsupported()):
+                raise
+    if ranks.world > 1:
+        found["collectives"] = _collectives(order, ranks)
+    return found
+
+
+def _unsupported() -> type[Exception]:
+    from refiner_core.contract.errors import UnsupportedError
+
+    return UnsupportedError
+
+
+def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:
+    """Bus bandwidth (as NCCL's tests count it) and whether the result is what it must be."""
+    import torch
+    import torch.distributed as dist
+
+    world, size = ranks.world, _ELEMENTS[order.gpus > 0]
+    device = torch.device("cuda", torch.cuda.current_device()) if order.gpus else "cpu"
+    mine = torch.full((size,), float(ranks.rank + 1), device=device)
+    shared = torch.empty(world * size, device=device)
+    total = world * (world + 1) / 2
+    spread = torch.arange(1.0, world + 1, device=device).repeat_interleave(size)
+
+    def reduce() -> bool:
+        value = mine.clone()
+        dist.all_reduce(value)
+        return bool((value == total).all())
+
+    def gather() -> bool:
+        dist.all_gather_into_tensor(shared, mine)
+        return bool((shared == spread).all())
+
+    def scatter() -> bool:
+        value = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(value, mine.repeat(world))
+        return bool((value == total).all())
+
+    found: dict[str, Any] = {}
+    parts: dict[str, tuple[Callable[[], bool], float]] = {
+        "all_reduce": (reduce, 2 * (world - 1) / world * size),
+        "all_gather": (gather, (world - 1) * size),
+        "reduce_scatter": (scatter, (world - 1) * size),
+    }
+    for name, (act, elements) in parts.items():
+        try:
+            right = [act()]  # the first one connects
+            seconds = []
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                right.append(act())
+                seconds.append(time.perf_counter() - began)
+        except (RuntimeError, NotImplementedError) as error:  # gloo of older versions has not all
+            found[name] = {"missing": f"{error}".splitlines()[0]}
+            continue
+        wrong = ranks.add([float(not all(right))])[0]
+        rate = 4 * elements / statistics.median(seconds) / 1e9
+        found[name] = {"gb_per_s": rate, "wrong_ranks": int(wrong)}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; collectives.
+
+In: an order. Out: checks. Each number of ranks is one start of torchrun, through the launcher that
+training stages use (:mod:`infra.ranks.launch`), with every engine in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.certify.rank import train
+from flows.certify.work import Order, absent, check, open_io, write_rows
+from infra.ranks.launch import RanksJob, run_ranks
+from refiner_core.contract.certificates import CertifiedCheck
+from refiner_core.contract.placement import Placement
+from refiner_core.training.ranks import OneRank
+
+#: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
+#: packs and ranks are taken in another order, and bfloat16 weights round what follows.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
+_LENGTHS = [20, 33, 47, 60, 75, 90, 120, 150] * 8
+
+
+def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+    """One process first: what it finds is what ranks are held against."""
+    write_rows(folder / "rows", _LENGTHS)
+    expected = train(order, folder, OneRank(), 0, "alone")
+    asked = folder / "order.json"
+    order.write(asked)
+    for world in order.worlds:
+        gpus = tuple(range(world)) if order.gpus else ()
+        place = folder / f"ranks-{world}"
+        write_rows(place / "rows", _LENGTHS)
+        job = RanksJob(
+            placement=Placement(1, world, gpus),
+            module=order.rank_module,
+            order={"order": str(asked), "folder": str(place)},
+            folder=place,
+        )
+        try:
+            found = run_ranks(job, open_io(place))
+        except Exception as error:
+            yield check(f"{world} ranks", False, f"{type(error).__name__}: {error}")
+            continue
+        yield from engine_checks(order, world, found, expected)
+        yield from _collective_checks(world, found.get("collectives", {}))
+
+
+def engine_checks(
+    order: Order, world: int, found: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
+) -> Iterator[CertifiedCheck]:
+    """Each engine on a number of ranks, against one process."""
+    for zero in order.zero:
+        name = f"{'plain torch' if zero == 0 else f'ZeRO-{zero}'} on {world} ranks"
+        if (why := found["missing"].get(str(zero))) is not None:
+            yield absent(name, why)
+            continue
+        one = found["engines"][str(zero)]
+        off = {what: _furthest(one[what], expected[what]) for what in ("loss", "norm")}
+        limit = TOLERANCE[order.dtype]
+        why = ", ".join(f"{what} off by {gap:.2g}" for what, gap in off.items())
+        yield check(
+            *(name, all(gap <= limit for gap in off.values())),
+            f"{len(one['loss'])} steps, relative to one process: {why} (at most {limit:g})",
+            **{f"{what}_gap": gap for what, gap in off.items()},
+        )
+
+
+def _collective_checks(world: int, found: Mapping[str, Any]) -> Iterator[CertifiedCheck]:
+    for what, one in found.items():
+        name = f"{what} on {world} ranks"
+        if "missing" in one:
+            yield absent(name, one["missing"])
+            continue
+        wrong = one["wrong_ranks"]
+        why = f"{one['gb_per_s']:.3g} GB/s per rank"
+        why += f"; wrong on {wrong} ranks" if wrong else ", every element right"
+        yield check(name, not wrong, why, gb_per_s=one["gb_per_s"])
+
+
+def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference; infinite where steps are missing or not finite."""
+    if len(found) != len(expected):
+        return math.inf
+    gaps = [abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found, expected, strict=True)]
+    return max(gaps) if all(math.isfinite(gap) for gap in gaps) else math.inf

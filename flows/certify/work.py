@@ -1,0 +1,253 @@
+"""What the parts of a certification train: models, rows, recipes and folders.
+
+In: a shape and a device. Out: a model folder with random weights, prepared rows, a recipe and the
+IO of an attempt, as a training stage has them. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infra.attempt.stage_io import AttemptIO
+from infra.store.checkpoints import CheckpointStore
+from infra.store.layout import StagePaths
+from infra.store.traces import read_metrics
+from refiner_core.contract.certificates import CertifiedCheck, CheckVerdict
+from refiner_core.contract.checks.memory import ModelShape
+from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
+from refiner_core.contract.resources import Resources
+from refiner_core.contract.types import DemonstrationRow
+from refiner_core.data.prepared import write_demonstrations
+
+#: Shapes to measure with: the built-in model's, and those of Qwen3.
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 256,
+             "vocab_size": 779},
+    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+             "vocab_size": 151_936},
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
+             "vocab_size": 151_936},
+    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728,
+           "vocab_size": 151_936},
+}  # fmt: skip
+#: Optimiser steps that are measured, behind one that warms up.
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one part is to do, as the parent process writes it down.
+
+    Attributes
+    ----------
+    gpus
+        How many GPUs to use; 0 is the CPU.
+    dtype
+        Of weights and computation.
+    model
+        A key of :data:`SHAPES`.
+    checkpointing
+        Whether activations are recomputed, because they would not fit.
+    worlds
+        Numbers of ranks to train with.
+    zero
+        ZeRO stages to try; 0 is plain torch.
+    vllm
+        Fields of ``grpo.rollout_server`` where an environment with vLLM is given.
+    rank_module
+        What each rank runs.
+    """
+
+    gpus: int
+    dtype: str
+    model: str
+    checkpointing: bool
+    worlds: tuple[int, ...]
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    vllm: dict[str, Any] = field(default_factory=dict)
+    rank_module: str = "flows.certify.rank"
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """The order in a file."""
+        given = json.loads(path.read_text())
+        return cls(**{**given, "worlds": tuple(given["worlds"]), "zero": tuple(given["zero"])})
+
+    def write(self, path: Path) -> None:
+        """Write it down."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @property
+    def device(self) -> str:
+        """Where one process computes."""
+        return "cuda" if self.gpus else "cpu"
+
+
+def check(name: str, held: bool, why: str, /, **figures: Any) -> CertifiedCheck:
+    """A check that was made; figures are rounded to four digits."""
+    verdict: CheckVerdict = "pass" if held else "fail"
+    return CertifiedCheck(name, verdict, why, {k: rounded(v) for k, v in figures.items()})
+
+
+def absent(name: str, why: str) -> CertifiedCheck:
+    """A check that could not be made."""
+    return CertifiedCheck(name, "absent", why)
+
+
+def rounded(value: Any) -> Any:
+    """A figure with four significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def within(name: str, gap: float, tolerance: float, what: str, **figures: Any) -> CertifiedCheck:
+    """A check of a difference against its tolerance; one that is no number fails."""
+    return check(
+        *(name, gap <= tolerance, f"{what} {gap:.2g}, tolerance {tolerance:.2g}"),
+        **{"gap": gap, "tolerance": tolerance, **figures},
+    )
+
+
+# ---------------------------------------------------------------- models and rows
+
+
+def random_model(order: Order, folder: Path) -> Path:
+    """A model of the order's shape with random weights in its type, as a folder, made where it
+    will run: on a CPU four billion random numbers take minutes."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from refiner_core.models.tokenizer import build_tokenizer
+
+    if folder.is_dir():
+        return folder
+    tokenizer = build_tokenizer()
+    shape = SHAPES[order.model]
+    config = Qwen3Config(
+        **{**shape, "vocab_size": max(shape["vocab_size"], len(tokenizer))},
+        max_position_embeddings=1 << 15,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, order.dtype))
+    try:
+        with torch.device(order.device):
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def shape_of(model: str) -> ModelShape:
+    """The sizes of a shape, as forecasts of memory take them."""
+    s = SHAPES[model]
+    width, pairs = (s["head_dim"] * s[k] for k in ("num_attention_heads", "num_key_value_heads"))
+    layer = 2 * s["hidden_size"] * (width + pairs) + 3 * s["hidden_size"] * s["intermediate_size"]
+    return ModelShape(
+        parameters=s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"],
+        hidden=s["hidden_size"],
+        inner=s["intermediate_size"],
+        layers=s["num_hidden_layers"],
+        pairs=pairs,
+        words=s["vocab_size"],
+    )
+
+
+def write_rows(folder: Path, lengths: list[int], *, seed: int = 0) -> Path:
+    """Demonstrations of these lengths, of random tokens, all but the first quarter with loss."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    rows = [
+        DemonstrationRow(
+            f"row-{i}",
+            tuple(int(t) for t in rng.integers(10, 700, length)),
+            tuple(place >= length // 4 for place in range(length)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    write_demonstrations(folder / "sft_train.parquet", rows)
+    return folder
+
+
+def recipe(order: Order, *, attention: str = "sdpa", ranks: int = 1, zero: int = 0) -> RecipeConfig:
+    """A recipe that trains on the order's device, and saves nothing on its way."""
+    shared: dict[str, Any] = {
+        "resources": Resources(gpus=ranks if order.gpus else 0),
+        "nproc_per_node": ranks,
+        "deepspeed_stage": zero or None,
+        "save_freq": 10**6,
+    }
+    return replace(
+        RecipeConfig(seed=0),
+        stages=("sft",),
+        model=ModelConfig(
+            dtype=order.dtype,  # type: ignore[arg-type]
+            attn_implementation=attention,  # type: ignore[arg-type]
+            gradient_checkpointing=order.checkpointing,
+        ),
+        sft=SftConfig(**shared),
+        grpo=GrpoConfig(**shared, beta=0.0),
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is trained on: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
+
+    pack: int
+    packs: int
+    lengths: tuple[int, ...]
+    prompts: int
+    prompt: int
+    samples: int
+    response: int
+
+
+ON_GPU = Load(8192, 4, (4096, 2048, 1024, 1024) * 4, 4, 1536, 8, 512)
+ON_CPU = Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
+
+
+def load_of(order: Order) -> Load:
+    """How much is trained on to measure speed."""
+    return ON_GPU if order.gpus else ON_CPU
+
+
+def sft_recipe(order: Order, load: Load) -> RecipeConfig:
+    """The SFT that speed and memory are measured with: a step to warm up, then :data:`STEPS`."""
+    config = recipe(order)
+    sft = replace(
+        config.sft,
+        pack_length=load.pack,
+        gradient_accumulation_steps=load.packs,
+        max_train_steps=STEPS + 1,
+        num_train_epochs=1000.0,
+    )
+    return replace(config, sft=sft)
+
+
+def open_io(folder: Path) -> AttemptIO:
+    """The IO of an attempt in a folder of its own, with the real store of checkpoints."""
+    paths = StagePaths(folder / "control", folder / "data")
+    return AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1))
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The steps that an attempt in this folder has logged."""
+    path = StagePaths(folder / "control", folder / "data").attempt(1).metrics
+    return [dict(line.metrics) for line in read_metrics(path)]

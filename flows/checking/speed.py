@@ -1,0 +1,109 @@
+"""Time that a plan's training will take, by what `refiner certify` has measured.
+
+In: a plan, and the newest certificate of its workspace. Out: forecasts by stage; none without a
+certificate. Speed is taken to fall with the number of parameters, and to grow with that of
+processes: a rule of thumb for what is left out of it (communication, validation, saves) too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flows.checking.memory import model_parameters
+from infra.store.workspace import Workspace
+from refiner_core.contract.certificates import Certificate
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.placement import placement_of
+from refiner_core.contract.plan import Plan
+
+#: Checks of a certificate that measure what a stage does most, by kind of stage.
+_SFT, _GRPO, _SAMPLING = "SFT throughput", "GRPO update", "sampling by transformers"
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """How long a training stage takes at most, seconds; ``by`` says what that is taken from."""
+
+    stage: str
+    seconds: float
+    by: str
+
+
+def time_forecasts(plan: Plan) -> list[TimeForecast]:
+    """Forecasts of the training stages of a plan whose number of steps is known.
+
+    Raises
+    ------
+    WorkspaceError
+        A certificate in the workspace is damaged.
+    """
+    config = plan.config
+    parameters = model_parameters(config)
+    found = Workspace.read_only(config.workspace).read_certificates()
+    if not found or parameters is None:
+        return []
+    kinds = {stage.kind for stage in plan.stages}
+    by = f"the certificate of {found[-1].host['name']}, {found[-1].made_at[:10]}"
+    seconds = {"sft": _sft_s(config, found[-1], parameters)}
+    seconds["grpo"] = _grpo_s(config, found[-1], parameters)
+    return [
+        TimeForecast(kind, value, by)
+        for kind, value in seconds.items()
+        if kind in kinds and value is not None
+    ]
+
+
+def time_json(plan: Plan) -> list[Mapping[str, Any]]:
+    """The forecasts for scripts."""
+    return [
+        {"stage": f.stage, "seconds": round(f.seconds), "by": f.by} for f in time_forecasts(plan)
+    ]
+
+
+def time_notes(plan: Plan) -> list[str]:
+    """The forecasts in words."""
+    return [
+        f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
+        for found in time_forecasts(plan)
+    ]
+
+
+def _rate(certificate: Certificate, check: str, parameters: int) -> float | None:
+    """Tokens per second of one process for a model of so many parameters."""
+    per_s = certificate.figure(check, "tokens_per_s")
+    size = certificate.figure(check, "parameters")
+    return per_s * size / parameters if per_s and size else None
+
+
+def _sft_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
+    rate, sft = _rate(certificate, _SFT, parameters), config.sft
+    if rate is None or sft.max_train_steps is None:
+        return None
+    packs = sft.per_device_train_batch_size * sft.gradient_accumulation_steps
+    world = placement_of(config, "sft").world
+    return sft.max_train_steps * packs * sft.pack_length / (rate * world)
+
+
+def _grpo_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
+    """Updates, and where transformers samples also that; judges are not in it."""
+    rate, grpo = _rate(certificate, _GRPO, parameters), config.grpo
+    if rate is None:
+        return None
+    world = placement_of(config, "grpo").world
+    samples = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    step_s = samples * grpo.max_token_length * grpo.num_epochs / (rate * world)
+    sampled = _rate(certificate, _SAMPLING, parameters)
+    if grpo.generation_backend == "transformers" and sampled is not None:
+        step_s += samples * grpo.response_length / (sampled * world)
+    return grpo.num_training_steps * step_s
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
