@@ -11,6 +11,7 @@ and to bring the stage to its end with another attempt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -30,6 +31,7 @@ from flows.proving.planning import Asked, plan_proofs
 from flows.proving.runs import Room, run_recipe_in
 from flows.proving.work import prove
 from infra.jobs.failures import classify
+from infra.ranks.launch import ORDER
 from infra.store.workspace import Workspace
 from refiner_core.contract.certificates import CertifiedCheck
 from refiner_core.training.sft import train_sft
@@ -166,7 +168,7 @@ def _hang(order: Order, folder: Path) -> CertifiedCheck:
         "sft.save_freq=10",
         "stages=[data,sft]",
         "tracking.wandb=disabled",
-        "dispatch.hung_after_s=12",
+        "dispatch.hung_after_s=20",
     )
     stopper = _Stopper(place / "runs")
     stopper.start()
@@ -210,17 +212,15 @@ class _Stopper(threading.Thread):
     def run(self) -> None:
         """Look for the rank until it is stopped."""
         while not self._left.wait(0.05) and not self.stopped:
-            if any(self._workspace.glob("stages/sft-*/attempts/1/metrics.jsonl")):
+            if any(self._workspace.glob("stages/sft-*/attempts/*/metrics.jsonl")):
                 self._stop()
 
     def _stop(self) -> None:
-        ranks = []
-        for process in psutil.Process().children(recursive=True):
-            try:
-                if process.environ().get("RANK") == "1":
-                    ranks.append(process.pid)
-            except psutil.Error:
-                continue
-        if ranks:
-            os.kill(max(ranks), signal.SIGSTOP)
-            self.stopped = True
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if process.uids().real != os.getuid():
+                    continue
+                given = process.environ()
+                if given.get("RANK") == "1" and str(self._workspace) in given.get(ORDER, ""):
+                    process.send_signal(signal.SIGSTOP)
+                    self.stopped = True

@@ -8,13 +8,19 @@ line that it printed.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from flows.certify.part import ORDER, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
@@ -161,12 +167,25 @@ def certify(
         checks.append(one)
         tell(one)
 
+    stop = threading.Event()
+
+    def run(name: str) -> None:
+        if name in (only or PARTS):
+            run_part(name, order, scratch / name, began + time_limit_s, made, stop)
+
     try:
-        for name in PARTS:
-            if name in (only or PARTS):
-                deadline = began + time_limit_s
-                run_part(name, order, scratch / name, deadline, made)
+        with ThreadPoolExecutor(1) as beside, _set_on_error(stop):
+            # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is timed.
+            waiting = beside.submit(run, "faults") if not order.gpus else None
+            for name in ("numerics", "ranks", "servers"):
+                run(name)
+            if waiting is not None:
+                waiting.result()
+            run("speed")
+            if waiting is None:
+                run("faults")
     finally:
+        _kill_workers(scratch)
         atomic.remove_tree(scratch)
     certificate = Certificate(
         made_at=now_text(),
@@ -189,9 +208,10 @@ def run_part(
     folder: Path,
     deadline: float,
     tell: Callable[[CertifiedCheck], None],
+    stop: threading.Event,
 ) -> None:
-    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``)."""
-    if time.monotonic() >= deadline:
+    """One part in a process of its own, until ``deadline`` (of ``time.monotonic``) or ``stop``."""
+    if time.monotonic() >= deadline or stop.is_set():
         tell(absent(name, "no time was left (--time-limit)"))
         return
     folder.mkdir(parents=True)
@@ -202,7 +222,7 @@ def run_part(
     settings["HF_HUB_OFFLINE"] = "1"
     with TrainerProcess(command, settings, Path.cwd()) as process:
         code = None
-        while code is None and time.monotonic() < deadline:
+        while code is None and time.monotonic() < deadline and not stop.is_set():
             code = process.code
             for line in process.lines(_POLL_S):
                 last = line.text.strip() or last
@@ -214,6 +234,23 @@ def run_part(
         tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
     elif code:
         tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
+
+
+@contextmanager
+def _set_on_error(stop: threading.Event) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        raise
+
+
+def _kill_workers(scratch: Path) -> None:
+    """Workers outlive an orchestrator that was killed; these have nothing to go on with."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(str(scratch) in word for word in process.cmdline()):
+                process.kill()
 
 
 def _fits(order: Order, free: int) -> bool:

@@ -126,6 +126,10 @@ TRIALS = (
         "::test_its_key_is_in_one_file_that_only_its_owner_reads_and_by_hand_it_is_ended",
     ),
     Trial(
+        "(srun .*)?refiner certify.*",
+        by="tests/integration/test_certify.py::test_a_cpu_is_certified_by_every_part",
+    ),
+    Trial(
         "refiner prove-resume .*",
         by="tests/integration/test_prove_resume.py"
         "::test_grpo_that_is_killed_and_stopped_is_proven_bitwise",

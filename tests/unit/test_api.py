@@ -37,6 +37,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         *("rescore_share", "resume_sweep"),
     ),
     "report": ("report_run", "report_sweep"),
+    "certify": ("certificate_json", "certify_node"),
     "prove-resume": ("plan_resume_proofs", "prove_resume"),
     "diff": ("diff_runs",),
     "nightly check": ("check_nightly",),

@@ -1,0 +1,29 @@
+"""A rank of a certification whose machine is wrong: rank 1 gets other sums than the others do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from flows.certify import rank
+
+
+def main() -> int:
+    """Run the rank on top of a wrong all_reduce."""
+    right = dist.all_reduce
+
+    def wrong(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        done = right(tensor, *args, **kwargs)
+        if os.environ["RANK"] == "1":
+            tensor.mul_(1.001)
+        return done
+
+    dist.all_reduce = wrong
+    return rank.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

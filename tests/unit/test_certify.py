@@ -1,0 +1,271 @@
+"""What `refiner certify` finds when something is wrong, and what is made of what it finds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.certify.node import make_order, run_part
+from flows.certify.numerics import EXACT, kernel_check, own_samples, score_rows
+from flows.certify.numerics import _load as load
+from flows.certify.ranks import engine_checks
+from flows.certify.servers import server_checks
+from flows.certify.work import Order
+from flows.checking.speed import time_forecasts
+from flows.doctor import examine
+from flows.running.calls import make_recipe_plan
+from infra.store.workspace import Workspace
+from refiner_core.cards.build import build_card
+from refiner_core.cards.hardware import public_certificate
+from refiner_core.contract.certificates import Certificate, CertifiedCheck
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from tests.support.card_facts import full_facts
+from tests.support.vllm_server import shim
+
+CPU = Order(0, "float32", "tiny", False, (2,))
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+# ---------------------------------------------------------------- a wrong kernel
+
+
+@pytest.fixture(scope="module")
+def kernel_of() -> Callable[[str], CertifiedCheck]:
+    samples, _ = own_samples(CPU)
+    exact = score_rows(load(CPU, "eager", "float32"), samples)
+    return lambda kernel: kernel_check(CPU, kernel, "float32", samples, exact, EXACT)
+
+
+def test_a_sound_kernel_passes(kernel_of: Callable[[str], CertifiedCheck]) -> None:
+    assert kernel_of("sdpa").verdict == "pass"
+
+
+def test_a_kernel_that_computes_something_else_fails(
+    kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1.01 * _SDPA(*a, **k)
+    )
+    found = kernel_of("sdpa")
+    assert found.verdict == "fail"
+    assert found.figures["gap_max"] > EXACT["gap_max"]
+    assert kernel_of("eager").verdict == "pass", "which does not use it"
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 1.05 * grad
+
+
+def test_a_kernel_whose_backward_pass_alone_is_wrong_fails(
+    kernel_of: Callable[[str], CertifiedCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **k: _WrongBackward.apply(_SDPA(*a, **k)),
+    )
+    found = kernel_of("sdpa")
+    assert found.verdict == "fail"
+    assert found.figures["gap_max"] < EXACT["gap_max"]
+    assert found.figures["gradient_gap"] > EXACT["gradient_gap"]
+
+
+def test_kernels_that_a_cpu_cannot_train_with_are_absent(
+    kernel_of: Callable[[str], CertifiedCheck],
+) -> None:
+    for kernel in ("flex_attention", "flash_attention_2"):
+        assert kernel_of(kernel).verdict == "absent"
+
+
+# ---------------------------------------------------------------- ranks and servers
+
+
+def test_an_engine_that_trains_something_else_or_less_fails() -> None:
+    expected = {"loss": [2.0, 1.5], "norm": [1.0, 0.9]}
+    wrong = {"loss": [2.0, 1.6], "norm": [1.0, 0.9]}
+    fewer = {"loss": [2.0], "norm": [1.0]}
+    nan = {"loss": [2.0, float("nan")], "norm": [1.0, 0.9]}
+    found = {"engines": {"0": expected, "1": wrong, "2": fewer}, "missing": {"3": "no DeepSpeed"}}
+    verdicts = [c.verdict for c in engine_checks(CPU, 2, found, expected)]
+    assert verdicts == ["pass", "fail", "fail", "absent"]
+    found["engines"]["0"] = nan
+    assert next(iter(engine_checks(CPU, 2, found, expected))).verdict == "fail"
+
+
+@pytest.fixture
+def with_vllm(tmp_path: Path) -> Order:
+    """The tests' server, which speaks as vLLM does."""
+    setup = [f"export PATH={shim(tmp_path / 'bin')}:$PATH"]
+    return replace(CPU, vllm={"setup": setup, "weights_dir": str(tmp_path)})
+
+
+def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
+    with_vllm: Order, tmp_path: Path
+) -> None:
+    found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
+    assert [c.verdict for c in found.values()] == ["pass", "pass", "pass", "absent", "absent"]
+    assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
+    assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
+
+
+def test_weights_that_are_changed_on_their_way_are_found(
+    with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from refiner_core.generation.vllm.weights import write_folder
+
+    def perturbed(model: Any, tokenizer: Any, folder: Path) -> None:
+        if folder.name.endswith("-2"):  # the second transfer
+            weight = model.model.layers[1].mlp.down_proj.weight
+            with torch.no_grad():
+                kept = weight.clone()
+                weight.mul_(1.1)
+            write_folder(model, tokenizer, folder)
+            weight.data.copy_(kept)
+        else:
+            write_folder(model, tokenizer, folder)
+
+    monkeypatch.setattr("refiner_core.generation.vllm.sync.write_folder", perturbed)
+    first = next(iter(server_checks(with_vllm, tmp_path / "work")))
+    assert first.verdict == "fail"
+    assert "differ from the trainer's" in first.why
+
+
+def test_without_vllm_every_way_is_absent_and_says_which_field(tmp_path: Path) -> None:
+    found = list(server_checks(CPU, tmp_path))
+    assert {c.verdict for c in found} == {"absent"}
+    assert "grpo.rollout_server.python" in found[0].why
+
+
+# ---------------------------------------------------------------- the parts, and what they try
+
+
+def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
+    def order(gib: int, gpus: int = 1, model: str | None = None) -> Order:
+        probed = {"gpus": ["NVIDIA H100"] * gpus, "bytes": gib << 30, "versions": {}}
+        return make_order(RecipeConfig(), probed, model)
+
+    assert [order(gib).model for gib in (139, 79, 46, 22)] == ["4B", "1.7B", "1.7B", "0.6B"]
+    assert order(139).dtype == "bfloat16"
+    assert order(139, gpus=8).worlds == (1, 2, 8)
+    assert make_order(RecipeConfig(), {"gpus": [], "bytes": 0}, None).worlds == (2,)
+    with pytest.raises(ConfigurationError, match=r"one of: tiny, 0\.6B"):
+        order(79, model="7B")
+
+
+def part(order: Order, folder: Path, seconds: float) -> list[CertifiedCheck]:
+    found: list[CertifiedCheck] = []
+    deadline = time.monotonic() + seconds
+    run_part("servers", order, folder, deadline, found.append, threading.Event())
+    return found
+
+
+def test_a_part_that_hangs_or_dies_is_a_failed_check_and_one_without_time_is_absent(
+    tmp_path: Path,
+) -> None:
+    assert [c.verdict for c in part(CPU, tmp_path / "a", -1)] == ["absent"]
+    [slow] = part(CPU, tmp_path / "b", 0.3)
+    assert (slow.verdict, "came to no end" in slow.why) == ("fail", True)
+    dead = part(replace(CPU, dtype="float7", vllm={"python": "x"}), tmp_path / "c", 120)
+    assert dead[-1].verdict == "fail"
+
+
+# ---------------------------------------------------------------- certificates, and who uses them
+
+
+def certificate(**changes: Any) -> Certificate:
+    given: dict[str, Any] = {
+        "made_at": "2026-11-23T10:00:00+00:00",
+        "host": {"name": "node17", "cpu": "EPYC", "gpus": ["H100"]},
+        "gpus": ("NVIDIA H100",),
+        "versions": {"torch": "2.13.0"},
+        "model": "4B",
+        "dtype": "bfloat16",
+        "seconds": 600.0,
+        "checks": (
+            CertifiedCheck("SFT throughput", "pass", "", {"tokens_per_s": 1e4, "parameters": 4e9}),
+            CertifiedCheck("GRPO update", "pass", "", {"tokens_per_s": 1e4, "parameters": 4e9}),
+            CertifiedCheck("kernel flex", "absent", "no"),
+        ),
+    }
+    return Certificate(**{**given, **changes})
+
+
+def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Path) -> None:
+    workspace = Workspace.open(tmp_path / "runs")
+    assert workspace.read_certificates() == []
+    workspace.write_certificate(certificate())
+    assert workspace.read_certificate("node17") == certificate()
+    assert workspace.read_certificates() == [certificate()]
+    workspace.layout.certificate("node17").write_text('{"version": 1}')
+    with pytest.raises(WorkspaceError, match="refiner certify"):
+        workspace.read_certificate("node17")
+    workspace.layout.certificate("node17").write_text('{"version": 99}')
+    with pytest.raises(WorkspaceError, match="has version 99"):
+        workspace.read_certificates()
+
+
+def test_a_plan_says_how_long_it_takes_by_the_certificate(tmp_path: Path) -> None:
+    words = (f"workspace={tmp_path}/runs", "sft.max_train_steps=100", "sft.pack_length=1000")
+    assert time_forecasts(make_recipe_plan("tiny", words)) == []
+    Workspace.open(tmp_path / "runs").write_certificate(certificate())
+    plan = make_recipe_plan("tiny", (*words, "sft.gradient_accumulation_steps=4"))
+    [sft, grpo] = time_forecasts(plan)
+    # 100 steps x 4 packs x 1,000 tokens, at 10,000 tokens/s x 4e9 parameters over the tiny model's
+    size = 1_023_872
+    assert sft.seconds == pytest.approx(100 * 4000 / (1e4 * 4e9 / size), rel=0.1)
+    assert (grpo.stage, "node17, 2026-11-23" in grpo.by) == ("grpo", True)
+
+
+def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path: Path) -> None:
+    from infra.host.processes import host_name
+    from infra.store.provenance import versions
+
+    def finding() -> Iterator[Any]:
+        found = examine(None, (f"workspace={tmp_path}/runs",), only=("gpu",))
+        return iter([f for f in found if f.name == "certificate"])
+
+    assert next(finding(), None) is None, "no GPU, and nothing asks for one"
+    workspace = Workspace.open(tmp_path / "runs")
+    here = {"host": {"name": host_name()}, "versions": {"torch": versions()["torch"]}}
+    workspace.write_certificate(certificate(**here))
+    assert next(finding()).state == "ok"
+    workspace.write_certificate(certificate(**{**here, "versions": {"torch": "1.0"}}))
+    old = next(finding())
+    assert (old.state, "certified: 1.0" in old.what) == ("warning", True)
+    workspace.write_certificate(
+        certificate(**here, checks=(CertifiedCheck("planted hang", "fail", "not named"),))
+    )
+    failed = next(finding())
+    assert (failed.state, "failed: planted hang" in failed.what) == ("warning", True)
+
+
+def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
+    there: dict[str, Any] = {"host": {"name": "node99", "cpu": "EPYC", "gpus": ["H100"]}}
+    there["versions"] = {"torch": "2.13.0"}
+    known = public_certificate([certificate()], there)
+    assert known["passed"] == 2
+    assert "node17" not in str(known), "no machine's name on a card"
+    card = build_card(full_facts(certificate=known))
+    text = " ".join(card.split())
+    assert "was certified by `refiner certify` on 2026-11-23 (1 x NVIDIA H100)" in text
+    assert "2 checks passed, 0 failed, and 1 could not be made there" in text
+    for other in ({"gpus": ["A100"]}, {"cpu": "Xeon"}):
+        assert not public_certificate(
+            [certificate()], {**there, "host": {**there["host"], **other}}
+        )
+    bad = certificate(checks=(CertifiedCheck("kernel sdpa", "fail", "off"),))
+    assert not public_certificate([bad], there)
