@@ -73,5 +73,6 @@ def certificate_json(certificate: Certificate) -> dict[str, Any]:
     dict
         What ``refiner certify --json`` prints: ``checks`` with ``name``, ``verdict`` (``pass``,
         ``fail``, ``absent``), ``why`` and ``figures``; ``passed``; GPUs and versions.
+        It raises nothing.
     """
     return {**to_json(certificate), "passed": certificate.passed}

@@ -13,5 +13,6 @@ In: a recipe (or none), and how much time there is. Out: a
                         faults     a planted NaN, out-of-memory and hang; kill -9 and resume
 
 A part says what it has found check by check, so that one that hangs or takes the GPU down loses
-nothing of what was found before it, and none of the parts behind it.
+nothing of what was found before it, and none of the parts behind it. On a CPU the faults, which
+mostly wait, go beside the parts that time nothing.
 """

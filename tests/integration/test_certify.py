@@ -31,10 +31,11 @@ TRIED = (
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     workspace = tmp_path_factory.mktemp("certify") / "runs"
-    return refiner("certify", f"workspace={workspace}", "--json", timeout_s=280), workspace
+    return refiner("certify", f"workspace={workspace}", "--json", timeout_s=560), workspace
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(580)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_a_cpu_is_certified_by_every_part(certified: tuple[Finished, Path]) -> None:
     done, _ = certified
