@@ -162,6 +162,7 @@ def _hang(order: Order, folder: Path) -> CertifiedCheck:
     overrides = (
         *_overrides(order, place),
         f"sft.resources.gpus={2 if on_gpus else 0}",
+        f"model.dtype={order.dtype if on_gpus else 'float32'}",
         "sft.nproc_per_node=2",
         "sft.gradient_accumulation_steps=2",
         "sft.max_train_steps=60",

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,7 +112,7 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
     for name in tried:
         for checkpointing in (False, True):
             one = Order(gpus, dtype, name, checkpointing, worlds, vllm=order.vllm)
-            if not gpus or _fits(one, found["bytes"]):
+            if not gpus or _fits(one, found):
                 return one
     return order
 
@@ -159,6 +159,7 @@ def certify(
     began = time.monotonic()
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
+    found["disk"] = shutil.disk_usage(workspace.root).free
     order = make_order(config, found, model)
     scratch = workspace.new_scratch("certify")
     checks: list[CertifiedCheck] = []
@@ -253,9 +254,11 @@ def _kill_workers(scratch: Path) -> None:
                 process.kill()
 
 
-def _fits(order: Order, free: int) -> bool:
+def _fits(order: Order, found: Mapping[str, Any]) -> bool:
+    """Whether a shape fits on a GPU, and its weights twice on the disk."""
     need = training_memory(sft_recipe(order, load_of(order)), "sft", shape_of(order.model))
-    return need.gpu_bytes <= _FILL * free
+    on_disk = 4 * shape_of(order.model).parameters
+    return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
 
 
 def _vllm(config: RecipeConfig) -> dict[str, Any]:

@@ -12,6 +12,8 @@ of a large product of matrices, measured here.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import shutil
 import statistics
@@ -25,14 +27,16 @@ import numpy as np
 import torch
 
 from flows.certify.work import (
+    ON_CPU,
     SHAPES,
     STEPS,
+    EnoughSteps,
     Load,
     Order,
     check,
     load_of,
+    measuring_io,
     metrics_of,
-    open_io,
     random_model,
     recipe,
     sft_recipe,
@@ -74,11 +78,14 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     model = random_model(order, folder / "model")
     peak, of = peak_flops(order)
     yield _sft(order, load, model, folder, peak, of)
+    _free_memory(order)
     config = _grpo_recipe(order, load)
     engine = open_engine(config, "grpo", str(model))
     yield _grpo(order, config, load, engine, peak, of)
     yield _sampling(order, load, engine)
-    yield _save(order, engine, folder)
+    del engine
+    _free_memory(order)
+    yield _save(order, folder)
 
 
 # ---------------------------------------------------------------- floating-point operations
@@ -132,15 +139,14 @@ def _sft(
     place = folder / "sft"
     if order.gpus:
         torch.cuda.reset_peak_memory_stats()
-    train_sft(
-        config,
-        data_dir=folder / "rows",
-        model_ref=str(model),
-        output_dir=place / "output",
-        io=open_io(place),
-    )
-    shutil.rmtree(place / "output")
-    shutil.rmtree(place / "data" / "checkpoints")
+    with contextlib.suppress(EnoughSteps):
+        train_sft(
+            config,
+            data_dir=folder / "rows",
+            model_ref=str(model),
+            output_dir=place / "output",
+            io=measuring_io(place),
+        )
     rows = metrics_of(place)[1:]
     per_s = statistics.median(row["tokens_per_second"] for row in rows)
     tokens = sum(load.lengths)
@@ -290,9 +296,27 @@ def _sampling(order: Order, load: Load, engine: Engine) -> CertifiedCheck:
     )
 
 
-def _save(order: Order, engine: Engine, folder: Path) -> CertifiedCheck:
+def _free_memory(order: Order) -> None:
+    """Give back what a training has left."""
+    gc.collect()
+    if order.gpus:
+        torch.cuda.empty_cache()
+
+
+def _save(order: Order, folder: Path) -> CertifiedCheck:
     """A checkpoint by the engine, read back bitwise; how long training stands still for one, and
-    what torch.save takes of the same weights and moments."""
+    what torch.save takes of the same weights and moments. The model is no larger than 0.6B, and
+    tiny where that has no room on the disk."""
+    small = replace(order, model="tiny")
+    if order.model != "tiny":
+        larger = replace(order, model="0.6B")
+        if shutil.disk_usage(folder).free > 100 * shape_of(larger.model).parameters:
+            small = larger
+    load = ON_CPU
+    config = _grpo_recipe(small, load)
+    model = random_model(small, folder / f"model-{small.model}")
+    engine = open_engine(config, "grpo", str(model))
+    GrpoUpdate(engine, None, config.grpo, 0).run(_rollouts(load), step=1, factor=1.0)
     place, plain = folder / "saved", folder / "plain.pt"
     place.mkdir()
     engine.snapshot({})  # the first one also gets its memory
@@ -321,8 +345,8 @@ def _save(order: Order, engine: Engine, folder: Path) -> CertifiedCheck:
     shutil.rmtree(place)
     return check(
         *("save and restore", same),
-        f"{size / _GIB:.2f} GiB: training stands still for {stall:.2g} s (torch.save: "
-        f"{rival_s:.2g} s), {write:.2g} s beside it; read back "
+        f"{small.model}, {size / _GIB:.2f} GiB: training stands still for {stall:.2g} s "
+        f"(torch.save: {rival_s:.2g} s), {write:.2g} s beside it; read back "
         + ("bitwise" if same else "DIFFERENT"),
         bytes=size,
         stall_s=stall,

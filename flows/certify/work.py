@@ -7,6 +7,7 @@ IO of an attempt, as a training stage has them. Nothing is fetched.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -229,13 +230,13 @@ def load_of(order: Order) -> Load:
 
 
 def sft_recipe(order: Order, load: Load) -> RecipeConfig:
-    """The SFT that speed and memory are measured with: a step to warm up, then :data:`STEPS`."""
+    """The SFT that speed and memory are measured with; it is ended by :class:`MeasuringIO`."""
     config = recipe(order)
     sft = replace(
         config.sft,
         pack_length=load.pack,
         gradient_accumulation_steps=load.packs,
-        max_train_steps=STEPS + 1,
+        max_train_steps=10 * STEPS,
         num_train_epochs=1000.0,
     )
     return replace(config, sft=sft)
@@ -245,6 +246,27 @@ def open_io(folder: Path) -> AttemptIO:
     """The IO of an attempt in a folder of its own, with the real store of checkpoints."""
     paths = StagePaths(folder / "control", folder / "data")
     return AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1))
+
+
+class EnoughSteps(Exception):
+    """Ends a training that has been measured."""
+
+
+class MeasuringIO(AttemptIO):
+    """The IO of an attempt that ends by :class:`EnoughSteps`, before anything is saved: the state
+    of a large model would fill a quota."""
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step; the last one that is wanted ends the training."""
+        super().log_metrics(step, metrics)
+        if step > STEPS:
+            raise EnoughSteps
+
+
+def measuring_io(folder: Path) -> MeasuringIO:
+    """As :func:`open_io`, for :data:`STEPS` steps and one to warm up."""
+    paths = StagePaths(folder / "control", folder / "data")
+    return MeasuringIO(paths, 1, CheckpointStore(paths.checkpoints, 1))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

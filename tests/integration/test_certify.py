@@ -28,6 +28,10 @@ TRIED = (
 )
 
 
+#: The whole command in a fixture, beside another test on the second core.
+pytestmark = pytest.mark.timeout(580)
+
+
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     workspace = tmp_path_factory.mktemp("certify") / "runs"
@@ -35,7 +39,6 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(580)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_a_cpu_is_certified_by_every_part(certified: tuple[Finished, Path]) -> None:
     done, _ = certified

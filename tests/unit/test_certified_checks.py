@@ -154,12 +154,13 @@ def test_without_vllm_every_way_is_absent_and_says_which_field(tmp_path: Path) -
 
 
 def test_the_largest_shape_that_fits_is_measured_on_a_gpu() -> None:
-    def order(gib: int, gpus: int = 1, model: str | None = None) -> Order:
-        probed = {"gpus": ["NVIDIA H100"] * gpus, "bytes": gib << 30, "versions": {}}
+    def order(gib: int, gpus: int = 1, model: str | None = None, disk: int = 99) -> Order:
+        probed = {"gpus": ["NVIDIA H100"] * gpus, "bytes": gib << 30, "disk": disk << 30}
         return make_order(RecipeConfig(), probed, model)
 
     assert [order(gib).model for gib in (139, 79, 46, 22)] == ["4B", "1.7B", "1.7B", "0.6B"]
     assert order(139).dtype == "bfloat16"
+    assert order(139, disk=10).model == "1.7B", "whose weights the disk takes"
     assert order(139, gpus=8).worlds == (1, 2, 8)
     assert make_order(RecipeConfig(), {"gpus": [], "bytes": 0}, None).worlds == (2,)
     with pytest.raises(ConfigurationError, match=r"one of: tiny, 0\.6B"):

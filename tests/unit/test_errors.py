@@ -37,6 +37,7 @@ INCOMPLETE = {
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
 INNER = {
     "Cancelled": "refiner_core.training.rollouts.policies, which is asked to stop",
+    "EnoughSteps": "flows.certify.speed, which has measured what it wanted",
     "Failed": "refiner_core.generation.vllm.sync and infra.rollouts, which replace the server",
     "Malformed": "refiner_core.environments.desk.task_files, with file and line",
     "Moved": "infra.hub.target, which looks again",
