@@ -10,7 +10,8 @@ In: a recipe (or none), and how much time there is. Out: a
                         ranks      plain against ZeRO, collectives          (torchrun: rank.main)
                         speed      SFT, GRPO update, sampling, memory, save (one device)
                         servers    vLLM: every way of weight transfer
-                        faults     a planted NaN, out-of-memory and hang; kill -9 and resume
+                        faults     a planted NaN and out-of-memory; kill -9 and resume
+                        hang       a planted hang
 
 A part says what it has found check by check, so that one that hangs or takes the GPU down loses
 nothing of what was found before it, and none of the parts behind it. On a CPU the faults, which

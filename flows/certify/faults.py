@@ -48,11 +48,15 @@ _LENGTHS = [40, 60, 80, 100] * 8
 
 
 def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """All planted faults, the quick ones first."""
+    """Planted faults but for the hang, the quick ones first."""
     write_rows(folder / "rows", _LENGTHS)
     yield _not_finite(order, folder)
     yield _out_of_memory(order, folder)
     yield _killed(order, folder)
+
+
+def hang_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+    """The planted hang, which mostly waits."""
     yield _hang(order, folder)
 
 

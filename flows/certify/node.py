@@ -36,7 +36,7 @@ from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.loading import suggest
 
-PARTS = ("numerics", "ranks", "speed", "servers", "faults")
+PARTS = ("numerics", "ranks", "speed", "servers", "faults", "hang")
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
@@ -175,16 +175,15 @@ def certify(
             run_part(name, order, scratch / name, began + time_limit_s, made, stop)
 
     try:
-        with ThreadPoolExecutor(1) as beside, _set_on_error(stop):
+        with ThreadPoolExecutor(2) as beside, _set_on_error(stop):
             # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is timed.
-            waiting = beside.submit(run, "faults") if not order.gpus else None
+            waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
             for name in ("numerics", "ranks", "servers"):
                 run(name)
-            if waiting is not None:
-                waiting.result()
-            run("speed")
-            if waiting is None:
-                run("faults")
+            for part in waiting:
+                part.result()
+            for name in ("speed",) if waiting else ("speed", "faults", "hang"):
+                run(name)
     finally:
         _kill_workers(scratch)
         atomic.remove_tree(scratch)

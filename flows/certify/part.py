@@ -48,9 +48,9 @@ def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
         from flows.certify.servers import server_checks
 
         return server_checks
-    from flows.certify.faults import fault_checks
+    from flows.certify.faults import fault_checks, hang_checks
 
-    return fault_checks
+    return hang_checks if name == "hang" else fault_checks
 
 
 def read_checks(folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flows.checking.memory import model_parameters
+from flows.checking.memory import memory_needs, model_parameters
 from infra.store.workspace import Workspace
 from refiner_core.contract.certificates import Certificate
 from refiner_core.contract.config import RecipeConfig
@@ -42,13 +42,13 @@ def time_forecasts(plan: Plan) -> list[TimeForecast]:
     """
     config = plan.config
     parameters = model_parameters(config)
-    found = Workspace.read_only(config.workspace).read_certificates()
-    if not found or parameters is None:
+    newest = _newest(config)
+    if newest is None or parameters is None:
         return []
     kinds = {stage.kind for stage in plan.stages}
-    by = f"the certificate of {found[-1].host['name']}, {found[-1].made_at[:10]}"
-    seconds = {"sft": _sft_s(config, found[-1], parameters)}
-    seconds["grpo"] = _grpo_s(config, found[-1], parameters)
+    by = f"the certificate of {newest.host['name']}, {newest.made_at[:10]}"
+    seconds = {"sft": _sft_s(config, newest, parameters)}
+    seconds["grpo"] = _grpo_s(config, newest, parameters)
     return [
         TimeForecast(kind, value, by)
         for kind, value in seconds.items()
@@ -65,10 +65,24 @@ def time_json(plan: Plan) -> list[Mapping[str, Any]]:
 
 def time_notes(plan: Plan) -> list[str]:
     """The forecasts in words."""
-    return [
+    notes = [
         f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
         for found in time_forecasts(plan)
     ]
+    newest = _newest(plan.config)
+    ratio = None if newest is None else newest.figure(_SFT, "memory_ratio")
+    for need in memory_needs(plan) if ratio else ():
+        if need.gpu_bytes:
+            notes.append(
+                f"{need.stage} will take about {need.gpu_bytes / 2**30:.0f} GiB on each GPU; a "
+                f"certified training took {ratio:.0%} of such a forecast."
+            )
+    return notes
+
+
+def _newest(config: RecipeConfig) -> Certificate | None:
+    found = Workspace.read_only(config.workspace).read_certificates()
+    return found[-1] if found else None
 
 
 def _rate(certificate: Certificate, check: str, parameters: int) -> float | None:

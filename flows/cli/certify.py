@@ -27,7 +27,8 @@ _COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
     "--only",
     multiple=True,
     metavar="PART",
-    help="only this part (repeatable): numerics, ranks, speed, servers, faults; records nothing",
+    help="only this part (repeatable; nothing is recorded then): numerics, ranks, speed, servers, "
+    "faults, hang",
 )
 @click.option(
     "--time-limit",

@@ -104,4 +104,4 @@ def test_a_rank_whose_sums_are_wrong_is_found(tmp_path: Path) -> None:
 def test_a_part_that_there_is_not_is_refused(tmp_path: Path) -> None:
     done = refiner("certify", f"workspace={tmp_path}/runs", "--only", "kernels")
     assert done.code == 2
-    assert "numerics, ranks, speed, servers, faults" in done.stderr
+    assert "numerics, ranks, speed, servers, faults, hang" in done.stderr
