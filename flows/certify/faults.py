@@ -141,7 +141,7 @@ def _killed(order: Order, folder: Path) -> CertifiedCheck:
         "tiny",
         _overrides(order, folder / "killed"),
         stage="sft",
-        steps=6,
+        steps=8,
         interruptions=1,
         how="kill",
     )
@@ -174,6 +174,7 @@ def _hang(order: Order, folder: Path) -> CertifiedCheck:
         "stages=[data,sft]",
         "tracking.wandb=disabled",
         "dispatch.hung_after_s=20",
+        "dispatch.retries.hung=5",  # a slow start may look like one, too
     )
     stopper = _Stopper(place / "runs")
     stopper.start()
