@@ -22,6 +22,7 @@ from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
 from infra.ranks.launch import ORDER
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks
 
 #: float32 elements that a collective moves per rank.
@@ -92,19 +93,11 @@ def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
     for zero in order.zero:
         try:
             found["engines"][str(zero)] = train(order, folder, ranks, zero, f"zero-{zero}")
-        except RuntimeError as error:  # DeepSpeed's absence among them; the same on every rank
-            found["missing"][str(zero)] = f"{type(error).__name__}: {error}".splitlines()[0]
-            if not isinstance(error, _unsupported()):
-                raise
+        except UnsupportedError as error:  # no DeepSpeed: the same on every rank
+            found["missing"][str(zero)] = error.what
     if ranks.world > 1:
         found["collectives"] = _collectives(order, ranks)
     return found
-
-
-def _unsupported() -> type[Exception]:
-    from refiner_core.contract.errors import UnsupportedError
-
-    return UnsupportedError
 
 
 def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:

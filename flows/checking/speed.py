@@ -42,18 +42,17 @@ def time_forecasts(plan: Plan) -> list[TimeForecast]:
     """
     config = plan.config
     parameters = model_parameters(config)
-    newest = _newest(config)
-    if newest is None or parameters is None:
+    if parameters is None:
         return []
     kinds = {stage.kind for stage in plan.stages}
-    by = f"the certificate of {newest.host['name']}, {newest.made_at[:10]}"
-    seconds = {"sft": _sft_s(config, newest, parameters)}
-    seconds["grpo"] = _grpo_s(config, newest, parameters)
-    return [
-        TimeForecast(kind, value, by)
-        for kind, value in seconds.items()
-        if kind in kinds and value is not None
-    ]
+    found = []
+    for kind, seconds_of in (("sft", _sft_s), ("grpo", _grpo_s)):
+        newest = _newest(config, getattr(config, kind).resources.gpus)
+        seconds = newest and kind in kinds and seconds_of(config, newest, parameters)
+        if newest and seconds:
+            by = f"the certificate of {newest.host['name']}, {newest.made_at[:10]}"
+            found.append(TimeForecast(kind, seconds, by))
+    return found
 
 
 def time_json(plan: Plan) -> list[Mapping[str, Any]]:
@@ -69,7 +68,7 @@ def time_notes(plan: Plan) -> list[str]:
         f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
         for found in time_forecasts(plan)
     ]
-    newest = _newest(plan.config)
+    newest = _newest(plan.config, 1)
     ratio = None if newest is None else newest.figure(_SFT, "memory_ratio")
     for need in memory_needs(plan) if ratio else ():
         if need.gpu_bytes:
@@ -80,9 +79,10 @@ def time_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _newest(config: RecipeConfig) -> Certificate | None:
+def _newest(config: RecipeConfig, gpus: int) -> Certificate | None:
+    """The newest certificate of a node with GPUs, or for a stage that has none, without."""
     found = Workspace.read_only(config.workspace).read_certificates()
-    return found[-1] if found else None
+    return next((one for one in reversed(found) if bool(one.gpus) == bool(gpus)), None)
 
 
 def _rate(certificate: Certificate, check: str, parameters: int) -> float | None:

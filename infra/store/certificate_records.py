@@ -14,8 +14,7 @@ from infra.store import atomic
 from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
 from refiner_core.contract.certificates import CERTIFICATE_VERSION, Certificate
-from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.records import to_json
 
 
 class CertificateRecords(RecordFiles):
@@ -43,21 +42,10 @@ class CertificateRecords(RecordFiles):
             It is damaged, or of a newer version.
         """
         path = self.layout.certificate(_file_name(host or host_name()))
-        data = self.read_control(path)
-        if data is None:
-            return None
         fix = f"delete {path}, and certify the node again with `refiner certify`"
-        version = data.get("version", 0)
-        if not isinstance(version, int) or version > CERTIFICATE_VERSION:
-            raise WorkspaceError(
-                f"{path} has version {version}", expected=f"version {CERTIFICATE_VERSION}", fix=fix
-            )
-        try:
-            return from_json(Certificate, data)
-        except (TypeError, AttributeError, KeyError) as error:
-            raise WorkspaceError(
-                f"{path} is not a certificate: {error}", expected="a file of refiner", fix=fix
-            ) from error
+        return self.read_versioned(
+            path, Certificate, CERTIFICATE_VERSION, what="certificate", fix=fix
+        )
 
     def read_certificates(self) -> list[Certificate]:
         """The certificates of all nodes, oldest first.

@@ -19,9 +19,8 @@ from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
-from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.proofs import PROOF_VERSION, ResumeProof
-from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.records import to_json
 
 _OWNER, _KEPT = "owner.json", "kept.json"
 
@@ -52,21 +51,8 @@ class ProofRecords(RecordFiles):
             It is damaged, or of a newer version.
         """
         path = self.layout.proof(stage_id)
-        data = self.read_control(path)
-        if data is None:
-            return None
         fix = f"delete {path.parent}, and prove it again with `refiner prove-resume`"
-        version = data.get("version", 0)
-        if not isinstance(version, int) or version > PROOF_VERSION:
-            raise WorkspaceError(
-                f"{path} has version {version}", expected=f"version {PROOF_VERSION}", fix=fix
-            )
-        try:
-            return from_json(ResumeProof, data)
-        except (TypeError, AttributeError, KeyError) as error:
-            raise WorkspaceError(
-                f"{path} is not a proof: {error}", expected="a file of refiner", fix=fix
-            ) from error
+        return self.read_versioned(path, ResumeProof, PROOF_VERSION, what="proof", fix=fix)
 
     # ------------------------------------------------------------ scratch
 

@@ -54,6 +54,31 @@ class RecordFiles:
         """The workspace's folder."""
         return self.layout.control
 
+    def read_versioned(
+        self, path: Path, kind: type[T], newest: int, *, what: str, fix: str
+    ) -> T | None:
+        """A record with a version of its own; None if it is not there.
+
+        Raises
+        ------
+        WorkspaceError
+            It is damaged, or of a version later than ``newest``.
+        """
+        data = self.read_control(path)
+        if data is None:
+            return None
+        version = data.get("version", 0)
+        if not isinstance(version, int) or version > newest:
+            raise WorkspaceError(
+                f"{path} has version {version}", expected=f"version {newest}", fix=fix
+            )
+        try:
+            return from_json(kind, data)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise WorkspaceError(
+                f"{path} is not a {what}: {error}", expected="a file of refiner", fix=fix
+            ) from error
+
     def read_control(self, path: Path) -> dict[str, Any] | None:
         """A small JSON object of this workspace; None if it is not there.
 

@@ -222,7 +222,10 @@ def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Pa
 def test_a_plan_says_how_long_it_takes_by_the_certificate(tmp_path: Path) -> None:
     words = (f"workspace={tmp_path}/runs", "sft.max_train_steps=100", "sft.pack_length=1000")
     assert time_forecasts(make_recipe_plan("tiny", words)) == []
-    Workspace.open(tmp_path / "runs").write_certificate(certificate())
+    workspace = Workspace.open(tmp_path / "runs")
+    workspace.write_certificate(certificate())
+    assert time_forecasts(make_recipe_plan("tiny", words)) == [], "a GPU says nothing of a CPU"
+    workspace.write_certificate(certificate(gpus=()))
     plan = make_recipe_plan("tiny", (*words, "sft.gradient_accumulation_steps=4"))
     [sft, grpo] = time_forecasts(plan)
     # 100 steps x 4 packs x 1,000 tokens, at 10,000 tokens/s x 4e9 parameters over the tiny model's
