@@ -20,7 +20,7 @@ from flows.certify.work import Order, metrics_of, open_io, recipe
 from infra.ranks.agent import die_with_parent, ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
-from infra.ranks.launch import ORDER
+from infra.ranks.settings import ORDER
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks

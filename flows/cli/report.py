@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -18,19 +17,11 @@ from flows.cli.options import (
     split_workspace,
     until_nobody_reads,
 )
+from flows.cli.run_report import Asked
 
 if TYPE_CHECKING:
     from flows.reporting.writing import Written
     from infra.store.workspace import Workspace
-
-
-class Asked(NamedTuple):
-    """How a report is to be made."""
-
-    folder: Path
-    watch: bool
-    every_s: int
-    as_json: bool
 
 
 class _Subject(NamedTuple):

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from flows.cli.options import print_json, print_table, until_nobody_reads
 
 if TYPE_CHECKING:
-    from flows.cli.report import Asked
     from flows.reporting.run.writing import WrittenRun
     from refiner_core.report.run.document import RunReport
+
+
+class Asked(NamedTuple):
+    """How a report is to be made."""
+
+    folder: Path
+    watch: bool
+    every_s: int
+    as_json: bool
+
 
 _MOST_INCIDENTS = 5
 #: Tables of numbers that a terminal shows; the page has all.

@@ -17,7 +17,8 @@ from flows.publishing.delivery import model_files, papers
 from flows.publishing.facts import Collected, collect
 from flows.stages.kinds import StageWork
 from infra.foreign.exports import require_whole
-from infra.publishing.targets import FileToPublish, Publication, Target, make_target, report_of
+from infra.publishing.opening import make_target
+from infra.publishing.targets import FileToPublish, Publication, Target, report_of
 from infra.store.published import CARD, EVIDENCE
 from refiner_core.cards import CardFacts, load_evidence
 from refiner_core.contract.errors import DataError, HealthStop

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from infra.ranks.agent import die_with_parent, ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
-from infra.ranks.launch import ORDER
+from infra.ranks.settings import ORDER
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.placement import TrainingStage, section_of, training_stage
 from refiner_core.contract.types import Progress

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from flows.stages.kinds import StageWork
     from infra.judgements.store import WorkspaceStore
-    from refiner_core.judges.build import Surroundings
+    from refiner_core.judges.surroundings import Surroundings
 
 Endpoints = Callable[[], Sequence[Endpoint]]
 _GIB = 2**30
@@ -62,7 +62,8 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
         Its server could not be started.
     """
     from flows.stages.serving import judge_endpoints
-    from refiner_core.judges.build import Surroundings, build_judge
+    from refiner_core.judges.build import build_judge
+    from refiner_core.judges.surroundings import Surroundings
 
     io = _NotedIO(work.io)
     if not asks_judge(work.config, work.spec.kind):
@@ -109,7 +110,7 @@ def judge_by_hand(
     ConfigurationError
         Nothing says where the judge is, or its prompts cannot be read.
     """
-    from refiner_core.judges.build import Surroundings
+    from refiner_core.judges.surroundings import Surroundings
 
     with contextlib.ExitStack() as stack:
         around = Surroundings(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from refiner_core.contract.config import PublishConfig, RecipeConfig
+from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress
 
@@ -139,19 +139,6 @@ def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
     """Name of the tag or branch of a step; ``main`` where steps do not share a repository."""
     alone = config.per_step == "repository" or (config.which == "final" and final)
     return "main" if alone else f"step-{step}"
-
-
-def make_target(config: RecipeConfig, published: Path) -> Target:
-    """The target that a recipe names; ``published`` is the workspace's own folder for it."""
-    if config.publish.target == "hub":
-        from infra.hub.target import HubTarget
-
-        return HubTarget(config.publish)
-    from infra.publishing.folder import FolderTarget
-
-    path = config.publish.path
-    root = Path(path).expanduser().absolute() if path else published
-    return FolderTarget(root, config.publish)
 
 
 def report_of(published: Published, publication: Publication) -> dict[str, Any]:

@@ -30,16 +30,14 @@ from infra.ranks.bridge import Bridge
 from infra.ranks.endings import LEAST_SHUTDOWN_S, Ended, error_of
 from infra.ranks.errors import decode
 from infra.ranks.events import MARK, read_event
-from infra.ranks.gpus import trainer_settings
 from infra.ranks.nodes import Meeting, OtherNodes
+from infra.ranks.settings import ORDER, rank_settings
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.ranks import TALK
 
 log = logging.getLogger(__name__)
 
-#: Setting of ranks: what they are to do, as JSON.
-ORDER = "REFINER_RANKS_ORDER"
 _POLL_S = 0.2
 _FENCE_S = 5.0
 #: How long what ranks have started (servers) may take to end after them.
@@ -89,29 +87,6 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
         for rank, failure in at_work.ended.failures.items():
             log.warning("rank %d ended with %s after all was done", rank, failure["code"])
         return bridge.report
-
-
-def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of ranks on this node, beside what the worker has."""
-    settings = {
-        # A hung or dead partner ends a NCCL rank, instead of keeping its GPU busy for ever.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "PYTHONUNBUFFERED": "1",
-        **trainer_settings(placement.trainer_gpus, given),
-    }
-    if not placement.trainer_gpus:
-        settings["DS_ACCELERATOR"] = "cpu"
-    if placement.nodes == 1:  # nobody beyond this machine is to reach them
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        settings |= {name: "lo" for name in names if name not in given}
-    return settings
-
-
-def node_settings(order: Mapping[str, str]) -> dict[str, str]:
-    """:func:`rank_settings` on a node that has only the order of its ranks."""
-    told = json.loads(order[ORDER])["placement"]
-    gpus, servers = tuple(told["trainer_gpus"]), tuple(map(tuple, told["server_gpus"]))
-    return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
 
 
 def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:

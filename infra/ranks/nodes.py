@@ -37,6 +37,7 @@ from infra.host.environment import environment
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.handshake import greet, shut
+from infra.ranks.settings import node_settings
 from infra.services.server import node_address
 from infra.store import atomic
 from infra.store.workspace import Workspace
@@ -203,8 +204,6 @@ def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int)
 
 
 def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> None:
-    from infra.ranks.launch import node_settings
-
     gone = threading.Event()
     watcher = threading.Thread(target=_watch, args=(connection, gone), daemon=True)
     watcher.start()

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.data.sources import SYNTHETIC, Which, source_digest
 
-if TYPE_CHECKING:
-    from refiner_core.data.prepare import Tally
+
+@dataclass
+class Tally:
+    """What became of the rows of one kind; lengths are in tokens."""
+
+    which: Which
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    differing_ids: int = 0  # of the evidence, that stand for several texts within their row
+    prompt_lengths: list[int] = field(default_factory=list)  # every prompt measured
+    total_lengths: list[int] = field(default_factory=list)  # every prompt + answer measured
+
 
 REPORT_VERSION = 1
 _TITLES: dict[str, str] = {"sft": "Demonstrations (SFT)", "rl": "Prompts (RL and evaluation)"}

@@ -29,7 +29,6 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -38,7 +37,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError, Interrup
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
 from refiner_core.data import chat
-from refiner_core.data.datacard import data_card, make_report
+from refiner_core.data.datacard import Tally, data_card, make_report
 from refiner_core.data.prepared import write_demonstrations, write_prompts
 from refiner_core.data.rows import DEFAULT_MODE, Row, parse_row
 from refiner_core.data.sources import Source, Which, read_rows, resolve_source
@@ -54,20 +53,6 @@ class Kept(NamedTuple, Generic[T]):
 
     row: Row
     made: T
-
-
-@dataclass
-class Tally:
-    """What became of the rows of one kind; lengths are in tokens."""
-
-    which: Which
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
-    differing_ids: int = 0  # of the evidence, that stand for several texts within their row
-    prompt_lengths: list[int] = field(default_factory=list)  # every prompt measured
-    total_lengths: list[int] = field(default_factory=list)  # every prompt + answer measured
 
 
 class _Desk:

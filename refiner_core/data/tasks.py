@@ -32,9 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +46,12 @@ from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, S
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepare import FILES
 from refiner_core.data.prepared import write_demonstrations, write_prompts
-from refiner_core.data.tasks_report import task_report, tasks_card
+from refiner_core.data.tasks_report import Counts, task_report, tasks_card
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.protocol import Environment, HasExpert, Task
 from refiner_core.environments.rows import row_of_task
 
 _PROGRESS_EVERY = 16
-
-
-@dataclass
-class Counts:
-    """What became of tasks or demonstrations; lengths are in tokens. ``more`` counts what only one
-    kind has, such as demonstrations with a mistake."""
-
-    source: str
-    digest: str
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    domains: Counter[str] = field(default_factory=Counter)
-    prompt_lengths: list[int] = field(default_factory=list)
-    total_lengths: list[int] = field(default_factory=list)
-    loss_lengths: list[int] = field(default_factory=list)
-    more: dict[str, int] = field(default_factory=dict)
 
 
 def prepare_tasks(

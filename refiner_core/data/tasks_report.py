@@ -9,16 +9,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.datacard import REPORT_VERSION, files_and_limits, percentiles
 from refiner_core.environments.rows import domain_of_id
 
-if TYPE_CHECKING:
-    from refiner_core.data.tasks import Counts
+
+@dataclass
+class Counts:
+    """What became of tasks or demonstrations; lengths are in tokens. ``more`` counts what only one
+    kind has, such as demonstrations with a mistake."""
+
+    source: str
+    digest: str
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    domains: Counter[str] = field(default_factory=Counter)
+    prompt_lengths: list[int] = field(default_factory=list)
+    total_lengths: list[int] = field(default_factory=list)
+    loss_lengths: list[int] = field(default_factory=list)
+    more: dict[str, int] = field(default_factory=dict)
 
 
 def task_report(

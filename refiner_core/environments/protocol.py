@@ -21,12 +21,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from refiner_core.contract.errors import RefinerError
-
-if TYPE_CHECKING:
-    from refiner_core.environments.record import EpisodeRecord
+from refiner_core.environments.record import EpisodeRecord, Failure
 
 
 class InfrastructureError(RefinerError, RuntimeError):
@@ -94,14 +92,6 @@ class Message:
     content: str
 
 
-#: Why an episode failed, most telling first; of several that apply the first in this order counts.
-#: ``no_call`` no tool call or one that cannot be read; ``wrong_tool`` a tool that does not exist;
-#: ``wrong_argument`` arguments that a tool's schema refuses; ``rule_broken`` the policy forbids
-#: what was done; ``limit`` turns or context ran out; ``gave_up`` ended or handed over before the
-#: task was done; ``incomplete`` ended by itself with something missing or wrong.
-Failure = Literal[
-    "no_call", "limit", "rule_broken", "wrong_tool", "wrong_argument", "gave_up", "incomplete"
-]
 FAILURES: tuple[Failure, ...] = (
     "no_call",
     "limit",

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from refiner_core.environments.protocol import Failure
+#: Why an episode failed, most telling first; of several that apply the first in this order counts.
+#: ``no_call`` no tool call or one that cannot be read; ``wrong_tool`` a tool that does not exist;
+#: ``wrong_argument`` arguments that a tool's schema refuses; ``rule_broken`` the policy forbids
+#: what was done; ``limit`` turns or context ran out; ``gave_up`` ended or handed over before the
+#: task was done; ``incomplete`` ended by itself with something missing or wrong.
+Failure = Literal[
+    "no_call", "limit", "rule_broken", "wrong_tool", "wrong_argument", "gave_up", "incomplete"
+]
 
 #: ``finished``: it has an outcome. ``error``: the infrastructure failed; it counts as none.
 Status = Literal["finished", "error"]

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.calls import marked, plan_calls
 from refiner_core.judges.prompting import load_judge_prompts
 from refiner_core.judges.served.client import authorization
@@ -35,6 +34,7 @@ from refiner_core.judges.served.thread import EngineThread
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch
 from refiner_core.judges.store import MemoryStore
+from refiner_core.judges.surroundings import Surroundings
 
 #: Calls are planned in parts, so that the first are on their way while the last are planned.
 _PART = 128

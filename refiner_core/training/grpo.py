@@ -57,7 +57,8 @@ from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
 from refiner_core.training.rollouts.in_flight import IN_FLIGHT, Flight
-from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
+from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
+from refiner_core.training.rollouts.opening import open_lane
 from refiner_core.training.rollouts.pipeline import Pipeline, on_first
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.served.fleet import BreakerSettings
 from refiner_core.judges.store import MemoryStore
+from refiner_core.judges.surroundings import Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading

@@ -34,9 +34,9 @@ from refiner_core.evaluation.results import load_results
 from refiner_core.evaluation.run import Circumstances, evaluate_model
 from refiner_core.evaluation.samples import METRICS, load_samples, metric_kind
 from refiner_core.judges import LexicalJudge
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.store import MemoryStore
+from refiner_core.judges.surroundings import Surroundings
 from tests.support.judge_server import JudgeServer, score
 from tests.support.threaded_judge import ThreadedJudge
 

@@ -24,7 +24,6 @@ from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
 from refiner_core.judges import build_judge, prompting
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.calls import plan_calls
 from refiner_core.judges.openai import OpenAIJudge, retry_after_s
 from refiner_core.judges.served.engine import Engine, Pace
@@ -32,6 +31,7 @@ from refiner_core.judges.served.fleet import BreakerSettings
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch
 from refiner_core.judges.store import MemoryStore
+from refiner_core.judges.surroundings import Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")

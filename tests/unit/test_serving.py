@@ -50,8 +50,8 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, Refine
 from refiner_core.contract.plan import judge_service, make_plan
 from refiner_core.contract.records import Outcome, StageResult
 from refiner_core.contract.types import Endpoint, JudgeRequest
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.openai import OpenAIJudge
+from refiner_core.judges.surroundings import Surroundings
 from refiner_core.models import tiny_model_dir
 from tests.support.command import wait_until
 from tests.support.judge_server import JudgeServer, score

@@ -22,13 +22,13 @@ from refiner_core.environments.desk.registry import DOMAINS
 from refiner_core.environments.desk.user import ScriptedUser
 from refiner_core.environments.protocol import (
     Check,
-    Failure,
     Message,
     Outcome,
     Step,
     Task,
     ToolCall,
 )
+from refiner_core.environments.record import Failure
 
 KINDS = ("action", "communicate", "environment")
 Ended = Literal["", "finished", "handed_over", "user_left"]

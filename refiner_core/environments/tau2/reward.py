@@ -29,7 +29,8 @@ from typing import Any
 
 from refiner_core.contract.errors import Interrupted, RefinerError
 from refiner_core.contract.types import Judge, JudgeRequest
-from refiner_core.environments.protocol import Check, Failure, InfrastructureError
+from refiner_core.environments.protocol import Check, InfrastructureError
+from refiner_core.environments.record import Failure
 
 NL_BASIS = "NL_ASSERTION"
 _COMPONENTS = {

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import Judgement, JudgementStore, StoredJudgement
-from refiner_core.judges.build import Surroundings
 from refiner_core.judges.calls import Call
 from refiner_core.judges.served.asking import Asking
 from refiner_core.judges.served.client import Client, Lost
@@ -34,6 +33,7 @@ from refiner_core.judges.served.minder import Minder, refused
 from refiner_core.judges.served.outcome import Outcome
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch, Item
+from refiner_core.judges.surroundings import Surroundings
 
 #: Scored calls that are remembered for batches that looked into the store just before.
 _LATELY = 4096

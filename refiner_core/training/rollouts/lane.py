@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.types import Judge, PromptRow, RewardResult
-from refiner_core.environments.protocol import Environment
 from refiner_core.rewards import require_scored
 from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import (
@@ -97,33 +96,6 @@ def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> in
     """Most tokens that one of these prompts and what is sampled for it can have."""
     longest = max(len(row.prompt_ids) for row in prompts) + lane.longest
     return min(longest, grpo.max_token_length)
-
-
-def open_lane(
-    config: RecipeConfig,
-    *,
-    judge: Judge | None,
-    rewards: RewardFunction | None,
-    environment: Environment | None,
-    samples: bool,
-) -> Lane:
-    """The lane of a recipe.
-
-    Parameters
-    ----------
-    environment
-        The one to use; None opens the recipe's, where it has one and this rank ``samples``.
-
-    Raises
-    ------
-    ConfigurationError, UnsupportedError
-        See :func:`refiner_core.environments.registry.open_environment`.
-    """
-    if not config.environment.name:
-        return AnswerLane(config, judge, rewards)
-    from refiner_core.training.rollouts.episode_lane import EpisodeLane
-
-    return EpisodeLane(config, judge, environment, samples=samples)
 
 
 class AnswerLane:
