@@ -57,8 +57,8 @@ def proposed(files: Sequence[str]) -> Proposed:
 
 
 def _kind_of(file: str) -> str:
-    from flows.api import make_sweep_plan
     from flows.nightly.files import load_nightly
+    from flows.sweeping.planning import make_sweep_plan
 
     tries: dict[str, Callable[[str], object]] = {
         "recipe": load_recipe,
@@ -208,7 +208,7 @@ def deploy(
 def _checked(
     files: Sequence[str], workspace: str | None, tell: Callable[[str], None]
 ) -> list[Nightly]:
-    from flows.api import check_nightly
+    from flows.api.nightly import check_nightly
 
     checked = [check_nightly(f, [f"workspace={workspace}"] if workspace else []) for f in files]
     for one in checked:

@@ -52,8 +52,9 @@ def sweep(
     """
 
     def begin() -> Call:
-        from flows.api import begin_sweep, make_sweep_plan
+        from flows.api.sweeps import begin_sweep
         from flows.sweeping.launching import workspace_of
+        from flows.sweeping.planning import make_sweep_plan
 
         if run:
             return Call.of_sweep(Workspace.read_only(Path(workspace).absolute()), run)
@@ -62,13 +63,13 @@ def sweep(
         return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
 
     def start(call: Call) -> Detached:
-        from flows.api import detach_sweep
+        from flows.api.sweeps import detach_sweep
         from flows.sweeping.launching import Launch
 
         return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.api import cancel_sweep
+        from flows.api.sweeps import cancel_sweep
         from flows.sweeping.cancelling import suspend_sweep
 
         if how == "cancel":

@@ -26,7 +26,7 @@ from refiner_core.contract.services import is_service
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def _run(attempt: AttemptRun) -> dict[str, object]:
 
 def work_of(attempt: AttemptRun) -> StageWork:
     """All that the attempt's stage may use."""
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
 
     return StageWork(
         spec=attempt.spec,

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
 
+from flows.nightly.at import At
 from flows.nightly.checkpoints import Resolved, resolve
 from flows.nightly.harvest import Occasion, harvest
 from flows.nightly.plans import is_done, night_plan
@@ -24,9 +24,6 @@ from flows.running.calls import plan_of_run
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.nightly.values import Checkpoint
-
-if TYPE_CHECKING:
-    from flows.nightly.night import At
 
 
 def look_after(at: At, now: datetime, only: str = "") -> dict[str, str]:

@@ -8,7 +8,7 @@ that an earlier process has left unfinished goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.nightly.alerting import deliver, raise_alerts
+from flows.nightly.at import At, Tell
 from flows.nightly.checkpoints import NothingYet, Resolved, resolve
 from flows.nightly.files import in_folder_of, workspace_of
 from flows.nightly.harvest import Occasion, harvest
@@ -39,7 +40,6 @@ from refiner_core.nightly.schedule import Schedule
 from refiner_core.nightly.values import Nightly
 
 NightState = Literal["done", "incomplete", "busy", "missed"]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,6 @@ class NightOutcome:
     def exit_code(self) -> int:
         """0, or that of the first checkpoint that failed."""
         return next((e.exit_code or 1 for e in self.entries if e.state == "failed"), 0)
-
-
-@dataclass(frozen=True)
-class At:
-    """What a night is worked on with."""
-
-    nightly: Nightly
-    schedule: Schedule
-    workspace: Workspace
-    records: NightlyRecords
-    current: str
-    base: RecipeConfig
-    tell: Tell
 
 
 def run_night(

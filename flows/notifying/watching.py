@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flows.evaluations import evaluations_of
 from flows.notifying import words
 from flows.notifying.hears import Hears, Nobody
 from flows.notifying.pauses import Pauses, Sight
@@ -144,8 +145,6 @@ class RunWatching(Watching):
             self._tell(words.failed(self.topic, views, causes))
 
     def _numbers(self) -> list[dict[str, Any]]:
-        from flows.api import evaluations_of
-
         try:
             return evaluations_of(self._plan, self._workspace)
         except (OSError, KeyError, RefinerError) as error:

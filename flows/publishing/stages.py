@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flows.publishing.behind import need_result, runs_of, subject_at_work, weights_of
 from flows.publishing.delivery import model_files, papers
 from flows.publishing.facts import Collected, collect
-from flows.stages.kinds import StageWork
+from flows.stages.work import StageWork
 from infra.foreign.exports import require_whole
 from infra.publishing.opening import make_target
 from infra.publishing.targets import FileToPublish, Publication, Target, report_of

@@ -24,7 +24,7 @@ from refiner_core.contract.placement import TrainingStage, section_of, training_
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
     from refiner_core.training.rollouts.policies import Servers
@@ -74,7 +74,7 @@ def _train_as(rank: int) -> None:
 
 
 def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
     from infra.store.workspace import Workspace
     from refiner_core.contract.config import RecipeConfig
     from refiner_core.contract.records import StageSpec, from_json

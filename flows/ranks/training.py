@@ -27,7 +27,7 @@ from refiner_core.contract.placement import (
 )
 
 if TYPE_CHECKING:
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"

@@ -24,7 +24,7 @@ from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import uses
 
 if TYPE_CHECKING:
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
 
 log = logging.getLogger(__name__)
 

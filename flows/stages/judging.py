@@ -31,7 +31,7 @@ from refiner_core.contract.types import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flows.stages.kinds import StageWork
+    from flows.stages.work import StageWork
     from infra.judgements.store import WorkspaceStore
     from refiner_core.judges.surroundings import Surroundings
 

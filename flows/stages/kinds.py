@@ -7,55 +7,22 @@ another. Functions import what they need, so that a publish job does not pay for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.stages.environments import as_planned
+from flows.stages.work import StageWork
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
-from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import StageKind
-from refiner_core.contract.records import StageSpec
-from refiner_core.contract.types import Generator, Progress, StageIO
+from refiner_core.contract.types import Generator, Progress
 
 if TYPE_CHECKING:
     from flows.stages.judging import StageJudge
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """All that a stage may use.
-
-    ``inputs`` maps a role (``data``, ``policy``, ``weights`` …) to the output folder of the
-    finished stage that fills it, ``input_stages`` to its id. ``workspace`` is for cards, which
-    describe a whole run, and for what is shared: servers and the store of judgements. ``attempt``
-    is the number of this try.
-    """
-
-    spec: StageSpec
-    config: RecipeConfig
-    inputs: Mapping[str, Path]
-    input_stages: Mapping[str, str]
-    output_dir: Path
-    io: StageIO
-    stage_id: str
-    workspace: Workspace
-    attempt: int = 1
-
-    @property
-    def model_ref(self) -> str:
-        """The model that this stage starts from or measures: a folder, or a reference to the
-        recipe's base."""
-        for role in ("policy", "weights"):
-            if role in self.inputs:
-                return str(self.inputs[role] / "model")
-        return self.config.model.name_or_path
 
 
 def _judge(work: StageWork) -> AbstractContextManager[StageJudge]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flows.stages.kinds import StageWork
+from flows.stages.work import StageWork
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.restart import AttemptClosed
 from infra.services.keys import service_key

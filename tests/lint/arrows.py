@@ -40,7 +40,16 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("ranks", "rollouts", "adopting", "doctor", "launch_local"),
     ),
     "flows": (
-        *("recipes", "protocols", "checking", "stages", "ranks", "worker", "notifying"),
+        *(
+            "recipes",
+            "protocols",
+            "checking",
+            "stages",
+            "ranks",
+            "worker",
+            "evaluations",
+            "notifying",
+        ),
         *("artifacts", "running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
         *("judge_report", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),

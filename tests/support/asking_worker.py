@@ -17,7 +17,7 @@ from typing import Any
 from flows import worker
 from flows.stages import kinds as stages
 from flows.stages.judging import judge_for
-from flows.stages.kinds import StageWork
+from flows.stages.work import StageWork
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.services import CONSUMERS
 from refiner_core.contract.types import JudgeRequest, Progress

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from flows.stages.judging import judge_for
-from flows.stages.kinds import StageWork
+from flows.stages.work import StageWork
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import EvaluateConfig, JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.evaluation.run import evaluate_model

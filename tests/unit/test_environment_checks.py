@@ -12,7 +12,8 @@ import pytest
 from flows.checking.sources import resolve_sources
 from flows.cli.main import main
 from flows.stages.environments import as_planned
-from flows.stages.kinds import STAGE_FUNCTIONS, StageWork
+from flows.stages.kinds import STAGE_FUNCTIONS
+from flows.stages.work import StageWork
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig

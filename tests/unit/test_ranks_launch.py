@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.ranks.training import engine_name, in_worker, resumed_on
-from flows.stages.kinds import StageWork
+from flows.stages.work import StageWork
 from infra.jobs.protocol import JobRequest
 from infra.ranks.launch import RanksJob, agent_command
 from infra.ranks.nodes import Meeting, node_number
