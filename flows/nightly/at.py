@@ -1,4 +1,4 @@
-"""What a night is worked on with."""
+"""The context of a night: its file, schedule, workspace, records and recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class At:
-    """What a night is worked on with."""
+    """Context of a night. ``current`` is the newest night that has begun, ``base`` the recipe."""
 
     nightly: Nightly
     schedule: Schedule

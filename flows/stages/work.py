@@ -1,4 +1,4 @@
-"""What a stage function works with: its spec, configuration, inputs and output folder."""
+"""The work of a stage function: its spec, configuration, inputs and output folder."""
 
 from __future__ import annotations
 

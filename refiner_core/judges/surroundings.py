@@ -10,7 +10,7 @@ from refiner_core.contract.types import Endpoint, JudgementStore
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a judge may use of the world around it.
+    """Resources that a judge may use besides its configuration.
 
     Attributes
     ----------
