@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.campaign.timeline import Incident, clock_text
+from infra.orchestrator.timeline import Incident, clock_text
 from refiner_core.contract.views import StageView
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -44,9 +44,9 @@ from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_ta
 from flows.running.detach import Detached
 from flows.running.following import Follower, SweepFollower
 from flows.stage_tasks import Views, stage_task, warned
-from infra.campaign.history import run_incidents
-from infra.campaign.timeline import Incident
 from infra.host.processes import ProcessId, host_name
+from infra.orchestrator.history import run_incidents
+from infra.orchestrator.timeline import Incident
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace

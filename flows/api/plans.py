@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from flows.disk import Interval, PlannedRoom, planned_room, propose_fit, suggested_intervals
 from flows.running.calls import make_recipe_plan
-from infra.campaign.explain import StageForecast, explain_difference, observe_actions
 from infra.disk.forecast import Change
+from infra.orchestrator.explain import StageForecast, explain_difference, observe_actions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe, shipped_recipes

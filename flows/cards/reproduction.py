@@ -21,7 +21,7 @@ from typing import Any
 
 from flows.cards.recipe_text import recipe_text, said_again, stands_for
 from flows.checking.sources import resolve_sources
-from infra.campaign.explain import differences
+from infra.orchestrator.explain import differences
 from refiner_core.cards.public import public_command
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig

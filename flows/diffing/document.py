@@ -26,7 +26,7 @@ from flows.diffing.settings import (
 )
 from flows.diffing.sides import Half, Pair, Side, pairs_of
 from flows.diffing.training import Divergence, divergences
-from infra.campaign.history import run_incidents
+from infra.orchestrator.history import run_incidents
 from refiner_core.contract.records import to_json
 
 DIFF_VERSION = 1

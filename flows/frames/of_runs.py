@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flows.frames.columns import TABLES, chosen, make_frame, typed
 from flows.frames.finding import attempts_of, evaluate_stages, the_run, the_stage
 from flows.running.status import Watcher, stage_names
-from infra.campaign.history import run_incidents
+from infra.orchestrator.history import run_incidents
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig

@@ -1,7 +1,7 @@
-"""Calls of one night, worked on together in one thread: each is a run like any other.
+"""Calls of one night, worked on together: each is a run like any other.
 
 In: plans, and which checkpoint each is of. Out: the last views of their stages. The canary's comes
-first in every round, so it has the first slot. Ctrl-C asks all of them to save and stop.
+first, so it has the first slot. Ctrl-C asks all of them to save and stop.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
 from flows.running.recording import pin_code, record_pinned_run
 from flows.running.stop_signals import StopSignals
-from infra.campaign.campaign import Campaign
-from infra.campaign.together import SharedRouter, Together
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import make_router
+from infra.orchestrator.member import Member
+from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.sources import Given
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of, take_up
@@ -85,40 +86,33 @@ def carry_out(
     """
     if not jobs:
         return {}
-    router = SharedRouter.of(make_router(jobs[0].plan.config.dispatch, workspace))
-    together = Together()
-    campaigns: dict[str, Campaign] = {}
+    config = jobs[0].plan.config
+    members = []
     for job in jobs:
         take_up(workspace, job.run.run)
-        keeper = DiskKeeper(workspace, job.plan.config.disk)
-        campaign = Campaign(
-            job.plan, workspace, router, run=job.run, keeper=keeper, together=together
-        )
-        campaigns[job.found.checkpoint.name] = campaign
-        campaign.begin()
-    _step_all(campaigns, router, tell)
-    return {name: campaign.views() for name, campaign in campaigns.items()}
-
-
-def _step_all(campaigns: Mapping[str, Campaign], router: SharedRouter, tell: Tell) -> None:
-    left = dict(campaigns)
+        members.append(Member(job.plan, job.run, workspace, job.found.checkpoint.name))
+    source = Given(members, lambda member: tell(f"{member.name}: {_words(member.views())}"))
+    orchestrator = Orchestrator(
+        source,
+        workspace,
+        make_router(config.dispatch, workspace),
+        config,
+        keeper=DiskKeeper(workspace, config.disk),
+    )
     with StopSignals() as signals:
-        while left:
+
+        def wait(seconds: float) -> None:
+            signals.wait(seconds)
             if by := signals.asked():
                 tell(
                     f"Stopping ({by}): running evaluations save at their next step. "
                     "Ctrl-C again leaves."
                 )
-                for campaign in left.values():
-                    campaign.request_stop(by)
-            router.refresh()
-            for name, campaign in list(left.items()):
-                if campaign.step():
-                    del left[name]
-                    tell(f"{name}: {_words(campaign.views())}")
-            router.flush()
-            if left:
-                signals.wait(max(campaign.wake_after() for campaign in left.values()))
+                orchestrator.request_stop(by)
+
+        orchestrator.begin()
+        orchestrator.work(wait)
+    return {member.name: member.views() for member in members}
 
 
 def _words(views: Mapping[str, StageView]) -> str:

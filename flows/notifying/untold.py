@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flows.notifying.sender import NOT_TOLD
-from infra.campaign.history import run_events
+from infra.orchestrator.history import run_events
 from infra.store.workspace import Workspace
 
 

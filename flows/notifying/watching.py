@@ -18,8 +18,8 @@ from flows.notifying.hears import Hears, Nobody
 from flows.notifying.pauses import Pauses, Sight
 from flows.notifying.sender import Sender
 from flows.notifying.words import Message, Topic
-from infra.campaign.reconcile import paused_after
 from infra.host.processes import ProcessId, host_name
+from infra.orchestrator.reconcile import paused_after
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.alarms import alarms_of

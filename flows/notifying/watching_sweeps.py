@@ -1,7 +1,7 @@
 """Sees what is worth a message in how a sweep goes: a trial that fails, limits, pauses, the end.
 
-In: a supervisor, looked at again and again. Out: messages of the sweep's own. A trial sends none:
-the first one that fails is told of, with the others at the end, however many there are.
+In: a sweep at work, looked at again and again. Out: messages of the sweep's own. A trial sends
+none: the first one that fails is told of, with the others at the end, however many there are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from refiner_core.contract.views import StageView
 _TRIAL_WAIT_S = 5.0
 
 
-class Supervised(Protocol):
-    """What is asked of a supervisor: :class:`flows.sweeping.supervisor.Supervisor` is one."""
+class SweepAtWork(Protocol):
+    """What is asked of a sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
 
     held: str
 
@@ -44,16 +44,16 @@ class Supervised(Protocol):
 class SweepWatching(Watching):
     """Watches one sweep."""
 
-    def __init__(self, supervisor: Supervised, *, resumed: bool, **common: Any) -> None:
+    def __init__(self, sweep: SweepAtWork, *, resumed: bool, **common: Any) -> None:
         super().__init__(**common)
-        self._supervisor, self._resumed, self._worked = supervisor, resumed, False
+        self._sweep, self._resumed, self._worked = sweep, resumed, False
         self._told_held = self._told_trial = False
         self._failed_at: float | None = None
         self._was_wrong: frozenset[str] | None = None
 
     def _look(self, _: Mapping[str, StageView]) -> None:
-        trials = self._supervisor.standing()
-        working = self._supervisor.working()
+        trials = self._sweep.standing()
+        working = self._sweep.working()
         self._worked = self._worked or bool(working)
         self._watch_pauses(
             {
@@ -62,13 +62,13 @@ class SweepWatching(Watching):
                 for name, v in found.items()
             }
         )
-        if self._supervisor.held:
+        if self._sweep.held:
             self._tell_held()
         self._watch_trials(trials)
 
     def _tell_held(self) -> None:
         if not self._told_held:
-            self._tell(words.held(self.topic, self._supervisor.held))
+            self._tell(words.held(self.topic, self._sweep.held))
         self._told_held = True
 
     def _watch_trials(self, trials: Mapping[str, Any]) -> None:
@@ -87,12 +87,12 @@ class SweepWatching(Watching):
             self._tell(words.trial_failed(self.topic, first, trials[first].reason, counts))
 
     def _end(self, _: Mapping[str, StageView]) -> None:
-        trials = self._supervisor.standing()
+        trials = self._sweep.standing()
         wrong = {n: w.reason for n, w in trials.items() if w.state == "failed"}
         halted = {n: w.reason for n, w in trials.items() if w.state == "interrupted"}
         if not wrong and (why := self._why_stopped()):
             self._tell(words.stopped(self.topic, why))
-        elif self._supervisor.held and not wrong:
+        elif self._sweep.held and not wrong:
             self._tell_held()
         elif wrong or halted:
             self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, counted(trials)))
@@ -107,7 +107,7 @@ def counted(trials: Mapping[str, Any]) -> str:
 
 
 def hears_of_sweep(
-    supervisor: Supervised,
+    sweep: SweepAtWork,
     record: SweepRecord,
     notify: NotifyConfig,
     workspace: Workspace,
@@ -122,4 +122,4 @@ def hears_of_sweep(
         return Nobody()
     topic = Topic(sweep_call(record.name), record.recipe, str(workspace.root), host_name())
     common = common_of(topic, notify, workspace, record.started_at, before, say)
-    return SweepWatching(supervisor, resumed=resumed, **common)
+    return SweepWatching(sweep, resumed=resumed, **common)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flows.notifying.pauses import Pause
-from infra.campaign.timeline import WHAT, rough
 from infra.host.secrets import masked
+from infra.orchestrator.timeline import WHAT, rough
 from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.views import StageView
 

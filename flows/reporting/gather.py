@@ -20,8 +20,8 @@ import numpy as np
 from flows.reporting.questions import questions_of
 from flows.reporting.samples import SamplesReader
 from flows.sweeping.reading import SweepReader, TrialStanding
-from infra.campaign.history import run_events, stage_history
-from infra.campaign.timeline import Incident, incidents_of
+from infra.orchestrator.history import run_events, stage_history
+from infra.orchestrator.timeline import Incident, incidents_of
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.traces import read_metrics

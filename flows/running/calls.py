@@ -20,7 +20,6 @@ from flows.checking.server_programs import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
-from infra.host.processes import ProcessId
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
 from infra.store.orchestrators import orchestrator_of, take_up
@@ -212,8 +211,8 @@ def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
     NoSpaceError
         There was none for ``disk.wait_min``.
     """
-    from infra.campaign.room_keeping import when_there_is_room
     from infra.disk.keeper import DiskKeeper
+    from infra.orchestrator.room_keeping import when_there_is_room
 
     keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
     return when_there_is_room(action, keeper, config.disk, say)
@@ -327,9 +326,9 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     from flows.running.attaching import attach
     from flows.running.console import Console
     from flows.running.showing import run_shown
-    from infra.campaign.campaign import Campaign
     from infra.disk.keeper import DiskKeeper
     from infra.disk.watch import DiskEvent, DiskWatch
+    from infra.orchestrator.orchestrator import Orchestrator
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
@@ -340,16 +339,15 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
     console = showing.console or own
     keeper = DiskKeeper(workspace, plan.config.disk)
-    campaign = Campaign(plan, workspace, router, run=run, keeper=keeper)
+    orchestrator = Orchestrator.of_run(plan, workspace, router, run=run, keeper=keeper)
 
     def tell(event: DiskEvent) -> None:
-        campaign.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+        orchestrator.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
-    campaign.note({"event": "begin", "process": str(ProcessId.of())})
     hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
-    with DiskWatch(keeper, campaign.next_save_bytes, tell):
+    with DiskWatch(keeper, orchestrator.next_save_bytes, tell):
         views = run_shown(
-            campaign,
+            orchestrator,
             console=console,
             hears=hears,
             begun=lambda: attach(workspace, run.run, console) if showing.use_server else None,

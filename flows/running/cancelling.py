@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import psutil
 
 from flows.running.status import stage_names
-from infra.campaign.observe import Observer, Patience
-from infra.campaign.outage import one_by_one
-from infra.campaign.reconcile import Seen
-from infra.campaign.timeline import first_line
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import Router, make_router
 from infra.jobs.failures import is_outage, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.outage import Trouble
+from infra.orchestrator.reconcile import Seen
+from infra.orchestrator.timeline import first_line
 from infra.store.leases import held_by_others
 from infra.store.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
 from infra.store.workspace import Workspace
@@ -231,11 +231,12 @@ class _Cancel:
     ) -> tuple[str, ...]:
         """One look at all jobs, and what follows; the stages that are open then."""
         _, observed = observer.look(ids)
-        with one_by_one() as each:
-            for stage_id, attempt in observer.open.items():
-                if (seen := observed.attempts.get(stage_id)) is not None:
-                    with each():
-                        self._end(router, attempt, seen, reason)
+        errors = Trouble[str]()
+        for stage_id, attempt in observer.open.items():
+            if (seen := observed.attempts.get(stage_id)) is not None:
+                with errors.at(stage_id):
+                    self._end(router, attempt, seen, reason)
+        errors.raise_first()
         return self.open_stages()
 
     def _cannot_look(self, error: OSError) -> None:

@@ -19,7 +19,7 @@ _REFRESH_S = 0.5
 
 
 class Runnable(Protocol):
-    """What is asked of a campaign here. ``infra.campaign.campaign.Campaign`` is one."""
+    """What is asked of a campaign here. ``infra.orchestrator.orchestrator.Orchestrator`` is one."""
 
     def start(self) -> None:
         """Begin, in a thread of its own."""

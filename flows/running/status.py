@@ -15,15 +15,15 @@ from flows.running.hurried import DiskStatus, HurriedProbe, HurriedRouter
 from flows.running.which import find_run as find_run
 from flows.running.which import is_finished as is_finished
 from flows.running.which import unfinished_runs as unfinished_runs
-from infra.campaign.history import devices_of, run_events, run_incidents
-from infra.campaign.observe import Observer, Patience
-from infra.campaign.reconcile import NO_ROOM, Seen
-from infra.campaign.timeline import Incident, first_line
 from infra.disk.probe import Prober
 from infra.jobs.dispatch import Router, router_to_look
 from infra.jobs.failures import CLASSES, budget_left
 from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.history import devices_of, run_events, run_incidents
+from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.reconcile import NO_ROOM, Seen
+from infra.orchestrator.timeline import Incident, first_line
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig

@@ -1,6 +1,6 @@
 """Progress of a sweep on standard error.
 
-In: a supervisor, looked at again and again. Out: on a terminal the trials at work and the totals,
+In: an admission, looked at again and again. Out: on a terminal the trials at work and the totals,
 redrawn in place; elsewhere a line when a trial begins or ends, and now and then one about those at
 work. Standard output belongs to ``--json``.
 """
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from flows.running.console import detail
 from flows.running.screen import Screen
-from infra.campaign.timeline import first_line, rough
 from infra.host.terminal import printable, raw
+from infra.orchestrator.timeline import first_line, rough
 from refiner_core.contract.views import StageView
 from refiner_core.report.sweep.document import TrialState
 
 if TYPE_CHECKING:
-    from flows.sweeping.supervisor import Supervisor
+    from flows.sweeping.admission import Admission
     from flows.sweeping.words import TrialWord
 
 _EVERY_S = 30.0
@@ -33,21 +33,21 @@ class SweepConsole(Screen):
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        admission: Admission,
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(quiet, stream, clock)
-        self._supervisor = supervisor
-        self._said: dict[str, str] = dict.fromkeys(supervisor.standing(), "waiting")
+        self._admission = admission
+        self._said: dict[str, str] = dict.fromkeys(admission.standing(), "waiting")
         self._told_at = clock()
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
         with self._lock:
-            words = self._supervisor.standing()
+            words = self._admission.standing()
             for name, word in words.items():
                 if self._said.get(name, "waiting") != word.state:
                     self._said[name] = word.state
@@ -65,7 +65,7 @@ class SweepConsole(Screen):
         """The last state of every trial."""
         self.show(views)
         self.close()
-        words = self._supervisor.standing()
+        words = self._admission.standing()
         if not self._quiet or any(w.state != "done" for w in words.values()):
             self._print(f"{self._totals(words)} in {rough(self._clock() - self._began)}")
 
@@ -86,7 +86,7 @@ class SweepConsole(Screen):
         return f"{len(words)} trials: {counts or 'none'}"
 
     def _at_work(self) -> Iterator[str]:
-        for name, views in self._supervisor.working().items():
+        for name, views in self._admission.working().items():
             busy = [v for v in views.values() if v.state in ("running", "reattached", "paused")]
             waits = [v for v in views.values() if v.state in ("queued", "waiting")]
             for view in busy or waits[:1]:

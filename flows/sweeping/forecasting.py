@@ -15,8 +15,8 @@ from flows.disk import size_of_model
 from flows.sweeping.history import done_stages, read_history
 from flows.sweeping.reading import use_file
 from flows.sweeping.use import UseReader
-from infra.campaign.timeline import rough, size_text
 from infra.disk.forecast import Knowledge, forecast_disk
+from infra.orchestrator.timeline import rough, size_text
 from infra.store.workspace import Workspace
 from sweeps.fitting import Passed, passed_limits
 from sweeps.forecast import StageForecast, SweepForecast, forecast_sweep

@@ -1,4 +1,4 @@
-"""Launches a sweep and works on it to its end: recorded, taken up, supervised, shown.
+"""Launches a sweep and works on it to its end: recorded, taken up, orchestrated, shown.
 
 In: a :class:`SweepPlan` and the version that it is recorded as. Out: a :class:`SweepOutcome`. What
 a sweep is stands in its record, so another process can go on with it: in the background, in a job,
@@ -26,22 +26,22 @@ from flows.running.calls import (
     with_room,
 )
 from flows.running.showing import run_shown
+from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.canary import find_canary
 from flows.sweeping.console import SweepConsole
 from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
 from flows.sweeping.reading import last_words, use_file
-from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
 from flows.sweeping.words import TrialWord
-from infra.campaign.together import SharedRouter
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
@@ -164,63 +164,62 @@ def work_on_sweep(
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
     keeper = DiskKeeper(workspace, config.disk)
-    supervisor = supervisor_of(plan, record, keeper, launch)
+    admission = admission_of(plan, workspace, record, launch)
     notify, resumed = config.notify, launch.resumed
-    hears = hears_of_sweep(supervisor, record, notify, workspace, before, resumed=resumed, say=say)
+    hears = hears_of_sweep(admission, record, notify, workspace, before, resumed=resumed, say=say)
     if is_finished(plan, workspace):
-        supervisor.begin()
-        supervisor.step()
+        admission.begin()
+        admission.end(None)
         hears.over({})
         hears.close()
     else:
-        _supervise(supervisor, keeper, launch, hears)
-    _keep_use(supervisor)
+        _orchestrate(admission, keeper, launch, hears)
+    _keep_use(admission)
     return SweepOutcome(
-        record, workspace, supervisor.standing(), supervisor.held, supervisor.exit_code
+        record, workspace, admission.standing(), admission.held, admission.exit_code
     )
 
 
-def _keep_use(supervisor: Supervisor) -> None:
+def _keep_use(admission: Admission) -> None:
     """For whoever looks next; a disk that does not take it costs them a second."""
-    path = use_file(supervisor.workspace, supervisor.plan.sweep.name)
+    path = use_file(admission.workspace, admission.plan.sweep.name)
     try:
-        supervisor.budget.use.keep(path, supervisor.plan.stages())
+        admission.budget.use.keep(path, admission.plan.stages())
     except OSError as error:
         log.warning("what the sweep has used is not kept: %s", error)
 
 
-def _supervise(supervisor: Supervisor, keeper: DiskKeeper, launch: Launch, hears: Hears) -> None:
-    console = SweepConsole(supervisor, quiet=launch.quiet)
-    supervisor.tell = console.note
-    room, call = supervisor.workspace, sweep_call(supervisor.plan.sweep.name)
-    supervisor.note({"event": "begin", "process": str(ProcessId.of())})
+def _orchestrate(admission: Admission, keeper: DiskKeeper, launch: Launch, hears: Hears) -> None:
+    room, call = admission.workspace, sweep_call(admission.plan.sweep.name)
+    config = config_of(admission.plan)
+    router = make_router(config.dispatch, room)
+    router.check(admission.plan.stages().values())
+    orchestrator = Orchestrator(admission, room, router, config, keeper=keeper)
+    console = SweepConsole(admission, quiet=launch.quiet)
+    admission.stop, admission.tell = orchestrator.request_stop, console.note
+    admission.note({"event": "begin", "process": str(ProcessId.of())})
 
     def tell(event: DiskEvent) -> None:
-        supervisor.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+        admission.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
 
-    with DiskWatch(keeper, supervisor.next_save_bytes, tell):
+    with DiskWatch(keeper, orchestrator.next_save_bytes, tell):
         run_shown(
-            supervisor,
+            orchestrator,
             console=console,
             hears=hears,
             begun=lambda: attach(room, call, console) if launch.use_server else None,
         )
 
 
-def supervisor_of(
-    plan: SweepPlan, record: SweepRecord, keeper: DiskKeeper, launch: Launch
-) -> Supervisor:
-    """All that works on a sweep, before it begins."""
-    workspace, config = keeper.workspace, config_of(plan)
-    router = SharedRouter.of(make_router(config.dispatch, workspace))
-    for stage in plan.stages().values():
-        router.check((stage,))
+def admission_of(
+    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
+) -> Admission:
+    """What admits the trials of a sweep, before it begins."""
+    config = config_of(plan)
     trials = Trials(
         sweep=record.name,
         recipe=plan.sweep.recipe,
         workspace=workspace,
-        router=router,
-        keeper=keeper,
         told=last_words(workspace, record.name),
         take_over=launch.take_over,
         pin=lambda room: pin_for(room, record.name),
@@ -230,10 +229,9 @@ def supervisor_of(
     def corrected(canary: Sequence[CanaryMeasure]) -> SweepForecast:
         return forecast_of(plan, workspace, canary)
 
-    return Supervisor(
+    return Admission(
         plan=plan,
         workspace=workspace,
-        router=router,
         trials=trials,
         budget=Budget(
             plan.sweep.limits,

@@ -17,7 +17,7 @@ from typing import Any
 
 from flows.running.status import eta_s, metric_text
 from flows.sweeping.use import NOTHING, Use, UseReader
-from infra.campaign.history import read_events
+from infra.orchestrator.history import read_events
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace

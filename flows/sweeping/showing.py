@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flows.sweeping.before import Before, look_before
-from infra.campaign.explain import StageForecast, observe_stages
+from infra.orchestrator.explain import StageForecast, observe_stages
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from sweeps.definition import load_sweep, shipped_sweeps

@@ -16,7 +16,7 @@ from flows.notifying.untold import not_told_lines
 from flows.running.status import orchestrator_text
 from flows.sweeping.reading import SweepReader, TrialStanding
 from flows.sweeping.use import NOTHING, Use
-from infra.campaign.timeline import device_time, first_line, rough
+from infra.orchestrator.timeline import device_time, first_line, rough
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace

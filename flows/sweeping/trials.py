@@ -1,9 +1,9 @@
-"""Trials as runs: recorded, taken up, and put to work as campaigns.
+"""Trials as runs: recorded, or taken up.
 
-In: trials of a plan. Out: a :class:`Live` each: its run's record and a campaign that has begun. A
-trial that was begun before goes on as its run, with the code that it was begun with; one that has
-failed, or whose stages are others by now, becomes a new run with the code as it is now. The code is
-pinned once, when the first new run needs it, however many there are.
+In: trials of a plan. Out: a member for the orchestrator each, with its run's record. A trial that
+was begun before goes on as its run, with the code that it was begun with; one that has failed, or
+whose stages are others by now, becomes a new run with the code as it is now. The code is pinned
+once, when the first new run needs it, however many there are.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flows.running.recording import Pinned, pin_code, record_pinned_run
-from infra.campaign.campaign import Campaign
-from infra.campaign.room_keeping import Keeper
-from infra.campaign.together import Together
-from infra.jobs.dispatch import Router
+from infra.orchestrator.member import Member
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
@@ -41,15 +38,6 @@ class TrialElsewhere(ConfigurationError):
 
 
 @dataclass
-class Live:
-    """A trial at work."""
-
-    trial: Trial
-    run: RunRecord
-    campaign: Campaign
-
-
-@dataclass
 class Trials:
     """Begins trials of one sweep.
 
@@ -57,8 +45,8 @@ class Trials:
     ----------
     sweep, recipe
         The sweep's name, and the recipe that its trials are made of, as `refiner run` takes it.
-    workspace, router, keeper, clock
-        As for a campaign; all trials share them.
+    workspace, clock
+        As for a member; all trials share them.
     told
         What was last said of trials (:func:`flows.sweeping.reading.last_words`).
     take_over
@@ -70,18 +58,15 @@ class Trials:
     sweep: str
     recipe: str
     workspace: Workspace
-    router: Router
-    keeper: Keeper
     told: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     take_over: bool = False
     pin: Callable[[Workspace], Pinned] = pin_code
     clock: Callable[[], float] = time.monotonic
-    together: Together = field(default_factory=Together)
     _pinned: Pinned | None = None
     _not_begun: set[str] = field(default_factory=set)
 
-    def begin(self, trial: Trial, *, canary: bool = False) -> Live:
-        """Record the trial as a run, or take its run up, and let its campaign look.
+    def begin(self, trial: Trial, *, canary: bool = False) -> Member:
+        """Record the trial as a run, or take its run up.
 
         Raises
         ------
@@ -94,24 +79,15 @@ class Trials:
         run = self._recorded(trial) or self._new_run(trial, plan)
         self._take_up(run.run)
         self.workspace.withdraw_cancel(run.run)
-        campaign = Campaign(
-            plan,
-            self.workspace,
-            self.router,
-            run=run,
-            keeper=self.keeper,
-            clock=self.clock,
-            together=self.together,
-        )
-        campaign.note({"event": "begin", "process": campaign.owner})
+        member = Member(plan, run, self.workspace, trial.name, self.clock)
         try:
-            campaign.begin()
+            member.begin()
         except Exception as error:  # else it would seem to be worked on as long as the sweep is
-            campaign.give_up(error)
+            member.give_up(error)
             self._not_begun.add(run.run)
             raise
         self._not_begun.discard(run.run)
-        return Live(trial, run, campaign)
+        return member
 
     def _take_up(self, run_id: str) -> None:
         who = orchestrator_of(self.workspace, run_id)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from infra.campaign.timeline import StageHistory, incidents_of, seconds_between
+from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_between
 from infra.store import atomic
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace

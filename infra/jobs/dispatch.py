@@ -19,8 +19,6 @@ from refiner_core.contract.plan import PlannedStage
 
 #: Names the executor that a stage's job goes to.
 Choice = Callable[[PlannedStage], str]
-#: Hears which of the submitted jobs did not start, and why.
-Told = Callable[[Mapping[AttemptRef, Exception]], None]
 
 
 class Router:
@@ -51,9 +49,11 @@ class Router:
         for stage in stages:
             self.dispatchers[self.executor_for(stage)].check(stage)
 
-    def submit(self, executor: str, requests: Sequence[JobRequest], tell: Told) -> None:
-        """Start jobs of one executor; ``tell`` hears what went wrong, by attempt."""
-        tell(self.dispatchers[executor].submit(requests))
+    def submit(
+        self, executor: str, requests: Sequence[JobRequest]
+    ) -> Mapping[AttemptRef, Exception]:
+        """Start jobs of one executor; what went wrong, by attempt."""
+        return self.dispatchers[executor].submit(requests)
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, by one look per dispatcher. Jobs of an executor that this call does not

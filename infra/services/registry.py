@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.campaign.observe import Observer
-from infra.campaign.reconcile import Seen
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router, make_router, router_to_look
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.orchestrator.observe import Observer
+from infra.orchestrator.reconcile import Seen
 from infra.services.keys import known_key
 from infra.store import atomic
 from infra.store.leases import holders

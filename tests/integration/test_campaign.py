@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from infra.attempt.attempt import AttemptRun
-from infra.campaign.campaign import Campaign
-from infra.campaign.explain import observe_actions
-from infra.campaign.history import read_events
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.jobs.worker_command import job_settings
+from infra.orchestrator.explain import observe_actions
+from infra.orchestrator.history import read_events
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.snapshot import snapshot_code
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
@@ -57,10 +57,12 @@ def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
     (workspace.root / "behaviour.json").write_text(json.dumps(behaviour))
 
 
-def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Campaign:
+def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Orchestrator:
     run = run_record(workspace, plan)
     keeper = DiskKeeper(workspace, plan.config.disk)
-    return Campaign(plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more)
+    return Orchestrator.of_run(
+        plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more
+    )
 
 
 def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
@@ -146,9 +148,9 @@ def test_views_show_progress_while_a_stage_runs(workspace: Workspace) -> None:
     assert states_of(workspace, campaign, "data") == ["waiting", "running", "done"]
 
 
-def states_of(workspace: Workspace, campaign: Campaign, stage: str) -> list[str]:
+def states_of(workspace: Workspace, campaign: Orchestrator, stage: str) -> list[str]:
     """How a stage was, one after the other, by the call's event log."""
-    events = read_events(workspace.layout.run(campaign.run.run).events)
+    events = read_events(workspace.layout.run(campaign.source.shown[0].run.run).events)
     found = (e["state"] for e in events if e["event"] == "stage" and e["stage"] == stage)
     return list(dict.fromkeys(found))
 
@@ -414,7 +416,7 @@ def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
 ) -> None:
     plan = small_plan("data")
     router = fake_router(workspace, "-m", "no_such_worker")
-    campaign = Campaign(plan, workspace, router, run=run_record(workspace, plan))
+    campaign = Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan))
     campaign.start()
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("failed", 1)
@@ -521,7 +523,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) ->
             file.write(os.urandom(4096))
     with pytest.raises(NoSpaceError, match="No room left"):
         Workspace.open(small_disk / "ws")
-    campaign = Campaign(plan, workspace, fake_router(workspace), run=run)
+    campaign = Orchestrator.of_run(plan, workspace, fake_router(workspace), run=run)
     with pytest.raises(NoSpaceError, match="recording the run"):
         campaign.start()
     assert workspace.read_record(plan.by_name["data"].id) is None

@@ -22,9 +22,9 @@ import pytest
 
 from flows.running.console import Console
 from flows.running.status import Watcher
-from infra.campaign.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RetryConfig
 from refiner_core.contract.plan import Plan
@@ -80,7 +80,7 @@ class Going:
         self.run = replace(run_record(workspace, self.plan), config=to_json(self.plan.config))
         self.shown = io.StringIO()
         console = Console(stream=self.shown)
-        self.campaign = Campaign(
+        self.campaign = Orchestrator.of_run(
             self.plan,
             workspace,
             fake_router(workspace),

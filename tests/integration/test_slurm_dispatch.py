@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.campaign.campaign import Campaign as OneCall
 from infra.jobs.dispatch import Router
 from infra.jobs.worker_command import WorkerCommand
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.slurm.commands import SlurmUnavailable
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
@@ -284,7 +284,7 @@ def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
     )
     plan = small_plan("data", "sft", backoff_s=0.01)
     router = Router({"slurm": dispatcher}, lambda _: "slurm")
-    run = OneCall(plan, workspace, router, run=run_record(workspace, plan))
+    run = Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan))
     waits: list[StageView] = []
     run.start()
     while workspace.layout.stage(plan.by_name["data"].id).attempt_numbers() != [1] or (

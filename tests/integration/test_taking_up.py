@@ -14,8 +14,8 @@ import pytest
 from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, work_on, work_on_sweep
 from flows.running.calls import Showing
 from flows.sweeping.launching import Launch, workspace_of
-from infra.campaign import room_keeping
 from infra.host.processes import ProcessId
+from infra.orchestrator import room_keeping
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace

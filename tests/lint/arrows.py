@@ -36,7 +36,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     ),
     "infra": (
         *("host", "store", "jobs", "judgements", "publishing", "hub", "foreign", "disk"),
-        *("tracking", "profiles", "slurm", "prefect_server", "attempt", "campaign", "services"),
+        *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
         *("ranks", "rollouts", "adopting", "doctor", "launch_local"),
     ),
     "flows": (

@@ -75,7 +75,7 @@ NEAREST: dict[str, dict[str, str]] = {
         "sweeps/power.py": "sweep_power",
     },
     "dispatch": {
-        "infra/campaign/reconcile.py": "reconcile",
+        "infra/orchestrator/reconcile.py": "reconcile",
         "infra/jobs/dispatch.py": "campaign_rounds status cancelling",
         "infra/jobs/failures.py": "failures reconcile campaign_rounds",
         "infra/jobs/local.py": "processes niceness campaign_rounds",

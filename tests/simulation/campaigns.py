@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infra.campaign.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig, SftConfig
 from refiner_core.contract.errors import NoSpaceError
@@ -200,7 +200,7 @@ class Schedule:
         try:
             workspace = Workspace(self.root)
             slurm = SimSlurm(self.cluster, workspace)
-            campaign = Campaign(
+            campaign = Orchestrator.of_run(
                 self.plan,
                 workspace,
                 Router({"slurm": slurm}, lambda _: "slurm"),

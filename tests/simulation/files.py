@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import infra.attempt.attempt
-import infra.campaign.room_keeping
+import infra.orchestrator.room_keeping
 import infra.store.room
 import infra.store.workspace
 from infra.attempt import heartbeat, room
@@ -213,7 +213,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (infra.store.room, infra.campaign.room_keeping, infra.store.workspace):
+    for module in (infra.store.room, infra.orchestrator.room_keeping, infra.store.workspace):
         put(module, "has_room", disk.has_room)
 
     def refusal(folder: Path, size: int) -> int | None:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import infra.campaign.campaign
-import infra.campaign.reconcile
+import infra.orchestrator.orchestrator
+import infra.orchestrator.reconcile
 import tests.simulation.worker
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
-from infra.campaign.observe import Observer
+from infra.orchestrator.observe import Observer
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore
 from infra.store.holds import Holds
@@ -85,19 +85,22 @@ def _submit_again_after_silence() -> Iterable[Patch]:
 
 
 def _no_budget() -> Iterable[Patch]:
-    yield infra.campaign.reconcile, "budget_left", lambda attempts, retries: True
+    yield infra.orchestrator.reconcile, "budget_left", lambda attempts, retries: True
 
 
 def _stop_is_no_stop() -> Iterable[Patch]:
-    yield infra.campaign.reconcile._Step, "_after_end", lambda self, stage, record, outcome: None
+    yield (
+        infra.orchestrator.reconcile._Step,
+        "_after_end",
+        lambda self, stage, record, outcome: None,
+    )
 
 
 def _everything_is_history() -> Iterable[Patch]:
-    def note(self: Any, records: Any, observed: Any) -> None:
-        self._ended_before = {}
-        self._done_before = frozenset()
+    def note(self: Any, member: Any) -> None:
+        member.done_before = frozenset()
 
-    yield infra.campaign.campaign.Campaign, "_note_beginning", note
+    yield infra.orchestrator.orchestrator.Orchestrator, "_note_beginning", note
 
 
 def _metrics_not_taken_over() -> Iterable[Patch]:

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from flows.running.attaching import attach
-from infra.campaign.diary import Diary, stage_event
 from infra.host.processes import ProcessId
+from infra.orchestrator.diary import Diary, stage_event
 from infra.store import atomic
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from infra.campaign.campaign import Campaign
 from infra.jobs.dispatch import Router
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.services.registry import ServiceStatus, services_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import JudgeConfig, ServeConfig
@@ -79,10 +79,12 @@ class Bench:
             self.workspace.publish_result(data.id, done)
         return plan
 
-    def campaign(self, plan: Plan, router: Router | None = None) -> Campaign:
+    def campaign(self, plan: Plan, router: Router | None = None) -> Orchestrator:
         """A call on the plan, not begun yet."""
         router = router or fake_router(self.workspace, str(WORKER))
-        return Campaign(plan, self.workspace, router, run=run_record(self.workspace, plan))
+        return Orchestrator.of_run(
+            plan, self.workspace, router, run=run_record(self.workspace, plan)
+        )
 
     def run(self, plan: Plan) -> dict[str, StageView]:
         """A call on the plan, to its end."""

@@ -7,23 +7,25 @@ or the name of a failure class. Whatever is not in the script of its trial and s
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flows.running.recording import Pinned
+from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.canary import find_canary
 from flows.sweeping.launching import Launch, concurrency_of, config_of
 from flows.sweeping.limits import Budget
 from flows.sweeping.reading import last_words
-from flows.sweeping.supervisor import Outlook, Supervisor
 from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
-from infra.campaign.room_keeping import ProbingKeeper
-from infra.campaign.together import SharedRouter
 from infra.host.processes import ProcessId
+from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.room_keeping import ProbingKeeper
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
 from infra.store.workspace import Workspace
@@ -162,22 +164,23 @@ class Jobs:
 class Bench:
     """A sweep ready to be stepped by a test."""
 
-    supervisor: Supervisor
+    orchestrator: Orchestrator
+    admission: Admission
     jobs: Jobs
     workspace: Workspace
     said: list[str]
 
     def run(self, rounds: int = 400) -> dict[str, str]:
         """Step to the end; how each trial stands."""
-        self.supervisor.begin()
+        self.orchestrator.begin()
         for _ in range(rounds):
-            if self.supervisor.step():
+            if self.orchestrator.step():
                 return self.states()
         raise AssertionError(f"still at work: {self.states()}")
 
     def states(self) -> dict[str, str]:
         """Trial -> state."""
-        return {name: word.state for name, word in self.supervisor.standing().items()}
+        return {name: word.state for name, word in self.admission.standing().items()}
 
 
 def bench(
@@ -189,24 +192,23 @@ def bench(
     passed: Callable[[SweepForecast], Sequence[str]] = lambda _: (),
     past_canary: bool = False,
     jobs: Jobs | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Bench:
-    """A supervisor over real records and told jobs."""
+    """An orchestrator of trials over real records and told jobs."""
     jobs = jobs or Jobs(workspace, plan, script or {})
-    router = SharedRouter({jobs.executor: jobs}, lambda _: jobs.executor)
+    router = Router({jobs.executor: jobs}, lambda _: jobs.executor)
     said: list[str] = []
     empty = SweepForecast((), (), 0.0, 0.0, 0, 0.0, "")
     make = forecast or (lambda: empty)
-    launch, dispatch = Launch(past_canary=past_canary), config_of(plan).dispatch
-    supervisor = Supervisor(
+    launch, config = Launch(past_canary=past_canary), config_of(plan)
+    config = replace(config, dispatch=replace(config.dispatch, poll_s=0.0))
+    admission = Admission(
         plan=plan,
         workspace=workspace,
-        router=router,
         trials=Trials(
             sweep=plan.sweep.name,
             recipe=plan.sweep.recipe,
             workspace=workspace,
-            router=router,
-            keeper=ProbingKeeper(workspace),
             told=last_words(workspace, plan.sweep.name),
             pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
         ),
@@ -218,8 +220,13 @@ def bench(
             passed=passed,
             past_canary=launch.past_canary,
         ),
-        concurrency=concurrency_of(plan, dispatch),
+        concurrency=concurrency_of(plan, config.dispatch),
         poll_s=0.0,
         tell=said.append,
     )
-    return Bench(supervisor, jobs, workspace, said)
+    orchestrator = Orchestrator(
+        admission, workspace, router, config, keeper=ProbingKeeper(workspace), clock=clock
+    )
+    admission.clock = admission.trials.clock = clock
+    admission.stop = orchestrator.request_stop
+    return Bench(orchestrator, admission, jobs, workspace, said)

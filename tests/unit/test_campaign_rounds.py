@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from infra.campaign.actions import Launch
-from infra.campaign.campaign import Campaign
-from infra.campaign.room_keeping import ProbingKeeper
-from infra.campaign.views import view_of
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator.actions import Launch
+from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.room_keeping import ProbingKeeper
+from infra.orchestrator.views import view_of
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -61,13 +61,13 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace.open(tmp_path / "w")
 
 
-def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any) -> Campaign:
+def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any) -> Orchestrator:
     router = Router({d.executor: d for d in dispatchers}, lambda _: dispatchers[0].executor)
-    return Campaign(plan, workspace, router, run=run_record(workspace, plan), **more)
+    return Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan), **more)
 
 
-def events(campaign: Campaign, name: str) -> list[dict[str, Any]]:
-    path = campaign.workspace.layout.run(campaign.run.run).events
+def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:
+    path = campaign.workspace.layout.run(campaign.source.shown[0].run.run).events
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [e for e in found if e["event"] == name]
 
@@ -203,11 +203,11 @@ def test_a_call_that_broke_is_not_said_to_work_on(
     def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(campaign, "_stop_jobs", broken)
+    monkeypatch.setattr(campaign._stopping, "stop_jobs", broken)
     campaign._thread.start()
     with pytest.raises(RuntimeError, match="broken"):
         campaign.join()
-    said = workspace.read_orchestrator(campaign.run.run)
+    said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
     assert said is not None
     assert said["state"] == "ended"
 

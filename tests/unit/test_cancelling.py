@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from flows.running import cancelling
-from infra.campaign.campaign import Campaign
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import RunRecord
@@ -204,7 +204,9 @@ def test_a_call_that_is_cancelled_leaves_alone_what_another_one_wants(
     workspace.write_orchestrator(other.run, me)
     scheduler = Scheduler([True])
     scheduler.look = lambda attempts: {a.ref: JobSight("live") for a in attempts}  # type: ignore[method-assign]
-    campaign = Campaign(plan, workspace, Router({"slurm": scheduler}, lambda _: "slurm"), run=mine)
+    campaign = Orchestrator.of_run(
+        plan, workspace, Router({"slurm": scheduler}, lambda _: "slurm"), run=mine
+    )
     campaign.begin()
     workspace.ask_cancel(mine.run, "somebody", ())
     assert campaign.step(), "the call itself is over"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.campaign.room_keeping import ProbingKeeper, Rooms
 from infra.disk import copies as copies_module
 from infra.disk import stock as stock_module
 from infra.disk.caches import find_caches
@@ -27,6 +26,7 @@ from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
+from infra.orchestrator.room_keeping import ProbingKeeper, Rooms
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore
 from infra.store.marks import pin, pins, read_reclaimed, reclaimed_text, unpin

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from flows.running.following import Follower
-from infra.campaign.campaign import Campaign
 from infra.disk.keeper import DiskKeeper
 from infra.disk.watch import DiskEvent, DiskWatch
 from infra.host import reading
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator.orchestrator import Orchestrator
 from infra.store import atomic
 from infra.store.leases import Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
@@ -92,7 +92,7 @@ def to_its_end(step: Callable[[], bool], reads: FaultyReads, met: Callable[[], b
 
 def rounds(
     folder: Path, at: int = 0, name: str = "ESTALE", lasting: Lasting = "once"
-) -> tuple[Campaign, Prompt]:
+) -> tuple[Orchestrator, Prompt]:
     """A whole campaign of two stages in which read ``at`` fails."""
     workspace = Workspace.open(folder / "ws")
     reads = FaultyReads(folder, at, getattr(errno, name), lasting)
@@ -105,11 +105,11 @@ def rounds(
             assert lasting == "from then on"
             reads.mend()
             campaign.begin()
-        to_its_end(campaign.step, reads, lambda: bool(campaign._outage.reason))
+        to_its_end(campaign.step, reads, lambda: any(m.outage.reason for m in campaign.members))
     return campaign, cluster
 
 
-def check_campaign(campaign: Campaign, cluster: Prompt, *, undisturbed: bool) -> None:
+def check_campaign(campaign: Orchestrator, cluster: Prompt, *, undisturbed: bool) -> None:
     """All done, and each job submitted once."""
     assert {n: v.state for n, v in campaign.views().items()} == {"data": "done", "sft": "done"}
     assert [ref.stage_id for ref in cluster.submitted] == [s.id for s in PLAN.stages]
@@ -208,10 +208,10 @@ def swept(
     jobs = SoundJobs(workspace, SWEEP, {"grpo": TRAINED, "sft": TRAINED})
     jobs.reads = FaultyReads(folder, at, getattr(errno, name), lasting)
     told = bench(workspace, SWEEP, jobs=jobs)
-    told.supervisor.outlook.canary = None
+    told.admission.outlook.canary = None
     with FaultyDisk(folder).mounted(), jobs.reads.mounted():
-        told.supervisor.begin()
-        to_its_end(told.supervisor.step, jobs.reads, lambda: False)
+        told.orchestrator.begin()
+        to_its_end(told.orchestrator.step, jobs.reads, lambda: False)
     return told.states(), jobs
 
 

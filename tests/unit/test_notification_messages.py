@@ -19,7 +19,7 @@ from flows.notifying.watching_sweeps import SweepWatching
 from flows.notifying.words import Topic
 from flows.running.calls import warn_of_silence
 from flows.sweeping.words import TrialWord
-from infra.campaign.reconcile import paused_after
+from infra.orchestrator.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infra.campaign.actions import Action, Block, Fail, Launch, Wait
-from infra.campaign.reconcile import Observed, Policy, Seen, reconcile
+from infra.orchestrator.actions import Action, Block, Fail, Launch, Wait
+from infra.orchestrator.reconcile import Observed, Policy, Seen, reconcile
 from infra.store.checkpoints import CheckpointStore
 from infra.store.holds import Holds, held_steps
 from infra.store.layout import StagePaths

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from infra.campaign.actions import (
+from infra.jobs.failures import CLASSES, outcome_of
+from infra.jobs.protocol import Sight
+from infra.orchestrator.actions import (
     Action,
     Block,
     CloseAttempt,
@@ -21,9 +23,9 @@ from infra.campaign.actions import (
     Serve,
     Wait,
 )
-from infra.campaign.reconcile import Observed, Policy, Seen, reconcile
-from infra.jobs.failures import CLASSES, outcome_of
-from infra.jobs.protocol import Sight
+from infra.orchestrator.reconcile import Observed, Policy, Seen
+from infra.orchestrator.reconcile import reconcile as reconcile_union
+from infra.orchestrator.union import Union, stages_by_id
 from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
 from refiner_core.contract.records import (
@@ -64,6 +66,14 @@ def attempt(
 def record(stage: PlannedStage, *attempts: Attempt, done: bool = False) -> StageRecord:
     made = StageResult(1, len(attempts), "output", (), {}, {}, 1.0, "t") if done else None
     return StageRecord(spec(stage), attempts, made)
+
+
+def reconcile(
+    plan: Plan, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+) -> tuple[Action, ...]:
+    """What is decided on a plan alone, in its order, of its own stages."""
+    actions = reconcile_union(Union.of([stages_by_id(plan)]), records, observed, policy)
+    return tuple(replace(actions[stage.id], stage=stage) for stage in plan.stages)
 
 
 def decide(
@@ -121,8 +131,9 @@ def test_two_stages_that_only_move_bytes_run_at_a_time_beside_the_local_slots() 
 def test_one_stage_under_two_names_is_launched_once() -> None:
     twin = replace(SFT, name="sft-again")
     plan = Plan("twins", PLAN.config, (DATA, SFT, twin))
-    actions = reconcile(plan, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
-    assert [type(a) for a in actions] == [Done, Launch, Wait]
+    union = Union.of([stages_by_id(plan)])
+    actions = reconcile_union(union, {DATA.id: DATA_DONE[1]}, Observed(), POLICY)
+    assert {i: type(a) for i, a in actions.items()} == {DATA.id: Done, SFT.id: Launch}
 
 
 # ---------------------------------------------------------------- an attempt without an outcome

@@ -23,10 +23,10 @@ import psutil
 import pytest
 
 from flows.running.status import is_finished
-from infra.campaign.explain import observe_actions
 from infra.foreign.calling import MARK
 from infra.host.listeners import holder_of
 from infra.jobs.failures import classify
+from infra.orchestrator.explain import observe_actions
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import Asked, Refuses, check_chat
 from infra.services.keys import known_key, service_key

@@ -17,11 +17,9 @@ from flows.sweeping.forecasting import used_before
 from flows.sweeping.reading import SweepReader
 from flows.sweeping.status import SweepWatcher, status_lines
 from flows.sweeping.versions import record_version
-from infra.campaign.campaign import Campaign
-from infra.campaign.history import read_events
-from infra.campaign.together import SharedRouter
-from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest
+from infra.orchestrator.history import read_events
+from infra.orchestrator.member import Member
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
@@ -76,7 +74,7 @@ def test_shared_stages_run_once_and_every_trial_ends(workspace: Workspace) -> No
     plan = small_sweep()
     told = bench(workspace, plan, SCRIPT)
     assert set(told.run().values()) == {"done"}
-    assert told.supervisor.exit_code == 0
+    assert told.admission.exit_code == 0
     kinds = [name.rpartition("/")[2] for name in told.jobs.begun]
     assert (kinds.count("data"), kinds.count("sft"), kinds.count("grpo")) == (1, 2, 4)
 
@@ -152,10 +150,10 @@ def test_one_that_is_refused_among_them_is_told_to_its_own_trial(workspace: Work
 def test_no_more_trials_run_at_once_than_the_sweep_allows(workspace: Workspace) -> None:
     plan = small_sweep(seeds=(1, 2, 3), limits=Limits(concurrency=1))
     told = bench(workspace, plan, SCRIPT)
-    told.supervisor.begin()
+    told.orchestrator.begin()
     most = 0
-    while not told.supervisor.step():
-        most = max(most, len(told.supervisor.live))
+    while not told.orchestrator.step():
+        most = max(most, len(told.admission.live))
     assert most == 1
 
 
@@ -216,8 +214,8 @@ def test_a_trial_that_fails_stops_no_other(workspace: Workspace) -> None:
     states = told.run()
     assert states.pop(bad) == "failed"
     assert set(states.values()) == {"done"}
-    assert told.supervisor.exit_code == 1
-    assert "told to end" in told.supervisor.standing()[bad].reason
+    assert told.admission.exit_code == 1
+    assert "told to end" in told.admission.standing()[bad].reason
 
 
 def test_a_shared_stage_that_fails_fails_those_that_need_it_and_is_not_tried_by_each(
@@ -264,20 +262,20 @@ def test_one_trial_goes_ahead_until_it_has_trained_two_steps_and_saved(
 ) -> None:
     plan = small_sweep()
     told = bench(workspace, plan, SCRIPT)
-    told.supervisor.begin()
+    told.orchestrator.begin()
     first = plan.trials[0]
     alone = 0
-    while len(told.supervisor.live) < 2:
-        told.supervisor.step()
+    while len(told.admission.live) < 2:
+        told.orchestrator.step()
         alone += 1
         assert alone < 50
     assert told.jobs._steps, "two steps of GRPO were done before anybody else began"
     assert [n for n in told.jobs.begun if not n.startswith(first.name)] == []
-    config = told.supervisor.live[first.name].campaign.plan.config
+    config = told.admission.live[first.name].plan.config
     assert (config.grpo.first_save, config.sft.first_save) == (2, 2)
     assert any("5 s a step, 1.5 s a save" in text for text in told.said)
-    other = next(x for n, x in told.supervisor.live.items() if n != first.name)
-    assert other.campaign.plan.config.grpo.first_save is None
+    other = next(x for n, x in told.admission.live.items() if n != first.name)
+    assert other.plan.config.grpo.first_save is None
 
 
 def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
@@ -287,8 +285,8 @@ def test_a_canary_that_fails_releases_nothing(workspace: Workspace) -> None:
     assert states.pop(plan.trials[0].name) == "failed"
     assert set(states.values()) == {"held"}
     assert told.jobs.begun == [f"{plan.trials[0].name}/{s}" for s in ("data", "sft", "grpo")]
-    assert told.supervisor.exit_code == 1
-    assert "nothing else was begun" in told.supervisor.held
+    assert told.admission.exit_code == 1
+    assert "nothing else was begun" in told.admission.held
 
 
 def test_past_the_canary_the_others_go_on_whatever_it_shows(workspace: Workspace) -> None:
@@ -315,9 +313,9 @@ def test_where_training_was_measured_in_an_earlier_call_nobody_goes_ahead(
 ) -> None:
     bench(workspace, small_sweep(), SCRIPT).run()
     again = bench(workspace, small_sweep(seeds=(1, 2, 3)), SCRIPT)
-    again.supervisor.begin()
-    again.supervisor.step()
-    assert len(again.supervisor.live) == 2
+    again.orchestrator.begin()
+    again.orchestrator.step()
+    assert len(again.admission.live) == 2
 
 
 def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_sweep(
@@ -334,8 +332,8 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     states = told.run()
     assert states.pop(plan.trials[0].name) == "interrupted"
     assert set(states.values()) == {"held"}
-    assert told.supervisor.exit_code == 6
-    assert "needs 310 GPU-hours" in told.supervisor.held
+    assert told.admission.exit_code == 6
+    assert "needs 310 GPU-hours" in told.admission.held
     again = bench(workspace, plan, SCRIPT, passed=passed)
     assert set(again.run().values()) == {"done"}, "it is measured now, and was agreed to"
 
@@ -354,8 +352,8 @@ def test_no_trial_begins_that_would_pass_a_limit_and_raising_it_goes_on(
     told = launched(2.5)
     states = told.run()
     assert sorted(states.values()) == ["done", "done", "held", "held"]
-    assert told.supervisor.exit_code == 6
-    assert "limits.gpu_hours is 2.5 GPU-hours: 2 used, 1 forecast for it" in told.supervisor.held
+    assert told.admission.exit_code == 6
+    assert "limits.gpu_hours is 2.5 GPU-hours: 2 used, 1 forecast for it" in told.admission.held
     again = launched(4.0)
     assert set(again.run().values()) == {"done"}
     assert len([n for n in again.jobs.begun if n.endswith("grpo")]) == 2
@@ -367,20 +365,20 @@ def test_what_is_under_way_counts_by_its_forecast(workspace: Workspace) -> None:
     script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
     jobs = Jobs(workspace, plan, script, seconds=36.0)
     told = bench(workspace, plan, jobs=jobs, forecast=lambda: hours(plan, 1.0))
-    told.supervisor.begin()
+    told.orchestrator.begin()
     for _ in range(20):
-        told.supervisor.step()
-        assert len(told.supervisor.live) <= 2
+        told.orchestrator.step()
+        assert len(told.admission.live) <= 2
 
 
 def test_judge_calls_and_disk_are_limits_too(workspace: Workspace) -> None:
     plan = small_sweep(limits=Limits(judge_calls=50))
-    budget = bench(workspace, plan, SCRIPT).supervisor.budget
+    budget = bench(workspace, plan, SCRIPT).admission.budget
     budget.expect(hours(plan, 0.0))
     why = budget.why_held(plan.trials[0], (), ())
     assert why == "limits.judge_calls is 50 judge calls: 0 used, 300 forecast for it"
     small = small_sweep(limits=Limits(disk_gb=0.5))
-    held = bench(workspace, small, SCRIPT).supervisor.budget.why_held(small.trials[0], (), ())
+    held = bench(workspace, small, SCRIPT).admission.budget.why_held(small.trials[0], (), ())
     assert held == "limits.disk_gb is 0.5 GiB: 0 used, 1 forecast for it"
 
 
@@ -389,22 +387,22 @@ def test_trials_under_way_count_with_the_room_that_they_will_take(workspace: Wor
     plan = small_sweep(limits=Limits(disk_gb=2.5, concurrency=4))
     script = {"grpo": ("step", "step", "save", *["wait"] * 20, "done")}
     told = bench(workspace, plan, script)
-    told.supervisor.begin()
+    told.orchestrator.begin()
     for _ in range(20):
-        told.supervisor.step()
-        assert len(told.supervisor.live) <= 2
-    assert len(told.supervisor.live) == 2
+        told.orchestrator.step()
+        assert len(told.admission.live) <= 2
+    assert len(told.admission.live) == 2
 
 
 def test_what_is_left_of_a_stopped_trial_counts_before_it_goes_on(workspace: Workspace) -> None:
     plan = on_gpus(small_sweep(limits=Limits(gpu_hours=1.5)), 1)
     script = {"grpo": ("step", "step", "save", *["wait"] * 99)}
     told = bench(workspace, plan, jobs=Jobs(workspace, plan, script, seconds=36.0))
-    told.supervisor.begin()
-    while len(told.supervisor.live) < 2:
-        told.supervisor.step()
-    told.supervisor.request_stop("Ctrl-C")
-    while not told.supervisor.step():
+    told.orchestrator.begin()
+    while len(told.admission.live) < 2:
+        told.orchestrator.step()
+    told.orchestrator.request_stop("Ctrl-C")
+    while not told.orchestrator.step():
         pass
     again = bench(workspace, plan, SCRIPT, forecast=lambda: hours(plan, 10.0))
     assert set(again.run().values()) == {"held"}
@@ -418,14 +416,14 @@ def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) ->
     plan = small_sweep()
     script = {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99, "done")}
     told = bench(workspace, plan, script)
-    told.supervisor.begin()
-    while len(told.supervisor.live) < 2:
-        told.supervisor.step()
-    told.supervisor.request_stop("Ctrl-C")
-    while not told.supervisor.step():
+    told.orchestrator.begin()
+    while len(told.admission.live) < 2:
+        told.orchestrator.step()
+    told.orchestrator.request_stop("Ctrl-C")
+    while not told.orchestrator.step():
         pass
     assert sorted(told.states().values()) == ["interrupted", "interrupted", "waiting", "waiting"]
-    assert told.supervisor.exit_code == 6
+    assert told.admission.exit_code == 6
     runs = dict.fromkeys(workspace.run_ids())
     again = bench(workspace, plan, SCRIPT)
     assert set(again.run().values()) == {"done"}
@@ -436,11 +434,11 @@ def test_a_stop_saves_what_runs_and_begins_nothing_more(workspace: Workspace) ->
 def test_a_wish_to_end_the_sweep_is_heard(workspace: Workspace) -> None:
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
-    told.supervisor.begin()
+    told.orchestrator.begin()
     for _ in range(8):
-        told.supervisor.step()
+        told.orchestrator.step()
     workspace.ask_cancel(sweep_call("small"), "somebody")
-    while not told.supervisor.step():
+    while not told.orchestrator.step():
         pass
     assert "interrupted" in told.states().values()
     asked = workspace.stop_asked(*told.jobs.stopped[0])
@@ -453,12 +451,12 @@ def test_suspended_a_sweep_begins_nothing_more_and_what_runs_ends_by_itself(
     plan = small_sweep()
     recorded(workspace, plan)
     told = bench(workspace, plan, SCRIPT)
-    told.supervisor.concurrency = 1
-    told.supervisor.begin()
+    told.admission.concurrency = 1
+    told.orchestrator.begin()
     while not any(name.endswith("sft") for name in told.jobs.begun):
-        told.supervisor.step()
+        told.orchestrator.step()
     suspend_sweep(workspace, "small")
-    while not told.supervisor.step():
+    while not told.orchestrator.step():
         pass
     assert set(told.states().values()) == {"interrupted", "held"}
     begun = {name.rpartition("/")[2] for name in told.jobs.begun}
@@ -474,14 +472,14 @@ def test_who_ends_a_sweep_ends_no_job_that_a_run_of_its_own_waits_for(
     """After a cancelled job nobody begins another: that run would end, too."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
-    told.supervisor.begin()
+    told.orchestrator.begin()
     while len(told.jobs.begun) < 5:
-        told.supervisor.step()
-    mine = told.supervisor.live[plan.trials[0].name].run
+        told.orchestrator.step()
+    mine = told.admission.live[plan.trials[0].name].run
     workspace.write_run(replace(mine, run="20261121-000000-by-hand", provenance={}))
     take_up(workspace, "20261121-000000-by-hand")
     workspace.ask_cancel(sweep_call("small"), "somebody")
-    while not told.supervisor.step():
+    while not told.orchestrator.step():
         pass
     stopped = {ref.stage_id for ref in told.jobs.stopped}
     assert stopped.isdisjoint(mine.stages.values())
@@ -549,12 +547,12 @@ def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
     second = next(t for t in plan.trials if t.seed == 2)
     script = {**SCRIPT, f"{second.name}/sft": ("cancelled",)}
     told = bench(workspace, plan, script)
-    told.supervisor.begin()
+    told.orchestrator.begin()
     while told.states()[second.name] != "interrupted":
-        told.supervisor.step()
+        told.orchestrator.step()
     del script[f"{second.name}/sft"]
     told.jobs.script = script
-    while not told.supervisor.step():
+    while not told.orchestrator.step():
         pass
     states = told.states()
     assert states.pop(second.name) == "interrupted"
@@ -567,41 +565,35 @@ def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
     """The sweep's process lives on: else the trial could not be taken up until the sweep ends."""
     plan = small_sweep()
     told = bench(workspace, plan, {**SCRIPT, "grpo": ("step", "step", "save", *["wait"] * 99)})
-    told.supervisor.begin()
-    while len(told.supervisor.live) < 2:
-        told.supervisor.step()
-    live = told.supervisor.live[plan.trials[1].name]
+    told.orchestrator.begin()
+    while len(told.admission.live) < 2:
+        told.orchestrator.step()
+    live = told.admission.live[plan.trials[1].name]
 
-    def breaks() -> bool:
-        raise OSError(116, "Stale file handle")
+    def breaks(_: object) -> None:
+        raise RuntimeError("nobody thought of this")
 
-    monkeypatch.setattr(live.campaign, "step", breaks)
-    told.supervisor.step()
+    monkeypatch.setattr(live.holds, "keep", breaks)
+    told.orchestrator.step()
     assert told.states()[plan.trials[1].name] == "failed"
     assert not orchestrator_of(workspace, live.run.run).works
-    assert orchestrator_of(workspace, told.supervisor.live[plan.trials[0].name].run.run).works
-
-
-def test_a_job_that_cannot_be_seen_says_why_in_a_sweep_too(workspace: Workspace) -> None:
-    router = SharedRouter.of(Router({}, lambda _: "slurm", missing="there is no sbatch here"))
-    assert router.missing == "there is no sbatch here"
+    assert orchestrator_of(workspace, told.admission.live[plan.trials[0].name].run.run).works
 
 
 def test_a_trial_that_found_no_room_when_it_began_begins_again(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, times = small_sweep(), iter(range(99))
-    told = bench(workspace, plan, SCRIPT)
-    began = Campaign.begin
+    moments = iter(range(0, 1_000_000, 10))
+    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
+    began = Member.begin
 
-    def without_room(campaign: Campaign) -> None:
+    def without_room(member: Member) -> None:
         if next(times) == 1:
             raise NoSpaceError("There is no room for the run's record.")
-        began(campaign)
+        began(member)
 
-    monkeypatch.setattr(Campaign, "begin", without_room)
-    moments = iter(range(0, 10_000, 10))
-    told.supervisor.clock = lambda: float(next(moments))
+    monkeypatch.setattr(Member, "begin", without_room)
     assert set(told.run().values()) == {"done"}
 
 
@@ -610,9 +602,8 @@ def test_reads_that_fail_now_and_then_end_no_trial_and_begin_nothing_twice(
 ) -> None:
     """On NFS one in a hundred questions is not answered: the sweep ends as if all had been."""
     plan = small_sweep()
-    told = bench(workspace, plan, SCRIPT)
-    moments = iter(range(0, 10_000_000, 10))
-    told.supervisor.clock = told.supervisor.trials.clock = lambda: float(next(moments))
+    moments = iter(range(0, 100_000_000, 10))
+    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
     read, listed, count = Path.read_text, os.listdir, iter(range(10_000_000))
     numbers = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN, errno.ENOENT)
 
@@ -647,9 +638,8 @@ def test_a_trial_that_cannot_be_recorded_just_now_begins_later_and_says_why(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = small_sweep()
-    told = bench(workspace, plan, SCRIPT)
-    moments = iter(range(0, 10_000_000, 10))
-    told.supervisor.clock = told.supervisor.trials.clock = lambda: float(next(moments))
+    moments = iter(range(0, 100_000_000, 10))
+    told = bench(workspace, plan, SCRIPT, clock=lambda: float(next(moments)))
     real, left = workspace.write_run, [20]
 
     def write_run(run: RunRecord) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.campaign.timeline import Incident, StageHistory, incidents_of, rough, size_text
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of, rough, size_text
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,

@@ -16,7 +16,7 @@ import pytest
 
 from flows.running.calls import plan_of_run
 from flows.running.status import Watcher, unfinished_runs
-from infra.campaign.explain import explain_difference, observe_actions
+from infra.orchestrator.explain import explain_difference, observe_actions
 from infra.store import atomic, record_files
 from infra.store.ownership import SHARED
 from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance

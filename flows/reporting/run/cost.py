@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.reporting.run.reading import RunReading
-from infra.campaign.timeline import Incident, StageHistory, incidents_of
 from infra.disk.figures import Room
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
 from infra.store.traces import read_metrics
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import total

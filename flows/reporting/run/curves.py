@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from flows.reporting.run.reading import RunReading
-from infra.campaign.timeline import StageHistory
+from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.report.curves import SHOWN
 from refiner_core.report.run.document import MetricCurve

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from flows.running.status import stage_names
-from infra.campaign.history import run_events, stage_history
-from infra.campaign.timeline import StageHistory
+from infra.orchestrator.history import run_events, stage_history
+from infra.orchestrator.timeline import StageHistory
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError

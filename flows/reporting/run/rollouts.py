@@ -15,7 +15,7 @@ from typing import Any
 from flows.reporting.questions import TRAINED_ON, questions_of
 from flows.reporting.run.reading import RunReading
 from flows.reporting.run.said import MOST_OF_PROMPT, clip, said_in_training
-from infra.campaign.timeline import StageHistory
+from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import list_rollouts, read_rollouts
 from refiner_core.contract.config import RewardConfig
 from refiner_core.report.run.document import Example

@@ -13,9 +13,9 @@ from typing import Literal
 from flows.reporting.run.reading import RunReading
 from flows.running.status import RunStatus, StageStatus, Watcher, orchestrator_text
 from flows.sweeping.use import Use, UseReader
-from infra.campaign.history import read_events
-from infra.campaign.timeline import StageHistory, first_line, incidents_of, last_step
 from infra.disk.stock import edges_of
+from infra.orchestrator.history import read_events
+from infra.orchestrator.timeline import StageHistory, first_line, incidents_of, last_step
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Attempt, RunRecord
 from refiner_core.contract.services import is_service

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from infra.campaign.observe import Observer, Patience
 from infra.jobs.dispatch import Router, router_to_look
+from infra.orchestrator.observe import Observer, Patience
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.planned import stage_changes

@@ -2,119 +2,143 @@
 
 In: the reconciler's actions, one round at a time. Out: files in the workspace and calls of the
 dispatchers; each may fail or be cut short at any point, and whoever looks next goes on from what is
-recorded. What could not be done is kept for the next round's decision; an outage on the way is
-raised once everything else was tried, and nothing is recorded because of it.
+recorded. What could not be done is kept for the next round's decision; an error on the way is kept
+with its stage while everything else is tried.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from infra.campaign.actions import CloseAttempt, Launch, Release
-from infra.campaign.outage import one_by_one
-from infra.campaign.reconcile import Seen
-from infra.campaign.room_keeping import Rooms
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
 from infra.jobs.niceness import gives_way
-from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator.actions import CloseAttempt, Launch, Release
+from infra.orchestrator.outage import Trouble
+from infra.orchestrator.reconcile import Seen
+from infra.orchestrator.room_keeping import Rooms
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.plan import Plan, PlannedStage
-from refiner_core.contract.records import Attempt, Outcome, StageRecord
+from refiner_core.contract.records import Attempt, Outcome, RunRecord, StageRecord
 
 log = logging.getLogger(__name__)
 
 
+class Home(Protocol):
+    """The run that begins a stage: :class:`infra.orchestrator.member.Member` is one."""
+
+    plan: Plan
+    run: RunRecord
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in its event log."""
+        ...
+
+
 @dataclass
 class Actor:
-    """Acts for one call.
+    """Acts for one process.
 
     Parameters
     ----------
-    plan, workspace, router
-        What should be, where it is recorded, where jobs run.
-    owner, code
-        The call's process, and the code snapshot that its jobs import.
+    workspace, router
+        Where stages are recorded, where jobs run.
+    owner
+        The process.
+    home
+        Says which run begins a stage: its configuration and code are the job's.
     rooms
         Hears of control files that could not be written.
-    clock, note
-        Seconds (monotonic), and where events go.
+    clock
+        Seconds, monotonic.
     """
 
-    plan: Plan
     workspace: Workspace
     router: Router
     owner: str
-    code: Path | None
+    home: Callable[[str], Home]
     rooms: Rooms
     clock: Callable[[], float]
-    note: Callable[[Mapping[str, Any]], None]
     refused: dict[str, Outcome] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     _stop_sent: dict[AttemptRef, float] = field(default_factory=dict)
     _killed: set[AttemptRef] = field(default_factory=set)
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
+    _not_kept: set[AttemptRef] = field(default_factory=set)  # ends that were complained of
+
+    def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
+        """A line in the log of the run that begins the stage."""
+        self.home(stage.id).note({"event": event, "stage": stage.name, **more})
+
+    def keep_ends(self, sights: Mapping[AttemptRef, JobSight]) -> None:
+        """Keep what the scheduler says of jobs that have ended: it forgets."""
+        for ref, sight in sights.items():
+            if sight.sight == "dead" and sight.facts:
+                try:
+                    self.workspace.note_scheduler(*ref, sight.facts)
+                except OSError as error:  # tried again in each round, until its outcome is written
+                    if ref not in self._not_kept:
+                        log.warning("what the scheduler says of %s cannot be kept: %s", ref, error)
+                    self._not_kept.add(ref)
 
     # ------------------------------------------------------------ beginning
 
-    def launch(self, actions: Iterable[Launch], records: Mapping[str, StageRecord]) -> None:
+    def launch(
+        self,
+        actions: Iterable[Launch],
+        records: Mapping[str, StageRecord],
+        errors: Trouble[str],
+    ) -> None:
         """Claim an attempt at each stage and submit them, those of one executor together."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
-        with one_by_one() as each:
-            for action in actions:
-                with each():
-                    executor = self.router.executor_for(action.stage)
-                    # Before the claim: what is claimed is to be submitted.
-                    save_s = self.workspace.longest_save_s(action.stage.id)
-                    attempt = self._claim(action, executor)
-                    if attempt is not None:
-                        record = records.get(action.stage.id)
-                        request = self._request(action.stage, attempt, record, save_s)
-                        groups.setdefault(executor, []).append((action.stage, request))
-            for executor, members in groups.items():
-                requests = [request for _, request in members]
-                with each():
-                    self.router.submit(executor, requests, partial(self._submitted, members))
-
-    def _submitted(
-        self,
-        members: Sequence[tuple[PlannedStage, JobRequest]],
-        failed: Mapping[AttemptRef, Exception],
-    ) -> None:
-        with one_by_one() as each:
-            for stage, request in members:
-                with each():
-                    if error := failed.get(request.ref):
-                        self._not_submitted(stage, request, error)
-                        continue
-                    self.note({"event": "submit", "stage": stage.name, "attempt": request.attempt})
+        for action in actions:
+            with errors.at(action.stage.id):
+                executor = self.router.executor_for(action.stage)
+                # Before the claim: what is claimed is to be submitted.
+                save_s = self.workspace.longest_save_s(action.stage.id)
+                attempt = self._claim(action, executor)
+                if attempt is not None:
+                    record = records.get(action.stage.id)
+                    request = self._request(action.stage, attempt, record, save_s)
+                    groups.setdefault(executor, []).append((action.stage, request))
+        for executor, members in groups.items():
+            with errors.at(*(stage.id for stage, _ in members)):
+                failed = self.router.submit(executor, [request for _, request in members])
+                for stage, request in members:
+                    with errors.at(stage.id):
+                        if error := failed.get(request.ref):
+                            self._not_submitted(stage, request, error)
+                        else:
+                            self._note(stage, "submit", attempt=request.attempt)
 
     def _claim(self, action: Launch, executor: str) -> Attempt | None:
-        stage = action.stage
-        inputs = {role: self.plan.by_name[name].id for role, name in stage.inputs.items()}
+        stage, home = action.stage, self.home(action.stage.id)
+        own = next(s for s in home.plan.stages if s.id == stage.id)
         claim = Claim(self.owner, executor, action.after)
+        config = home.plan.config_of(own)
         try:
-            attempt = self.workspace.claim_attempt(stage, self.plan.config_of(stage), inputs, claim)
+            attempt = self.workspace.claim_attempt(own, config, stage.inputs, claim)
         except NoSpaceError as error:
             self.rooms.blocked[stage.id] = str(error)
             return None
         if attempt is None:
             return None  # another orchestrator was faster; the next look shows its attempt
-        self.note({"event": "claim", "stage": stage.name, "attempt": attempt.number})
+        self._note(own, "claim", attempt=attempt.number)
         return attempt
 
     def _request(
         self, stage: PlannedStage, attempt: Attempt, record: StageRecord | None, save_s: float
     ) -> JobRequest:
         before = record.attempts if record is not None else ()
+        home = self.home(stage.id)
+        code = self.workspace.layout.code / home.run.code if home.run.code else None
         bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
         return JobRequest(
             stage_id=stage.id,
@@ -123,11 +147,11 @@ class Actor:
             resources=stage.resources,
             kind=stage.kind,
             needs_network=stage.needs_network,
-            code=self.code,
-            threads=self.plan.config.model.cpu_threads,
+            code=code,
+            threads=home.plan.config.model.cpu_threads,
             save_s=save_s,
             avoid=tuple(dict.fromkeys(node for node in bad if node)),
-            nice=self.plan.config.dispatch.nice if gives_way(self.plan, stage) else 0,
+            nice=home.plan.config.dispatch.nice if gives_way(home.plan, stage) else 0,
         )
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:
@@ -143,7 +167,7 @@ class Actor:
             self._unsure[request.ref] = message
         elif self._give_up(request.ref, outcome) and outcome.decision == "stop":
             self.refused.setdefault(stage.id, outcome)
-        self.note({"event": "refused", "stage": stage.name, "message": message})
+        self._note(stage, "refused", message=message)
 
     def _give_up(self, ref: AttemptRef, outcome: Outcome) -> bool:
         """Close an attempt that should not have started. False: it has, so it is waited for."""
@@ -178,8 +202,8 @@ class Actor:
                 return
         elif not self._write_end(attempt.ref, outcome):
             return  # it did not fit, or its worker has had the last word after all
-        note = {"event": "closed", "stage": action.stage.name, "attempt": action.attempt}
-        self.note({**note, "failure": outcome.failure, "message": outcome.message})
+        told = {"failure": outcome.failure, "message": outcome.message}
+        self._note(action.stage, "closed", attempt=action.attempt, **told)
 
     def _write_end(self, ref: AttemptRef, outcome: Outcome) -> bool:
         try:
@@ -197,7 +221,7 @@ class Actor:
             outcome = outcome_of("launch_failure", f"held again and again: {action.reason}")
             self.close(CloseAttempt(action.stage, action.attempt, outcome), attempt)
             return
-        self.note({"event": "release", "stage": action.stage.name, "reason": action.reason})
+        self._note(action.stage, "release", reason=action.reason)
         self.router.release(attempt)
 
     def stop(self, stage: PlannedStage, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
@@ -211,7 +235,7 @@ class Actor:
             self._ask_to_stop(attempt, seen, wish)
         elif self.clock() - self._stop_sent[ref] > wish.grace_s and ref not in self._killed:
             self._killed.add(ref)
-            self.note({"event": "kill", "stage": stage.name, "attempt": ref.number})
+            self._note(stage, "kill", attempt=ref.number)
             self.router.kill(attempt)
 
     def _ask_to_stop(self, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:

@@ -1,7 +1,7 @@
 """Reads what a timeline is made of: records, last heartbeats and the event log of a run.
 
-In: a workspace and a run. Out: values for :mod:`infra.campaign.timeline`. Reads only; a line that
-was cut off by a crash, and a stage that nobody has begun, are left out.
+In: a workspace and a run. Out: values for :mod:`infra.orchestrator.timeline`. Reads only; a line
+that was cut off by a crash, and a stage that nobody has begun, are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.campaign.timeline import Incident, StageHistory, incidents_of
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import RunRecord
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from infra.campaign.actions import CloseAttempt
-from infra.campaign.reconcile import SILENT
 from infra.jobs.failures import outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.actions import CloseAttempt
+from infra.orchestrator.reconcile import SILENT
 from infra.store.room import has_room, out_of_inodes
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig

@@ -1,8 +1,8 @@
 """Looks at the world: which attempts live, which are gone, which hang.
 
 In: a workspace and a router of dispatchers. Out: records and
-:class:`~infra.campaign.reconcile.Observed`, together, in the right order (a record is read *after*
-its attempt was seen dead, so its last word is in it).
+:class:`~infra.orchestrator.reconcile.Observed`, together, in the right order (a record is read
+*after* its attempt was seen dead, so its last word is in it).
 
 Liveness goes by process or scheduler first. Whether a job that runs does anything goes by whether
 its heartbeat's *counter*, and more slowly its *progress*, move, timed by this process's own clock:
@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.campaign.reconcile import Observed, Seen
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt, Sight
+from infra.orchestrator.outage import Trouble
+from infra.orchestrator.reconcile import Observed, Seen
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import StageRecord
@@ -68,38 +70,71 @@ class Observer:
         self._last: dict[str, StageRecord] = {}
         self._ready: set[tuple[str, int]] = set()
         self.open: dict[str, OpenAttempt] = {}
-        self.sights: Mapping[AttemptRef, JobSight] = {}
+        self.sights: dict[AttemptRef, JobSight] = {}
 
     def look(self, stage_ids: Iterable[str]) -> tuple[dict[str, StageRecord], Observed]:
-        """Records of the stages that have one, and what is seen of their newest attempts."""
-        records = {}
+        """Records of the stages that have one, and what is seen of their newest attempts.
+
+        Raises
+        ------
+        OSError, WorkspaceError
+            One of them could not be looked at.
+        """
+        errors = Trouble[str]()
+        found = self.look_at_each(stage_ids, errors)
+        errors.raise_first()
+        return found
+
+    def look_at_each(
+        self, stage_ids: Iterable[str], errors: Trouble[str]
+    ) -> tuple[dict[str, StageRecord], Observed]:
+        """The same; what is said of a stage that ``errors`` names afterwards counts for nothing."""
+        records: dict[str, StageRecord] = {}
+        self.open = {}
         for stage_id in dict.fromkeys(stage_ids):
-            record = self._done.get(stage_id) or self._read(stage_id)
-            if record is not None:
-                records[stage_id] = record
-        self.open = {
-            stage_id: found
-            for stage_id, record in records.items()
-            if (found := self.open_attempt(stage_id, record)) is not None
-        }
-        self.sights = self.router.look(list(self.open.values()))
+            with errors.at(stage_id):
+                record = self._done.get(stage_id) or self._read(stage_id)
+                if record is not None:
+                    records[stage_id] = record
+                    if (found := self.open_attempt(stage_id, record)) is not None:
+                        self.open[stage_id] = found
+        self.sights = {}
+        by_executor: dict[str, list[OpenAttempt]] = defaultdict(list)
+        for attempt in self.open.values():
+            by_executor[attempt.attempt.executor].append(attempt)
+        for attempts in by_executor.values():
+            with errors.at(*(a.ref.stage_id for a in attempts)):
+                self.sights |= self.router.look(attempts)
         seen: dict[str, Seen] = {}
         for stage_id, attempt in self.open.items():
-            look = self._see(attempt, self.sights[attempt.ref])
-            if look.sight != "live":
-                records[stage_id] = self._read(stage_id) or records[stage_id]
-            if _open_number(records[stage_id]) == attempt.ref.number:
-                seen[stage_id] = look
-        self._done |= {i: r for i, r in records.items() if r.result is not None}
-        self._ready |= {
-            (stage_id, attempt.number)
-            for stage_id, record in records.items()
-            if is_service(stage_id)
-            for attempt in record.attempts
-            if (stage_id, attempt.number) not in self._ready
-            if self.workspace.layout.attempt(stage_id, attempt.number).endpoint.exists()
-        }
+            if attempt.ref not in self.sights:
+                continue
+            with errors.at(stage_id):
+                look = self._see(attempt, self.sights[attempt.ref])
+                if look.sight != "live":
+                    records[stage_id] = self._read(stage_id) or records[stage_id]
+                if _open_number(records[stage_id]) == attempt.ref.number:
+                    seen[stage_id] = look
+        for stage_id, record in records.items():
+            if record.result is not None and stage_id not in errors:
+                self._done[stage_id] = record
+            if is_service(stage_id):
+                with errors.at(stage_id):
+                    self._note_ready(stage_id, record)
         return records, Observed(seen, ready=frozenset(self._ready))
+
+    def _note_ready(self, stage_id: str, record: StageRecord) -> None:
+        for attempt in record.attempts:
+            if (stage_id, attempt.number) not in self._ready:
+                paths = self.workspace.layout.attempt(stage_id, attempt.number)
+                if paths.endpoint.exists():
+                    self._ready.add((stage_id, attempt.number))
+
+    def forget_all_but(self, stage_ids: Collection[str]) -> None:
+        """Let go of what nobody will ask about any more."""
+        self._done = {i: r for i, r in self._done.items() if i in stage_ids}
+        self._last = {i: r for i, r in self._last.items() if i in stage_ids}
+        self._signs = {k: s for k, s in self._signs.items() if k[0].stage_id in stage_ids}
 
     def _read(self, stage_id: str) -> StageRecord | None:
         """The record of a stage, which only ever grows."""

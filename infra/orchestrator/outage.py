@@ -1,4 +1,4 @@
-"""Outages: what a campaign does while a file system, a scheduler or a service does not answer.
+"""Outages: what an orchestrator does while a file system, a scheduler or a service does not answer.
 
 In: the error that ended a round; records of attempts that ended in an outage. Out: when the next
 round, or the next attempt, is due (pauses double), and one event when an outage of rounds begins
@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from infra.campaign.timeline import first_line
 from infra.jobs.failures import CLASSES, is_outage, without_progress
 from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.timeline import first_line
 from refiner_core.contract.records import FailureClass, StageRecord
 
 #: The longest pause between two rounds, and between two attempts, seconds. The scheduler or the
@@ -26,6 +25,7 @@ _LONGEST_BETWEEN_S: dict[FailureClass, float] = {"system_outage": 300.0}
 _ELSE_S = 900.0
 _TRIES, _BETWEEN_S = 5, 0.2
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Outage:
@@ -107,24 +107,22 @@ class Backoff:
         return found
 
 
-@contextlib.contextmanager
-def one_by_one() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Several actions, each within the context that is given: an outage of one does not keep the
-    others from being tried. The first is raised at the end."""
-    met: list[Exception] = []
+class Trouble(dict[K, Exception]):
+    """Errors by what they came from: each of several actions is tried whatever the others meet."""
 
     @contextlib.contextmanager
-    def each() -> Iterator[None]:
+    def at(self, *keys: K) -> Iterator[None]:
+        """What goes wrong in the block is the trouble of these; the first error counts."""
         try:
             yield
         except Exception as error:
-            if not is_outage(error):
-                raise
-            met.append(error)
+            for key in keys:
+                self.setdefault(key, error)
 
-    yield each
-    if met:
-        raise met[0]
+    def raise_first(self) -> None:
+        """Raise the first of them, if there is any."""
+        for error in self.values():
+            raise error
 
 
 def with_patience(action: Callable[[], T]) -> T:

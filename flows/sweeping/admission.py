@@ -1,34 +1,32 @@
-"""Works on all trials of a sweep in one process: one campaign each, stepped in one thread.
+"""Which trials of a sweep may begin now, and how each stands.
 
-In: a planned sweep, trials that can be begun, a budget. Out: how each trial ended, told as it
-happens: to the sweep's event log, and to whoever shows it. Trials begin in the plan's order, as
-many at a time as may; what is all done is not begun at all. One trial goes ahead alone until it has
-shown what training takes (:mod:`flows.sweeping.canary`). A trial that fails stops no other; a
-shared stage that fails stops those that need it. The process may die at any point: the next one
-goes on from what is recorded.
+In: a planned sweep, trials that can be begun, a budget. Out: members for an orchestrator, as they
+may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
+shows it. Trials begin in the plan's order, as many at a time as may; what is all done is not begun
+at all. One trial goes ahead alone until it has shown what training takes
+(:mod:`flows.sweeping.canary`). A trial that fails stops no other; a shared stage that fails stops
+those that need it.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
-from flows.sweeping.trials import Live, Trials
+from flows.sweeping.trials import Trials
 from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
-from infra.campaign.diary import Diary
-from infra.campaign.outage import Outage, one_by_one, with_patience
-from infra.campaign.timeline import first_line
-from infra.campaign.together import SharedRouter
 from infra.host.processes import ProcessId
-from infra.host.waiting import wait_for
 from infra.jobs.failures import is_outage
+from infra.orchestrator.diary import Diary
+from infra.orchestrator.member import Member
+from infra.orchestrator.outage import Outage, with_patience
+from infra.orchestrator.timeline import first_line
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
@@ -39,14 +37,31 @@ from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
 
-log = logging.getLogger(__name__)
-#: Looking and showing may cost this share of a core, all trials together.
-_LOOK_SHARE = 0.04
-_LONGEST_S = 30.0
-#: Trials that are begun in one round, so that those at work are not left alone for long.
+#: Trials that are begun after one round, so that those at work are not left alone for long.
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
+
+
+class Stop(Protocol):
+    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
+
+    def __call__(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Ask what runs to save and end."""
+        ...
+
+
+def _nobody_to_stop(
+    reason: str,
+    failure: Literal["interrupted", "cancelled"] = "interrupted",
+    spared: Mapping[str, str] | None = None,
+) -> None:
+    """Before there is an orchestrator, nothing runs."""
 
 
 @dataclass
@@ -75,13 +90,13 @@ class Outlook:
 
 
 @dataclass
-class Supervisor:
-    """Steps the campaigns of a sweep; a :class:`flows.running.showing.Runnable`.
+class Admission:
+    """Admits the trials of a sweep; a :class:`infra.orchestrator.sources.Source`.
 
     Parameters
     ----------
-    plan, workspace, router
-        What should be, where it is recorded, where jobs run.
+    plan, workspace
+        What should be, and where it is recorded.
     trials
         Begins trials.
     budget
@@ -91,16 +106,17 @@ class Supervisor:
     concurrency
         Trials at a time.
     poll_s
-        Seconds between rounds, at least.
+        Seconds after an outage until it is tried again, at first.
     tell
         Hears what people should know.
     page
         Keeps the report fresh while trials are at work.
+    stop
+        Ends what runs.
     """
 
     plan: SweepPlan
     workspace: Workspace
-    router: SharedRouter
     trials: Trials
     budget: Budget
     outlook: Outlook
@@ -109,37 +125,35 @@ class Supervisor:
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
-    live: dict[str, Live] = field(default_factory=dict)
+    stop: Stop = _nobody_to_stop
+    live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
+    more: bool = True
+    at_once: bool = False
     _waiting: list[Trial] = field(default_factory=list)
     _begun: set[str] = field(default_factory=set)
     _done: set[str] = field(default_factory=set)
-    _stop: tuple[str, Literal["interrupted", "cancelled"]] | None = None
-    _spared: Mapping[str, str] = field(default_factory=dict)
+    _stopping: bool = False
     _ahead: Canary | None = None
     _not_before: float = 0.0
-    _look_s: float = 0.0
-    _more: bool = False
-    _error: BaseException | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _wake: threading.Event = field(default_factory=threading.Event)
-    _ended: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self._trials = {t.name: t for t in self.plan.trials}
         call = sweep_call(self.plan.sweep.name)
         self._diary = Diary(self.workspace, call, str(ProcessId.of()))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
-    # ------------------------------------------------------------ for the caller
+    # ------------------------------------------------------------ for the orchestrator
 
-    def start(self) -> None:
-        """Begin, in a thread."""
-        self.begin()
-        threading.Thread(target=self._run, name="sweep", daemon=True).start()
+    @property
+    def shown(self) -> tuple[Member, ...]:
+        """The trials at work."""
+        return tuple(self.live.values())
 
     def begin(self) -> None:
-        """Say who works on the sweep, and sort out what is done; for who calls :meth:`step`."""
+        """Say who works on the sweep, and sort out what is done."""
         self._diary.write_orchestrator("running", None)
         self._ahead = self.outlook.canary
         if self.outlook.forecast is not None:
@@ -155,47 +169,50 @@ class Supervisor:
             self._waiting.append(trial)
             self.words[trial.name] = TrialWord()
 
-    def step(self) -> bool:
-        """One round over all trials. True when nothing is left to do. What a file system does not
-        answer is asked again by the next round."""
-        began, self._more = time.thread_time(), False
-        try:
-            with one_by_one() as each:
-                with each():
-                    self._hear_cancel()
-                self.router.refresh()
-                look_s = time.thread_time() - began
-                for name in list(self.live):
-                    look_s += self._step(self.live[name])
-                self._look_s = look_s
-                with each():
-                    self.router.flush()
-                with each():
-                    self._watch_canary()
-                    self._more = self._begin_more()
-            self._outage.is_over()
-        except Exception as error:
-            self._outage.met(error)
-            self._not_before = self.clock() + self._outage.pause_s
-        over = not self.live and (not self._waiting or self._stop is not None or bool(self.held))
-        if over:
+    def admit(self, stopping: bool) -> list[Member]:
+        """Trials that begin now. What a file system does not answer is asked again later."""
+        self._stopping, self.at_once = stopping, False
+        before = dict(self.live)
+        if not self._outage.pause_s:
+            try:
+                self._hear_cancel()
+                self._watch_canary()
+                self.at_once = self._begin_more()
+                self._outage.is_over()
+            except Exception as error:
+                self._outage.met(error)
+        if self.page is not None and self.live:
+            self.page.tick()
+        self.more = bool(self._waiting) and not self._stopping and not self.held
+        return [member for name, member in self.live.items() if name not in before]
+
+    def ended(self, member: Member, error: Exception | None) -> None:
+        """Say how a trial has ended."""
+        trial = self._trials[member.name]
+        del self.live[member.name]
+        self._not_before = 0.0
+        run = member.run.run
+        if error is None:
+            self._say(trial, word_of_views(member.views(), run))
+        else:  # one trial's trouble is told with it, and stops no other
+            self._say(trial, word_of_error(error, run))
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that nobody works on the sweep any more."""
+        if error is None:
             self._hold_the_rest()
-            self._diary.write_orchestrator("ended", self.exit_code)
-        return over
+        code = self.exit_code if error is None else getattr(error, "exit_code", 70)
+        self._diary.write_orchestrator("ended", code)
+        if self.page is not None and error is None:
+            self.page.end()
+        elif self.page is not None:
+            self.page.close()
 
-    def wake_after(self) -> float:
-        """Seconds until the next round is due."""
-        if self._more:
-            return 0.0
-        return max(self.poll_s, min(self._look_s / _LOOK_SHARE, _LONGEST_S))
+    def note(self, event: Mapping[str, Any]) -> None:
+        """One line in the sweep's event log. One writer: this process."""
+        self._diary.note(event)
 
-    def views(self) -> dict[str, StageView]:
-        """The stages of the trials at work: ``ARM/seed1/grpo``."""
-        return {
-            f"{trial}/{name}": replace(view, name=f"{trial}/{name}")
-            for trial, views in self.working().items()
-            for name, view in views.items()
-        }
+    # ------------------------------------------------------------ for who shows it
 
     def standing(self) -> dict[str, TrialWord]:
         """How every trial stands."""
@@ -204,28 +221,7 @@ class Supervisor:
 
     def working(self) -> dict[str, dict[str, StageView]]:
         """The stages of the trials at work."""
-        return {name: live.campaign.views() for name, live in list(self.live.items())}
-
-    def request_stop(
-        self, reason: str, failure: Literal["interrupted", "cancelled"] = "interrupted"
-    ) -> None:
-        """Begin nothing more and ask what runs to save and end. Returns at once."""
-        if self._stop is None:
-            self._stop = (reason, failure)
-        self._wake.set()
-
-    def join(self) -> dict[str, StageView]:
-        """Wait for the end; the last views.
-
-        Raises
-        ------
-        Exception
-            Whatever ended the thread.
-        """
-        wait_for(self._ended)
-        if self._error is not None:
-            raise self._error
-        return self.views()
+        return {member.name: member.views() for member in self.shown}
 
     @property
     def exit_code(self) -> int:
@@ -240,75 +236,36 @@ class Supervisor:
             return codes[0]
         return 0 if all(w.state == "done" for w in words) else 6
 
-    def next_save_bytes(self) -> int:
-        """What the largest save that runs now will need."""
-        return max(
-            (live.campaign.next_save_bytes() for live in list(self.live.values())), default=0
-        )
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """One line in the sweep's event log. One writer: this process."""
-        self._diary.note(event)
-
-    # ------------------------------------------------------------ the loop
-
-    def _run(self) -> None:
-        try:
-            while not self.step():
-                if self.page is not None and self.live:
-                    self.page.tick()
-                self._wake.wait(self.wake_after())
-                self._wake.clear()
-            if self.page is not None:
-                self.page.end()
-        except BaseException as error:  # it surfaces in join()
-            log.debug("the sweep ends with an error", exc_info=error)
-            self._error = error
-            self._diary.write_orchestrator("ended", getattr(error, "exit_code", 70))
-            if self.page is not None:
-                self.page.close()
-        self._ended.set()
+    # ------------------------------------------------------------ ending
 
     def _hear_cancel(self) -> None:
         call = sweep_call(self.plan.sweep.name)
-        if self._stop is None and (asked := self.workspace.cancel_asked(call)) is not None:
-            by = asked.get("by", "somebody")
-            if asked["stages"]:  # trials: none of them is to begin
-                if not self.held:
-                    self._hold(f"suspended by {by}; `refiner resume` goes on")
-                return
-            reason = f"cancelled by {by}"
-            self.note({"event": "cancel", "reason": reason})
-            ours = {live.run.run for live in self.live.values()}
-            self._spared = wanted_by_others(self.workspace, ours)
-            self.request_stop(reason, "cancelled")
+        if self._stopping or (asked := self.workspace.cancel_asked(call)) is None:
+            return
+        by = asked.get("by", "somebody")
+        if asked["stages"]:  # trials: none of them is to begin
+            if not self.held:
+                self._hold(f"suspended by {by}; `refiner resume` goes on")
+            return
+        reason = f"cancelled by {by}"
+        self.note({"event": "cancel", "reason": reason})
+        ours = {member.run.run for member in self.shown}
+        self._stop_all(reason, "cancelled", wanted_by_others(self.workspace, ours))
 
-    def _step(self, live: Live) -> float:
-        """One round of a trial; what looking at it has cost."""
-        campaign = live.campaign
-        try:
-            if self._stop is not None:
-                campaign.request_stop(*self._stop, self._spared)
-            over = campaign.step()
-        except Exception as error:  # one trial's trouble is told with it, and stops no other
-            campaign.give_up(error)
-            self._end_of(live, word_of_error(error, live.run.run))
-            return 0.0
-        if over:
-            self._end_of(live, word_of_views(campaign.views(), live.run.run))
-        return campaign.look_s
-
-    def _end_of(self, live: Live, word: TrialWord) -> None:
-        self.trials.together.note_busy(live.run.run, ())
-        del self.live[live.trial.name]
-        self._not_before = 0.0
-        self._say(live.trial, word)
+    def _stop_all(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        self._stopping = True
+        self.stop(reason, failure, spared)
 
     # ------------------------------------------------------------ beginning
 
     def _begin_more(self) -> bool:
         """Begin what may begin. True if more may begin at once."""
-        if self._stop is not None or self.held or self.clock() < self._not_before:
+        if self._stopping or self.held or self.clock() < self._not_before:
             return False
         for _ in range(_AT_ONCE):
             trial = self._next()
@@ -326,7 +283,7 @@ class Supervisor:
             trial = self._ahead.trial
             if not any(t is trial for t in self._waiting):
                 return None
-        live = [x.trial for x in self.live.values()]
+        live = [self._trials[name] for name in self.live]
         why = self.budget.why_held(trial, self._begun, live)
         if why and not self.live:
             self._hold(why)
@@ -338,9 +295,9 @@ class Supervisor:
         self._waiting.remove(trial)
         ahead = self._ahead is not None and self._ahead.trial is trial
         try:
-            live = self.trials.begin(trial, canary=ahead)
+            member = self.trials.begin(trial, canary=ahead)
         except Exception as error:
-            if not is_outage(error):  # as in `_step`
+            if not is_outage(error):
                 self._say(trial, word_of_error(error, ""))
                 return
             self._waiting.insert(0, trial)
@@ -349,9 +306,9 @@ class Supervisor:
             if trial.name not in self.words or self.words[trial.name].reason != why:
                 self._say(trial, TrialWord("waiting", why))
             return
-        self.live[trial.name] = live
+        self.live[trial.name] = member
         self._begun |= {s.id for s in trial.plan.stages}
-        self._say(trial, TrialWord("running", run=live.run.run))
+        self._say(trial, TrialWord("running", run=member.run.run))
 
     def _hold(self, why: str) -> None:
         """Begin nothing more. What runs goes on."""
@@ -367,7 +324,7 @@ class Supervisor:
 
     def _watch_canary(self) -> None:
         """Release the others once it has shown what there is to see, or hold them."""
-        if self._ahead is None or self._stop is not None:
+        if self._ahead is None or self._stopping:
             return
         ahead, word = self._ahead, self.words.get(self._ahead.trial.name, TrialWord())
         measured = measured_canary(self.workspace, ahead.stage)
@@ -401,7 +358,7 @@ class Supervisor:
                 f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
                 "take what fits with --past-canary)"
             )
-            self.request_stop("the sweep is held: its forecast passes a limit")
+            self._stop_all("the sweep is held: its forecast passes a limit")
 
     # ------------------------------------------------------------ telling
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from infra.campaign.actions import (
+from infra.orchestrator.actions import (
     Action,
     Block,
     CloseAttempt,
@@ -21,8 +21,8 @@ from infra.campaign.actions import (
     Rest,
     Wait,
 )
-from infra.campaign.reconcile import PAUSES
-from infra.campaign.timeline import first_line
+from infra.orchestrator.reconcile import PAUSES
+from infra.orchestrator.timeline import first_line
 from infra.store.workspace import Workspace
 from refiner_core.contract.malformed import all_malformed
 from refiner_core.contract.plan import Plan

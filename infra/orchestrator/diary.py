@@ -1,8 +1,7 @@
-"""What a campaign writes down beside the records of stages. One writer: the call itself.
+"""The event log of a call, and who works on it. One writer: the process that does.
 
-In: events, who works on the run, what a scheduler says of jobs that have ended. Out: the run's
-event log, its orchestrator's file, and the scheduler's words beside attempts. None of it decides
-anything, so what cannot be written is logged, and the work goes on.
+In: events. Out: lines of the log, and the orchestrator's file. Neither decides anything, so what
+cannot be written is logged, and the work goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.host.processes import host_name
-from infra.jobs.protocol import AttemptRef, JobSight
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.views import StageView
 
@@ -34,7 +32,6 @@ class Diary:
     def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
         self._workspace, self._run, self._owner = workspace, run, owner
         self._log_works = True
-        self._unwritten: set[AttemptRef] = set()  # ends that were complained of
 
     def note(self, event: Mapping[str, Any]) -> None:
         """One line in the run's event log."""
@@ -57,17 +54,6 @@ class Diary:
             )
         except OSError as error:
             log.warning("who works on the run could not be noted: %s", error)
-
-    def record_ends(self, sights: Mapping[AttemptRef, JobSight]) -> None:
-        """Keep what the scheduler says of jobs that have ended: it forgets."""
-        for ref, sight in sights.items():
-            if sight.sight == "dead" and sight.facts:
-                try:
-                    self._workspace.note_scheduler(*ref, sight.facts)
-                except OSError as error:  # tried again in each round, until its outcome is written
-                    if ref not in self._unwritten:
-                        log.warning("what the scheduler says of %s cannot be kept: %s", ref, error)
-                    self._unwritten.add(ref)
 
 
 def news_of(view: StageView | None) -> tuple[Any, ...]:

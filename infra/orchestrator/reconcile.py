@@ -1,9 +1,9 @@
 """Given what should be, what is recorded and what lives: what to do next.
 
-In: a plan, the records of its stages, a look at the world and the rules of this call. Out: one
-action per stage. :func:`reconcile` is pure and level-triggered: it has no memory, so whoever runs
-it next, after a crash or beside another orchestrator, comes to the same decisions; applied until
-nothing but terminal actions is left, it changes nothing more.
+In: the union of plans, the records of its stages, a look at the world and the rules of this call.
+Out: one action per stage, by id. :func:`reconcile` is pure and level-triggered: it has no memory,
+so whoever runs it next, after a crash or beside another orchestrator, comes to the same decisions;
+applied until nothing but terminal actions is left, it changes nothing more.
 
 A service (kind ``serve``) is never done. It is *wanted* while a stage that asks it runs, or could
 run but for it; *ready* when its live attempt answers. Only then are those stages launched, so that
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from infra.campaign.actions import (
+from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
+from infra.jobs.protocol import Sight
+from infra.orchestrator.actions import (
     Action,
     Block,
     CloseAttempt,
@@ -29,11 +30,10 @@ from infra.campaign.actions import (
     Serve,
     Wait,
 )
-from infra.campaign.timeline import first_line
-from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
-from infra.jobs.protocol import Sight
+from infra.orchestrator.timeline import first_line
+from infra.orchestrator.union import Union
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
 from refiner_core.contract.services import is_service
 
@@ -68,14 +68,6 @@ class Observed:
     ready: frozenset[tuple[str, int]] = frozenset()
 
 
-class Taken(NamedTuple):
-    """Local slots that jobs of other plans take: stages that work, and those that only move
-    bytes."""
-
-    work: int
-    light: int
-
-
 @dataclass(frozen=True)
 class Policy:
     """The rules of one call.
@@ -97,8 +89,6 @@ class Policy:
         Stages that have waited for room as long as they may.
     runs_local
         Whether a stage's next attempt takes a local slot.
-    taken
-        Slots that stages take which are not in the plan.
     """
 
     owner: str
@@ -112,7 +102,6 @@ class Policy:
     not_before: Mapping[str, float] = field(default_factory=dict)
     gave_up: frozenset[str] = frozenset()
     runs_local: Callable[[PlannedStage], bool] = lambda _: True
-    taken: Taken = field(default_factory=lambda: Taken(0, 0))
 
 
 #: A live worker's, by its own word.
@@ -125,14 +114,14 @@ PAUSES = "pauses after"
 
 
 def reconcile(
-    plan: Plan, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
-) -> tuple[Action, ...]:
-    """One action per stage, in the plan's order.
+    union: Union, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
+) -> dict[str, Action]:
+    """One action per stage, by its id.
 
     Parameters
     ----------
-    plan
-        The stages as they should be.
+    union
+        The stages as they should be; the first get free slots first.
     records
         By stage id; a stage that nobody claimed is absent. Each must have been read *after* its
         newest attempt was looked at, so that an attempt seen dead has its last word in it.
@@ -141,31 +130,30 @@ def reconcile(
     policy
         The rules of this call.
     """
-    step = _Step(plan, records, observed, policy)
-    services = [s for s in plan.stages if is_service(s.id)]
-    for stage in plan.stages:
-        if stage not in services:
+    step = _Step(union, records, observed, policy)
+    for stage in union.stages.values():
+        if not is_service(stage.id):
             step.decide(stage)
-    for service in services:
-        step.decide_service(service)
-    return tuple(step.actions[stage.name] for stage in plan.stages)
+    for stage in union.stages.values():
+        if is_service(stage.id):
+            step.decide_service(stage)
+    return {stage_id: step.actions[stage_id] for stage_id in union.stages}
 
 
 class _Step:
-    """One pass over the plan; knows what was decided for the stages before."""
+    """One pass over the union; knows what was decided for the stages before."""
 
     def __init__(
         self,
-        plan: Plan,
+        union: Union,
         records: Mapping[str, StageRecord],
         observed: Observed,
         policy: Policy,
     ) -> None:
-        self.plan = plan
+        self.union = union
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
-        self.given = {stage.name: self._given(stage) for stage in plan.given}
-        self.launched: set[str] = set()
+        self.given = {i: self._given(stage) for i, stage in union.given.items()}
         self.wanted: set[str] = set()
         self.services: dict[str, Action] = {}
         busy = [
@@ -176,8 +164,8 @@ class _Step:
         ]
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
-            False: policy.max_parallel - busy.count(False) - policy.taken.work,
-            True: max(2, policy.max_parallel) - busy.count(True) - policy.taken.light,
+            False: policy.max_parallel - busy.count(False),
+            True: max(2, policy.max_parallel) - busy.count(True),
         }
 
     def _given(self, stage: PlannedStage) -> Done | Fail:
@@ -188,28 +176,34 @@ class _Step:
         why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
         return Fail(stage, outcome_of("bad_configuration", why), "failed")
 
-    def _before(self, name: str) -> Action:
-        """What was decided about an input."""
-        return self.actions[name] if name in self.actions else self.given[name]
+    def _before(self, stage_id: str) -> Action:
+        """What is decided about an input."""
+        if stage_id in self.given:
+            return self.given[stage_id]
+        if stage_id not in self.actions:  # the stage of a later plan, which an earlier one is given
+            self.decide(self.union[stage_id])
+        return self.actions[stage_id]
 
     def decide(self, stage: PlannedStage) -> None:
-        self.actions[stage.name] = action = self._action(stage)
+        if stage.id in self.actions:
+            return
+        self.actions[stage.id] = action = self._action(stage)
         if isinstance(action, Launch) or (isinstance(action, Wait) and action.attempt > 0):
-            self.wanted.update(service.name for service in self._services_of(stage))
+            self.wanted.update(service.id for service in self._services_of(stage))
 
     def decide_service(self, stage: PlannedStage) -> None:
         """After the others, for it follows from what they need."""
-        self.actions[stage.name] = self._service_action(stage)
+        self.actions[stage.id] = self._service_action(stage)
 
     def _service_action(self, stage: PlannedStage) -> Action:
-        asking = [a for a in self.actions.values() if stage.name in a.stage.after]
+        asking = [a for a in self.actions.values() if stage.id in a.stage.after]
         over = all(isinstance(a, _OVER) for a in asking)
         now = self._service(stage)
         if isinstance(now, Serve):
             if over and not self._stopping(stage):
                 return Rest(stage, live=True)
-            return replace(now, wanted=stage.name in self.wanted)
-        if stage.name in self.wanted or isinstance(now, CloseAttempt | Release):
+            return replace(now, wanted=stage.id in self.wanted)
+        if stage.id in self.wanted or isinstance(now, CloseAttempt | Release):
             return now
         if isinstance(now, Fail) and any(
             isinstance(a, Block) and a.by == stage.name for a in asking
@@ -219,19 +213,18 @@ class _Step:
 
     def _service(self, stage: PlannedStage) -> Action:
         """What a service does if it is wanted."""
-        if stage.name not in self.services:
+        if stage.id not in self.services:
             action = self._action(stage)
             if isinstance(action, Wait) and action.attempt > 0:
                 seen = self.observed.attempts.get(stage.id)
                 ready = seen is not None and seen.sight == "live" and seen.running
                 ready = ready and (stage.id, action.attempt) in self.observed.ready
                 action = Serve(**vars(action), ready=ready)
-            self.services[stage.name] = action
-        return self.services[stage.name]
+            self.services[stage.id] = action
+        return self.services[stage.id]
 
     def _services_of(self, stage: PlannedStage) -> list[PlannedStage]:
-        found = (self.plan.by_name[name] for name in stage.after)
-        return [s for s in found if is_service(s.id)]
+        return [self.union[i] for i in stage.after if is_service(i)]
 
     def _served(self, stage: PlannedStage) -> Action | None:
         """What a stage does whose service is not ready; None if it is, or it needs none."""
@@ -239,7 +232,7 @@ class _Step:
             now = self._service(service)
             if isinstance(now, Fail | Block):
                 return Block(stage, service.name, "interrupted" if _resumable(now) else "blocked")
-            self.wanted.add(service.name)
+            self.wanted.add(service.id)
             if not (isinstance(now, Serve) and now.ready):
                 return Wait(stage, f"waits until {service.name} answers")
         return None
@@ -327,24 +320,23 @@ class _Step:
         return Pause(stage, reason)
 
     def _next_attempt(self, stage: PlannedStage, last: Attempt | None) -> Action:
-        services = {service.name for service in self._services_of(stage)}
         needed = dict.fromkeys(
-            n for n in (*stage.inputs.values(), *stage.after) if n not in services
+            i for i in (*stage.inputs.values(), *stage.after) if not is_service(i)
         )
         for role, step in stage.at_step.items():
             if missing := self._checkpoint(stage, stage.inputs[role], step):
                 return missing
             needed.pop(stage.inputs[role], None)
-        for name in needed:
-            before = self._before(name)
+        for stage_id in needed:
+            before = self._before(stage_id)
             if isinstance(before, Fail | Block):
-                by = before.by if isinstance(before, Block) else name
+                by = before.by if isinstance(before, Block) else before.stage.name
                 return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
         if stage.id in self.policy.cancelled:
             return Fail(stage, outcome_of("cancelled", "not begun: cancelled"), "interrupted")
         if self.policy.stopping:
             return Fail(stage, outcome_of("interrupted", "not begun: asked to stop"), "interrupted")
-        waiting = [n for n in needed if not isinstance(self._before(n), Done)]
+        waiting = [self.union[i].name for i in needed if not isinstance(self._before(i), Done)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
         if paused := self._pause(stage):
@@ -357,8 +349,6 @@ class _Step:
             if outcome is not None and failure == "system_outage":
                 return Pause(stage, f"{why}: {first_line(outcome.message)}")
             return Wait(stage, why)
-        if stage.id in self.launched:
-            return Wait(stage, "the same stage under another name is about to run")
         takes_slot = self.policy.runs_local(stage) and not is_service(stage.id)
         if takes_slot and self.slots[is_light(stage.id)] <= 0:
             return Wait(stage, "waits for a free slot (dispatch.max_parallel)")
@@ -366,12 +356,11 @@ class _Step:
             return unserved
         if takes_slot:
             self.slots[is_light(stage.id)] -= 1
-        self.launched.add(stage.id)
         return Launch(stage, 0 if last is None else last.number)
 
-    def _checkpoint(self, stage: PlannedStage, name: str, step: int) -> Action | None:
+    def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
         """What a stage does that reads the checkpoint of ``step``; None if that is there."""
-        before = self._before(name)
+        before, name = self._before(source), self.union[source].name
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
         if isinstance(before, Fail | Block):

@@ -1,0 +1,465 @@
+"""The loop: looks at the world, decides what is next, acts, and says how it stands.
+
+In: members (runs with their plans, as a source gives them), a workspace, a router of dispatchers.
+Out: a :class:`StageView` per stage of each, and an event log beside each run's record. A run has
+one member, a night one per checkpoint, a sweep one per trial, as they may begin; all are one plan
+here, the union of theirs, with one look, one decision and one launch per round. It may die at any
+point, and the next one on the same runs goes on from what is recorded.
+
+An error belongs to the members whose stages it came from: an outage (a file system or scheduler
+that does not answer) pauses them until it is over, anything else ends them; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from infra.host.processes import ProcessId
+from infra.host.waiting import wait_for
+from infra.jobs.dispatch import Router
+from infra.jobs.failures import is_outage
+from infra.jobs.protocol import OpenAttempt
+from infra.orchestrator.acting import Actor
+from infra.orchestrator.actions import Action, CloseAttempt, Launch, Release, Serve
+from infra.orchestrator.member import Member
+from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.outage import Backoff, Trouble
+from infra.orchestrator.reconcile import Observed, Policy, Seen, reconcile
+from infra.orchestrator.room_keeping import Keeper, ProbingKeeper, Rooms
+from infra.orchestrator.sources import Given, Source
+from infra.orchestrator.stopping import Stopping, cancelled_of
+from infra.orchestrator.union import Union
+from infra.orchestrator.views import view_of, views_in_outage
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import Interrupted
+from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.records import RunRecord, StageRecord
+from refiner_core.contract.services import is_service
+from refiner_core.contract.views import StageView
+
+log = logging.getLogger(__name__)
+#: Looking and showing may cost this share of a core, or the next round comes later.
+_LOOK_SHARE = 0.04
+_LONGEST_S = 30.0
+
+
+class Orchestrator:
+    """Works on members until each stage of each is in a terminal state.
+
+    Parameters
+    ----------
+    source
+        Gives the members, and hears how each has ended.
+    workspace, router
+        Where they are recorded, and where jobs run.
+    config
+        What they have in common: its ``dispatch`` and ``disk``.
+    keeper
+        What knows of room on the disk and makes it; without one a write is tried.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        workspace: Workspace,
+        router: Router,
+        config: RecipeConfig,
+        *,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.source, self.workspace, self.router = source, workspace, router
+        self.owner = str(ProcessId.of())
+        self.members: list[Member] = []
+        self._settings, self._clock = config.dispatch, clock
+        patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
+        self._observer = Observer(workspace, router, patience, clock=clock)
+        self._keeper = keeper or ProbingKeeper(workspace)
+        self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
+        self._actor = Actor(workspace, router, self.owner, self._home, self._rooms, clock)
+        self._backoff = Backoff(self._settings.backoff_s, clock)
+        self._union, self._homes = Union({}, {}), dict[str, Member]()
+        self._records: dict[str, StageRecord] = {}
+        self._seen: dict[str, Seen] = {}
+        self._open: dict[str, OpenAttempt] = {}
+        self._ready: frozenset[tuple[str, int]] = frozenset()
+        #: Stage id -> the newest attempt that had ended when its first member began.
+        self._ended_before: dict[str, int] = {}
+        self._stopping = Stopping(workspace, self._actor, self._settings.grace_s, clock)
+        self._look_s = 0.0
+        self._error: BaseException | None = None
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="orchestrator", daemon=True)
+
+    @classmethod
+    def of_run(
+        cls,
+        plan: Plan,
+        workspace: Workspace,
+        router: Router,
+        *,
+        run: RunRecord,
+        keeper: Keeper | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Orchestrator:
+        """One that works on a single run."""
+        source = Given([Member(plan, run, workspace, clock=clock)])
+        return cls(source, workspace, router, plan.config, keeper=keeper, clock=clock)
+
+    # ------------------------------------------------------------ for the caller
+
+    def start(self) -> None:
+        """Begin, and work in a thread; errors as of :meth:`begin`."""
+        self.begin()
+        self._thread.start()
+
+    def join(self) -> dict[str, StageView]:
+        """Wait until nothing is left to do; the last views.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the thread.
+        """
+        wait_for(self._ended)
+        if self._error is not None:
+            raise self._error
+        return self.views()
+
+    def begin(self) -> None:
+        """Record the calls and look, for who calls :meth:`work` or :meth:`step` themselves.
+
+        Raises
+        ------
+        NoSpaceError
+            Not even a run's record fits.
+        WorkspaceError
+            The code of a run is gone, or is not what was pinned.
+        """
+        self.source.begin()
+        self._admit()
+        self._round(act=False)
+
+    def work(self, wait: Callable[[float], None]) -> None:
+        """Make rounds until nothing is left to do, with a ``wait`` of some seconds in between."""
+        try:
+            while not self.step():
+                wait(self.wake_after())
+        except BaseException as error:
+            for member in self.members:
+                member.give_up(error)
+            self.source.end(error)
+            raise
+
+    def step(self) -> bool:
+        """One round: look, decide, act. True when nothing is left to do."""
+        self._round()
+        self._admit()
+        over = not self.members and not self.source.more
+        if over:
+            self.source.end(None)
+        return over
+
+    def wake_after(self) -> float:
+        """Seconds until the next round is due."""
+        if self.source.at_once:
+            return 0.0
+        pauses = [m.outage.pause_s for m in self.members] if self._stopping.wish is None else []
+        look_s = min(self._look_s / _LOOK_SHARE, _LONGEST_S)
+        return max(self._settings.poll_s, look_s, min(pauses, default=0.0))
+
+    def views(self) -> dict[str, StageView]:
+        """All stages that are worked on by name, in the plan's order; those of one of several
+        members with its name before theirs: ``ARM/seed1/grpo``."""
+        found: dict[str, StageView] = {}
+        for member in self.source.shown:
+            for name, view in member.views().items():
+                key = f"{member.name}/{name}" if member.name else name
+                found[key] = replace(view, name=key) if member.name else view
+        return found
+
+    def request_stop(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin nothing more and ask the running jobs to save and end. Returns at once.
+
+        Jobs that belong to another call that still runs are left alone, and so are those of
+        ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
+        nobody begins another.
+        """
+        self._stopping.request(reason, failure, spared or {}, list(self.members))
+        self._wake.set()
+
+    def next_save_bytes(self) -> int:
+        """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
+        return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in the call's event log, from any thread: something that the user should know."""
+        self.source.note(event)
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        def wait(seconds: float) -> None:
+            self._wake.wait(seconds)
+            self._wake.clear()
+
+        try:
+            self.work(wait)
+        except BaseException as error:  # it surfaces in join()
+            log.debug("the orchestrator ends with an error", exc_info=error)
+            self._error = error
+        self._ended.set()
+
+    def _admit(self) -> None:
+        """Take in members that may begin now."""
+        for member in self.source.admit(self._stopping.wish is not None):
+            self.members.append(member)
+
+    def _round(self, act: bool = True) -> None:
+        """Look, decide, act and show once for all members that are not in an outage's pause."""
+        stops = self._stopping.wish is not None
+        due = [m for m in self.members if stops or not m.outage.pause_s]
+        trouble = Trouble[Member]()
+        began, self._look_s = time.thread_time(), 0.0
+        for member in due:
+            with trouble.at(member):
+                self._stopping.hear(member, self.members)
+        with trouble.at(*due):
+            self._look(due, trouble)
+        sound = [m for m in due if m not in trouble]
+        self._union = Union.of((m.stages, m.given) for m in sound)
+        self._homes = {i: m for m in reversed(self.members) for i in m.ids}
+        self._homes |= {i: m for m in reversed(sound) for i in m.stages}
+        actions: dict[str, Action] = {}
+        with trouble.at(*sound):
+            actions = self._decide(sound, trouble)
+            self._look_s = time.thread_time() - began
+            if act:
+                self._act(actions, sound, trouble)
+            errors = Trouble[str]()
+            self._stopping.stop_jobs(due, self.members, self._seen, self._open, errors)
+            _add_by_stage(errors, due, trouble)
+        began = time.thread_time()
+        shown: dict[tuple[str, bool], StageView] = {}
+        for member in due:
+            if member not in trouble and actions:
+                with trouble.at(member):
+                    member.outage.is_over()
+                    self._show(member, actions, shown)
+            if member in trouble:
+                self._wait_out(member, trouble[member])
+        self._look_s += time.thread_time() - began
+
+    def _look(self, due: Collection[Member], trouble: Trouble[Member]) -> None:
+        errors = Trouble[str]()
+        ids = list(dict.fromkeys(i for m in due for i in (*m.given, *m.stages)))
+        records, observed = self._observer.look_at_each(ids, errors)
+        self._ready = observed.ready
+        looked = set(ids).difference(errors)
+        records = {i: r for i, r in records.items() if i in looked}
+        self._records = {i: r for i, r in self._records.items() if i not in looked} | records
+        self._seen = {i: s for i, s in self._seen.items() if i not in looked} | {
+            i: s for i, s in observed.attempts.items() if i in looked
+        }
+        self._open = {i: a for i, a in self._open.items() if i not in looked} | {
+            i: a for i, a in self._observer.open.items() if i in looked
+        }
+        self._actor.keep_ends(self._observer.sights)
+        _add_by_stage(errors, due, trouble)
+        for member in due:
+            if member not in trouble:
+                self._note_beginning(member)
+
+    def _note_beginning(self, member: Member) -> None:
+        """What had ended when a member began is history: it neither counts nor fails it. What is
+        shared has begun with the first of them."""
+        if member.done_before is not None:
+            return
+        known = {i: r for i in member.ids if (r := self._records.get(i)) is not None}
+        member.done_before = frozenset(i for i, r in known.items() if r.result is not None)
+        for stage_id in member.ids:
+            record = known.get(stage_id)
+            if record is None or not record.attempts:
+                self._ended_before.setdefault(stage_id, 0)
+                continue
+            last, seen = record.attempts[-1], self._seen.get(stage_id)
+            lives = last.outcome is None and seen is not None and seen.sight != "dead"
+            self._ended_before.setdefault(stage_id, last.number - 1 if lives else last.number)
+            if last.outcome is not None and last.outcome.failure == "cancelled":
+                # It was another's work that somebody has ended, not this call's.
+                self._ended_before[stage_id] = last.number
+
+    def _decide(self, sound: Collection[Member], trouble: Trouble[Member]) -> dict[str, Action]:
+        done = {i for i, r in self._records.items() if r.result is not None}
+        checkpoints: set[tuple[str, int]] = set()
+        for member in sound:
+            with trouble.at(member):
+                member.holds.keep(done)
+                checkpoints |= member.holds.there(done)
+        ours = {i: r for i, r in self._records.items() if i in self._homes}
+        observed = Observed(
+            self._seen,
+            short=self._rooms.short(ours),
+            checkpoints=frozenset(checkpoints),
+            ready=self._ready,
+        )
+        return reconcile(self._union, self._records, observed, self._policy())
+
+    def _policy(self) -> Policy:
+        return Policy(
+            owner=self.owner,
+            max_parallel=self._settings.max_parallel,
+            retries=self._settings.retries,
+            stopping=self._stopping.wish is not None,
+            cancelled=frozenset(cancelled_of(self.members)),
+            ended_before=self._ended_before,
+            refused=self._actor.refused,
+            now=self._clock(),
+            not_before=self._backoff.not_before(self._records, self._ended_before),
+            gave_up=self._rooms.gave_up(),
+            runs_local=lambda stage: self.router.executor_for(stage) == "local",
+        )
+
+    def _home(self, stage_id: str) -> Member:
+        """The member that begins a stage, and in whose log that is told: the first that has it."""
+        return self._homes[stage_id]
+
+    def _note_of_room(self, event: Mapping[str, Any]) -> None:
+        for member in self.members:
+            if event.get("stage_id") in member.ids:
+                member.note(event)
+
+    # ------------------------------------------------------------ acting
+
+    def _act(
+        self,
+        actions: Mapping[str, Action],
+        sound: Collection[Member],
+        trouble: Trouble[Member],
+    ) -> None:
+        errors = Trouble[str]()
+        wanted = {i for i, a in actions.items() if isinstance(a, Serve) and a.wanted}
+        for member in sound:
+            with trouble.at(member):
+                member.leases.keep(sorted(wanted.intersection(member.stages)))
+        fit = {i for m in sound if m not in trouble for i in m.stages}
+        launches = [a for a in actions.values() if isinstance(a, Launch) and a.stage.id in fit]
+        self._actor.launch(launches, self._records, errors)
+        for stage_id, action in actions.items():
+            with errors.at(stage_id):
+                if isinstance(action, CloseAttempt):
+                    self._actor.close(self._rooms.minded(action), self._open[stage_id])
+                elif isinstance(action, Release):
+                    limit = self._settings.retries.launch_failure
+                    self._actor.release(action, self._open[stage_id], limit)
+        _add_by_stage(errors, sound, trouble)
+
+    # ------------------------------------------------------------ showing
+
+    def _show(
+        self,
+        member: Member,
+        actions: Mapping[str, Action],
+        shown: dict[tuple[str, bool], StageView],
+    ) -> None:
+        before, views = member.views(), dict[str, StageView]()
+        for stage in member.plan.stages:
+            old = before.get(stage.name)
+            if old is not None and old.state in ("done", "skipped") and not is_service(stage.id):
+                views[stage.name] = old
+                continue
+            key = (stage.id, stage.id in (member.done_before or ()))
+            if key not in shown:
+                shown[key] = self._view(actions[stage.id], done_before=key[1])
+            view = replace(shown[key], name=stage.name)
+            views[stage.name] = self._goes_on_for_others(member, stage, view)
+        if member.publish(views):
+            member.end()
+            self._remove(member, None)
+
+    def _view(self, action: Action, *, done_before: bool) -> StageView:
+        stage_id = action.stage.id
+        view = view_of(
+            action,
+            self._records.get(stage_id),
+            self.workspace,
+            owner=self.owner,
+            ended_before=self._ended_before.get(stage_id, 0),
+            done_before=done_before,
+        )
+        if stage_id not in self._actor.left_alone or view.terminal:
+            return view
+        whose = self._actor.left_alone[stage_id]
+        if is_service(stage_id):
+            return replace(view, state="done", message=f"goes on: {whose} needs it")
+        return _left(view, whose)
+
+    def _goes_on_for_others(
+        self, member: Member, stage: PlannedStage, view: StageView
+    ) -> StageView:
+        """The view of a stage that was cancelled here, and that another member still wants."""
+        if stage.id not in member.cancelled or view.terminal:
+            return view
+        others = (m for m in self.members if stage.id in m.stages)
+        other = next((m for m in others if stage.id not in m.cancelled), None)
+        if other is None:
+            return view
+        if view.state in ("running", "reattached", "queued"):
+            return _left(view, f"run {other.run.run}")
+        return replace(view, state="interrupted", message="not begun: cancelled", exit_code=6)
+
+    def _wait_out(self, member: Member, error: Exception) -> None:
+        """Show that nothing can be done for a member now. Who wants it to end is waited for no
+        longer than jobs get to save: they are asked, as far as they are known."""
+        if not is_outage(error):
+            member.give_up(error)
+            self._remove(member, error)
+            return
+        member.outage.met(error)
+        reason = member.outage.reason
+        asked = self._stopping.wish is not None or member.cancelled.keys() >= member.stages.keys()
+        waited_s = self._clock() - max(self._stopping.since, member.outage.since)
+        leaves = asked and waited_s > self._settings.grace_s
+        if leaves:
+            member.give_up(Interrupted(reason, fix="run the same command again"))
+        if member.publish(views_in_outage(member.plan, member.views(), reason, leaves=leaves)):
+            self._remove(member, None)
+
+    def _remove(self, member: Member, error: Exception | None) -> None:
+        self.members.remove(member)
+        left = {i for m in self.members for i in m.ids}
+        self._observer.forget_all_but(left)
+        self._records = {i: r for i, r in self._records.items() if i in left}
+        self._seen = {i: s for i, s in self._seen.items() if i in left}
+        self._open = {i: a for i, a in self._open.items() if i in left}
+        self.source.ended(member, error)
+
+
+def _add_by_stage(
+    errors: Mapping[str, Exception],
+    members: Iterable[Member],
+    trouble: Trouble[Member],
+) -> None:
+    """What went wrong with a stage is the trouble of the members that have it."""
+    for member in members if errors else ():
+        found = next((e for i, e in errors.items() if i in member.ids), None)
+        if found is not None:
+            trouble.setdefault(member, found)
+
+
+def _left(view: StageView, whose: str) -> StageView:
+    message = f"goes on: it belongs to {whose}, which still runs"
+    return replace(view, state="interrupted", message=message, exit_code=6)
