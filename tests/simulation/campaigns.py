@@ -1,5 +1,7 @@
 """One schedule: people run a plan, everything goes wrong for a while, then nothing does any more.
 
+The plan is a run of its own, a night of two runs, or a sweep of two trials, as the seed has it.
+
 In: a seed. Out: a :class:`Summary`, or a :class:`~tests.simulation.world.Violation` with what must
 be typed to see it again. People start the same command again when it has ended without being done,
 or was killed; a second person may run it, too; they press Ctrl-C now and then.
@@ -14,13 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flows.running.recording import Pinned
+from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.canary import find_canary
+from flows.sweeping.limits import Budget
+from flows.sweeping.reading import last_words
+from flows.sweeping.trials import Trials
+from flows.sweeping.use import UseReader
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
+from infra.orchestrator.member import Member
 from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.sources import Given, Source
+from infra.store.layout import sweep_call
+from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, PublishConfig, SftConfig
-from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.config import DiskConfig, PublishConfig, RecipeConfig, SftConfig
+from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from sweeps.forecast import SweepForecast
+from sweeps.planning import plan_sweep
+from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.simulation.disk import GIB, SimDisk
 from tests.simulation.files import simulated_machine
 from tests.simulation.invariants import Watch
@@ -48,6 +64,7 @@ class Summary:
     """What a schedule was like."""
 
     seed: int
+    form: str
     virtual_s: float
     attempts: int
     calls: int
@@ -55,27 +72,55 @@ class Summary:
     killed: int
 
 
-def trial_plan(trials: int = 2) -> Plan:
-    """One ``data`` stage, and per trial (a seed) an ``sft`` on it. The checkpoint of step 2 of
-    the first one is exported while training goes on."""
+SEEDS = (1, 2)
+FORMS = ("run", "night", "sweep")
+
+
+def base_config() -> RecipeConfig:
+    """What all trials have in common."""
     config = replace(
         small_config("data", "sft", "publish", poll_s=POLL_S, heartbeat_timeout_s=500.0),
         disk=DiskConfig(wait_min=120.0, watch_s=60.0),
     )
-    config = replace(
+    return replace(
         config,
         sft=replace(SftConfig(), keep=2, save_freq=1),
         publish=PublishConfig(which="listed", steps=(PUBLISHED_STEP,)),
         dispatch=replace(config.dispatch, hung_after_s=2000.0, backoff_s=60.0, grace_s=120.0),
     )
+
+
+def without_publishing(plan: Plan) -> Plan:
+    """``data`` and ``sft``; the checkpoint of step 2 of the first trial is exported while training
+    goes on."""
+    kinds = (
+        ("data", "fetch", "sft", "export") if plan.config.seed == 1 else ("data", "fetch", "sft")
+    )
+    return replace(plan, stages=tuple(s for s in plan.stages if s.kind in kinds))
+
+
+def trial_plans() -> dict[int, Plan]:
+    """Seed -> the plan of its trial; they share ``data``."""
+    plans = {s: make_plan(replace(base_config(), seed=s), SOURCES) for s in SEEDS}
+    return {seed: without_publishing(plan) for seed, plan in plans.items()}
+
+
+def whole_plan() -> Plan:
+    """The stages of all trials as one plan: ``sft-1``, ``sft-2``."""
     stages: dict[str, PlannedStage] = {}
-    for seed in range(1, trials + 1):
-        for stage in make_plan(replace(config, seed=seed), SOURCES).stages:
-            if stage.kind == "publish" or (stage.kind == "export" and seed > 1):
-                continue
+    for seed, plan in trial_plans().items():
+        for stage in plan.stages:
             renamed = _of_trial(stage, seed)
             stages[renamed.name] = renamed
-    return Plan("trials", config, tuple(stages.values()))
+    return Plan("trials", base_config(), tuple(stages.values()))
+
+
+def sweep_plan() -> SweepPlan:
+    """The same trials as a sweep."""
+    sweep = SweepFile(name="trials", recipe="tiny", factors={}, seeds=SEEDS, limits=Limits())
+    plan = plan_sweep(sweep, base_config(), lambda _: SOURCES)
+    trials = (replace(t, plan=without_publishing(t.plan)) for t in plan.trials)
+    return replace(plan, trials=tuple(trials))
 
 
 def _of_trial(stage: PlannedStage, seed: int) -> PlannedStage:
@@ -93,7 +138,8 @@ class Schedule:
     def __init__(self, seed: int, root: Path, say: Callable[[str], None] | None = None) -> None:
         self.world = world = World(seed, say)
         self.weather = draw_weather(world.random)
-        self.plan = trial_plan()
+        self.plan = whole_plan()
+        self.form = world.random.choice(FORMS)
         self.root = root
         workspace = Workspace.open(root)
         self.shapes = {s.id: self._shape(s) for s in self.plan.stages}
@@ -143,6 +189,7 @@ class Schedule:
             self.watch.check_end(self.plan.stages)
         return Summary(
             seed=self.world.seed,
+            form=self.form,
             virtual_s=self.world.now,
             attempts=sum(s.newest for s in self.watch.stages.values()),
             calls=self.calls,
@@ -200,16 +247,19 @@ class Schedule:
         try:
             workspace = Workspace(self.root)
             slurm = SimSlurm(self.cluster, workspace)
-            campaign = Orchestrator.of_run(
-                self.plan,
+            source = self._source(workspace)
+            campaign = Orchestrator(
+                source,
                 workspace,
                 Router({"slurm": slurm}, lambda _: "slurm"),
-                run=run_record(workspace, self.plan),
+                self.plan.config,
                 keeper=DiskKeeper(
                     workspace, self.plan.config.disk, clock=lambda: world.now, sleep=world.sleep
                 ),
                 clock=lambda: world.now,
             )
+            if isinstance(source, Admission):
+                source.stop = campaign.request_stop
             campaign.begin()
             self.watch.call_begins(process)  # it has looked now; before that it may have stalled
             stop_at = None
@@ -222,13 +272,57 @@ class Schedule:
                     self._interrupted()
                     campaign.request_stop("Ctrl-C")
                     stop_at = None
-        except NoSpaceError as error:
+        except (NoSpaceError, ConfigurationError) as error:
             process.finished = True
             world.tell(f"refuses to begin: {error}")
             return
         process.finished = True
         states = ", ".join(f"{n} {v.state}" for n, v in campaign.views().items())
         world.tell(f"ends: {states}")
+
+    def _source(self, workspace: Workspace) -> Source:
+        """What the command is called on."""
+        clock = lambda: self.world.now  # noqa: E731
+        if self.form == "sweep":
+            return self._admission(workspace, clock)
+        plans = {"": self.plan}
+        if self.form == "night":
+            plans = {f"seed{seed}": plan for seed, plan in trial_plans().items()}
+        return Given(
+            [
+                Member(plan, run_record(workspace, plan), workspace, name, clock)
+                for name, plan in plans.items()
+            ]
+        )
+
+    def _admission(self, workspace: Workspace, clock: Callable[[], float]) -> Admission:
+        """Take the sweep up; whoever sees that nobody works on it any more takes it over."""
+        plan, alone = sweep_plan(), len(self._running) == 1
+        take_up(workspace, sweep_call(plan.sweep.name), regardless=alone)
+        nothing = SweepForecast((), (), 0.0, 0.0, 0, 0.0, "")
+        return Admission(
+            plan=plan,
+            workspace=workspace,
+            trials=Trials(
+                sweep=plan.sweep.name,
+                recipe=plan.sweep.recipe,
+                workspace=workspace,
+                told=last_words(workspace, plan.sweep.name),
+                take_over=alone,
+                pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
+                clock=clock,
+            ),
+            budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 0),
+            outlook=Outlook(
+                canary=find_canary(plan, workspace),
+                forecast=nothing,
+                corrected=lambda _: nothing,
+                passed=lambda _: (),
+            ),
+            concurrency=len(SEEDS),
+            poll_s=POLL_S,
+            clock=clock,
+        )
 
     def _interrupted(self) -> None:
         for stage in self.plan.stages:

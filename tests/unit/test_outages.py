@@ -25,7 +25,7 @@ from infra.store.orchestrators import take_up
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import SystemOutage, WorkspaceError
 from refiner_core.contract.plan import Plan, PlannedStage
-from tests.simulation.campaigns import trial_plan
+from tests.simulation.campaigns import whole_plan
 from tests.support.plans import OWNER, small_plan
 from tests.support.quota import small_tmpfs
 from tests.unit.test_campaign_rounds import Cluster, campaign_of, events
@@ -368,7 +368,7 @@ def test_between_two_tries_a_stage_is_paused_with_the_reason(workspace: Workspac
 def test_one_stage_that_cannot_be_claimed_does_not_keep_the_other_from_beginning(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = trial_plan()
+    plan = whole_plan()
     real = workspace.claim_attempt
     refused = plan.by_name["data"].id
 
