@@ -12,11 +12,9 @@ from typing import NamedTuple
 from flows.nightly.checkpoints import Resolved
 from flows.nightly.plans import night_overrides
 from flows.running.recording import pin_code, record_pinned_run
-from flows.running.stop_signals import StopSignals
-from infra.disk.keeper import DiskKeeper
+from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
 from infra.orchestrator.member import Member
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.orchestrator.sources import Given
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
@@ -92,27 +90,25 @@ def carry_out(
         take_up(workspace, job.run.run)
         members.append(Member(job.plan, job.run, workspace, job.found.checkpoint.name))
     source = Given(members, lambda member: tell(f"{member.name}: {_words(member.views())}"))
-    orchestrator = Orchestrator(
-        source,
-        workspace,
-        make_router(config.dispatch, workspace),
-        config,
-        keeper=DiskKeeper(workspace, config.disk),
-    )
-    with StopSignals() as signals:
-
-        def wait(seconds: float) -> None:
-            signals.wait(seconds)
-            if by := signals.asked():
-                tell(
-                    f"Stopping ({by}): running evaluations save at their next step. "
-                    "Ctrl-C again leaves."
-                )
-                orchestrator.request_stop(by)
-
-        orchestrator.begin()
-        orchestrator.work(wait)
+    router = make_router(config.dispatch, workspace)
+    orchestrate(source, workspace, router, config, console=_Teller(tell))
     return {member.name: member.views() for member in members}
+
+
+class _Teller:
+    """Shows a night's work in messages alone; a :class:`flows.running.showing.Shows`."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.note = self.warn = tell
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Each checkpoint is told of when it has ended."""
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        """All of them have been."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _words(views: Mapping[str, StageView]) -> str:

@@ -325,10 +325,9 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     from flows.notifying.watching import hears_of_run
     from flows.running.attaching import attach
     from flows.running.console import Console
-    from flows.running.showing import run_shown
-    from infra.disk.keeper import DiskKeeper
-    from infra.disk.watch import DiskEvent, DiskWatch
-    from infra.orchestrator.orchestrator import Orchestrator
+    from flows.running.showing import orchestrate
+    from infra.orchestrator.member import Member
+    from infra.orchestrator.sources import Given
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
@@ -338,20 +337,16 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     where = plan.config.workspace
     own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
     console = showing.console or own
-    keeper = DiskKeeper(workspace, plan.config.disk)
-    orchestrator = Orchestrator.of_run(plan, workspace, router, run=run, keeper=keeper)
-
-    def tell(event: DiskEvent) -> None:
-        orchestrator.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
-
     hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
-    with DiskWatch(keeper, orchestrator.next_save_bytes, tell):
-        views = run_shown(
-            orchestrator,
-            console=console,
-            hears=hears,
-            begun=lambda: attach(workspace, run.run, console) if showing.use_server else None,
-        )
+    views = orchestrate(
+        Given([Member(plan, run, workspace)]),
+        workspace,
+        router,
+        plan.config,
+        console=console,
+        hears=hears,
+        begun=lambda: attach(workspace, run.run, console) if showing.use_server else None,
+    )
     following = () if showing.console else own.next_commands(views)
     return RunOutcome(run.run, plan, views, tuple(following))
 

@@ -1,9 +1,11 @@
-"""Progress of a campaign on standard error, and what to do next when it is over.
+"""Progress on standard error, and what to do next when it is over.
 
-In: the views of a campaign, again and again. Out: on a terminal a table that redraws itself (rich,
-imported only then); elsewhere plain lines: one per change of state, and per stage at most one every
-ten seconds about its progress. ``quiet`` leaves only warnings and failures. Standard output is
-never touched: it belongs to ``--json``.
+In: the views of an orchestrator, again and again; of a sweep also how its trials stand. Out: on a
+terminal a table that redraws itself (rich, imported only then), of a sweep with the stages at work
+alone; elsewhere plain lines. Of a run these are one per change of a stage's state, and at most one
+every ten seconds about its progress; of a sweep one per change of a trial's state, and now and then
+the stages at work. ``quiet`` leaves only warnings and failures. Standard output is never touched:
+it belongs to ``--json``.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from flows.running.screen import Screen
 from infra.host.terminal import printable, raw
+from infra.orchestrator.timeline import first_line, rough
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LINE_EVERY_S = 10.0
+#: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
+_AT_WORK_EVERY_S = 30.0
+_ROWS = 16
 _BAR_WIDTH = 16
 _STYLES = {
     "waiting": "dim",
@@ -37,13 +43,34 @@ _STYLES = {
 }
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
+_TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
+
+
+class TrialState(Protocol):
+    """How a trial of a sweep stands, and why."""
+
+    @property
+    def state(self) -> str:
+        """``waiting``, ``running``, ``done``, ``failed``, ``interrupted`` or ``held``."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why, where that needs saying."""
+        ...
+
+    @property
+    def run(self) -> str:
+        """Id of its run; empty before it has one."""
+        ...
 
 
 class Console(Screen):
-    """Shows a campaign. Safe to call from several threads.
+    """Shows an orchestrator's work. Safe to call from several threads.
 
     ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
-    ``run`` its record's id. All of them go into the commands that the summary proposes.
+    ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
+    says how those of a sweep stand.
     """
 
     def __init__(
@@ -55,8 +82,11 @@ class Console(Screen):
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trials: Callable[[], Mapping[str, TrialState]] | None = None,
     ) -> None:
         super().__init__(quiet, stream, clock)
+        self._trials, self._at_work_said = trials, clock()
+        self._trial_states = dict.fromkeys(trials(), "waiting") if trials else {}
         self._command, self._workspace, self._run = tuple(command), workspace, run
         self._states: dict[str, str] = {}
         self._since: dict[str, float] = {}
@@ -65,18 +95,27 @@ class Console(Screen):
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
         with self._lock:
-            now = self._clock()
-            for view in views.values():
+            now, rows, title = self._clock(), list(views.values()), ""
+            for view in rows:
                 self._note_change(view, now)
+            if self._trials is not None:
+                trials, rows = self._trials(), _at_work(rows)
+                self._note_trials(trials, rows, now)
+                title = _trials_counted(trials)
             if self._fancy and not self._lost:
                 with self._while_it_can_be_written():
-                    self._redraw(views)
+                    self._redraw(rows, title)
             self._states.update({name: view.state for name, view in views.items()})
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """The last state of every stage, then the summary."""
         self.show(views)
         self.close()
+        if self._trials is not None:
+            trials = self._trials()
+            if not self._quiet or any(t.state != "done" for t in trials.values()):
+                self._print(f"{_trials_counted(trials)} in {rough(self._clock() - self._began)}")
+            return
         if any(map(_is_told, views.values())) or not self._quiet:
             elapsed = self._clock() - self._began
             self._print("\n".join(self.summary(views, elapsed)))
@@ -113,10 +152,11 @@ class Console(Screen):
     def _note_change(self, view: StageView, now: float) -> None:
         if view.state != self._states.get(view.name, "waiting"):
             self._since[view.name] = now
-            if not self._quiet or view.state == "failed":
+            if self._trials is None and (not self._quiet or view.state == "failed"):
                 self._print_plain(view, now)
             return
-        if self._quiet or view.progress is None or view.state not in _WORKING:
+        told = self._trials is None and not self._quiet
+        if not told or view.progress is None or view.state not in _WORKING:
             return
         said_at, said = self._said.get(view.name, (self._since.get(view.name, now), None))
         if now - said_at >= _LINE_EVERY_S and view.progress != said:
@@ -128,9 +168,27 @@ class Console(Screen):
         if not self._fancy:
             self._print(state_line(view))
 
+    def _note_trials(
+        self, trials: Mapping[str, TrialState], rows: Sequence[StageView], now: float
+    ) -> None:
+        for name, trial in trials.items():
+            if self._trial_states.get(name, "waiting") == trial.state:
+                continue
+            self._trial_states[name] = trial.state
+            # Why others are held is said once, for all of them.
+            if trial.state == "failed" or (not self._quiet and trial.state != "held"):
+                run = f" (run {trial.run})" if trial.state == "running" else ""
+                why = _colon(first_line(trial.reason, 300))
+                self._print(f"{name}: {trial.state}{run}{why}")
+        if not self._fancy and not self._quiet and now - self._at_work_said >= _AT_WORK_EVERY_S:
+            self._at_work_said = now
+            self._print(_trials_counted(trials))
+            for view in rows:
+                self._print(f"  {view.name}: {' '.join(filter(None, [view.state, detail(view)]))}")
+
     # ------------------------------------------------------------ terminal
 
-    def _redraw(self, views: Mapping[str, StageView]) -> None:
+    def _redraw(self, rows: Sequence[StageView], title: str) -> None:
         if self._live is None:
             from rich.console import Console as RichConsole
             from rich.live import Live
@@ -140,19 +198,30 @@ class Console(Screen):
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
+                transient=self._trials is not None,
             )
             self._live.start()
-        self._live.update(self._table(views), refresh=True)
+        more = len(rows) - _ROWS if title else 0
+        caption = f"and {more} more" if more > 0 else ""
+        table = self._table(rows[:_ROWS] if title else rows, title, caption)
+        self._live.update(table, refresh=True)
 
-    def _table(self, views: Mapping[str, StageView]) -> Table:
+    def _table(self, rows: Sequence[StageView], title: str = "", caption: str = "") -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False)
+        table = Table(
+            box=None,
+            pad_edge=False,
+            title=Text(title, style="bold") if title else None,
+            caption=caption or None,
+            title_justify="left",
+            caption_justify="left",
+        )
         for title in ("stage", "state", "", "progress", "time"):
             table.add_column(title, no_wrap=title != "progress", overflow="ellipsis")
         now = self._clock()
-        for view in views.values():
+        for view in rows:
             style = _STYLES[view.state]
             seconds = view.seconds
             if view.state in _WORKING:
@@ -217,6 +286,24 @@ def _counted(views: Mapping[str, StageView]) -> str:
     order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
     parts = [f"{states.count(s)} {s}" for s in order if s in states]
     return ", ".join(parts) or "nothing to do"
+
+
+def _at_work(views: Sequence[StageView]) -> list[StageView]:
+    """Of each trial the stages that run, else the first that waits."""
+    found: dict[str, list[StageView]] = {}
+    for view in views:
+        found.setdefault(view.name.rpartition("/")[0], []).append(view)
+    rows: list[StageView] = []
+    for mine in found.values():
+        busy = [v for v in mine if v.state in (*_WORKING, "paused")]
+        rows += busy or [v for v in mine if v.state in ("queued", "waiting")][:1]
+    return rows
+
+
+def _trials_counted(trials: Mapping[str, TrialState]) -> str:
+    states = [trial.state for trial in trials.values()]
+    counts = ", ".join(f"{states.count(s)} {s}" for s in _TRIAL_STATES if s in states)
+    return f"{len(states)} trials: {counts or 'none'}"
 
 
 def _is_told(view: StageView) -> bool:

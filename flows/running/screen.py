@@ -1,8 +1,8 @@
 """A stream that progress is shown on, which may go away at any time.
 
 In: messages, and what is redrawn in place. Out: the same on a terminal or as plain lines; whoever
-closes the terminal, or stops reading, takes nothing with them. Runs (:mod:`flows.running.console`)
-and sweeps (:mod:`flows.sweeping.console`) are shown on it.
+closes the terminal, or stops reading, takes nothing with them. :mod:`flows.running.console` draws
+on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs a campaign to its end with its progress on the terminal.
+"""Orchestrates a call to its end, with its progress on the terminal.
 
-In: a campaign that has not begun. Out: every stage's last view. The campaign begins at once; what
-shows it elsewhere (:mod:`flows.running.attaching`) comes after, and is never waited for.
+In: a source of members, a console. Out: every stage's last view. Work begins at once; what shows it
+elsewhere (:mod:`flows.running.attaching`) comes after, and is never waited for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ from typing import Protocol
 
 from flows.notifying.hears import Hears, Nobody
 from flows.running.stop_signals import StopSignals
+from infra.disk.keeper import DiskKeeper
+from infra.disk.watch import DiskEvent, DiskWatch
+from infra.jobs.dispatch import Router
+from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.sources import Source
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.views import StageView
 
 _REFRESH_S = 0.5
 
 
 class Runnable(Protocol):
-    """What is asked of a campaign here. ``infra.orchestrator.orchestrator.Orchestrator`` is one."""
+    """What is asked of an orchestrator here."""
 
     def start(self) -> None:
         """Begin, in a thread of its own."""
@@ -34,7 +41,7 @@ class Runnable(Protocol):
         ...
 
     def join(self) -> dict[str, StageView]:
-        """Wait for the end; raise what ended the reconciler, if anything did."""
+        """Wait for the end; raise what ended the orchestrator, if anything did."""
         ...
 
 
@@ -62,21 +69,54 @@ class Shows(Protocol):
         ...
 
 
-def run_shown(
-    campaign: Runnable,
+def orchestrate(
+    source: Source,
+    workspace: Workspace,
+    router: Router,
+    config: RecipeConfig,
     *,
     console: Shows,
     hears: Hears | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> dict[str, StageView]:
-    """Run a campaign to its end, showing it on the terminal.
+    """Work on what a source gives until nothing is left to do, shown on the terminal.
 
-    The first Ctrl-C asks the campaign to stop and waits until its stages have saved; the second is
+    Parameters
+    ----------
+    source
+        Gives the members: a run, trials of a sweep, checkpoints of a night.
+    workspace, router
+        Where they are recorded, and where jobs run.
+    config
+        What they have in common: its ``dispatch`` and ``disk``.
+    console, hears, begun
+        As for :func:`run_shown`.
+    """
+    keeper = DiskKeeper(workspace, config.disk)
+    orchestrator = Orchestrator(source, workspace, router, config, keeper=keeper)
+
+    def tell(event: DiskEvent) -> None:
+        source.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
+
+    with DiskWatch(keeper, orchestrator.next_save_bytes, tell):
+        return run_shown(orchestrator, console=console, hears=hears, begun=begun)
+
+
+def run_shown(
+    orchestrator: Runnable,
+    *,
+    console: Shows,
+    hears: Hears | None = None,
+    begun: Callable[[], None] = lambda: None,
+) -> dict[str, StageView]:
+    """Run an orchestrator to its end, showing it on the terminal.
+
+    The first Ctrl-C asks it to stop and waits until its stages have saved; the second is
     raised here.
 
     Parameters
     ----------
-    campaign
+    orchestrator
         What works, in a thread of its own.
     console
         Shows how its stages are.
@@ -92,10 +132,10 @@ def run_shown(
     """
     hears = hears or Nobody()
     with StopSignals() as signals:
-        campaign.start()  # work begins before anything else is even imported
+        orchestrator.start()  # work begins before anything else is even imported
         try:
             begun()
-            views = _until_joined(campaign, console, hears, signals)
+            views = _until_joined(orchestrator, console, hears, signals)
             signals.restore()  # Ctrl-C leaves what follows
             hears.over(views)
             console.finish(views)
@@ -109,18 +149,18 @@ def run_shown(
 
 
 def _until_joined(
-    campaign: Runnable, console: Shows, hears: Hears, signals: StopSignals
+    orchestrator: Runnable, console: Shows, hears: Hears, signals: StopSignals
 ) -> dict[str, StageView]:
-    joiner = _Joiner(campaign)
+    joiner = _Joiner(orchestrator)
     joiner.start()
     while not joiner.over.wait(_REFRESH_S):
         if by := signals.asked():
             hears.asked_to_stop(f"stopped by {by}")
-            campaign.request_stop(by)
+            orchestrator.request_stop(by)
             console.note(
                 f"Stopping ({by}): running stages save at their next step. Ctrl-C again leaves."
             )
-        views = campaign.views()
+        views = orchestrator.views()
         try:
             console.show(views)
             hears.show(views)
@@ -130,18 +170,18 @@ def _until_joined(
 
 
 class _Joiner(threading.Thread):
-    """Waits for the campaign, so that the main thread stays free for the terminal and Ctrl-C."""
+    """Waits for the end, so that the main thread stays free for the terminal and Ctrl-C."""
 
-    def __init__(self, campaign: Runnable) -> None:
-        super().__init__(name="campaign-join", daemon=True)
+    def __init__(self, orchestrator: Runnable) -> None:
+        super().__init__(name="orchestrator-join", daemon=True)
         self.over = threading.Event()
-        self._campaign = campaign
+        self._orchestrator = orchestrator
         self._views: dict[str, StageView] = {}
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._views = self._campaign.join()
+            self._views = self._orchestrator.join()
         except BaseException as error:  # raised again in the main thread, by views()
             self._error = error
         self.over.set()

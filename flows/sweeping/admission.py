@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
 from flows.sweeping.limits import Budget
@@ -26,6 +26,7 @@ from infra.jobs.failures import is_outage
 from infra.orchestrator.diary import Diary
 from infra.orchestrator.member import Member
 from infra.orchestrator.outage import Outage, with_patience
+from infra.orchestrator.sources import RequestStop
 from infra.orchestrator.timeline import first_line
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
@@ -41,27 +42,6 @@ from sweeps.values import SweepPlan, Trial
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
-
-
-class Stop(Protocol):
-    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
-
-    def __call__(
-        self,
-        reason: str,
-        failure: Literal["interrupted", "cancelled"] = "interrupted",
-        spared: Mapping[str, str] | None = None,
-    ) -> None:
-        """Ask what runs to save and end."""
-        ...
-
-
-def _nobody_to_stop(
-    reason: str,
-    failure: Literal["interrupted", "cancelled"] = "interrupted",
-    spared: Mapping[str, str] | None = None,
-) -> None:
-    """Before there is an orchestrator, nothing runs."""
 
 
 @dataclass
@@ -111,8 +91,6 @@ class Admission:
         Hears what people should know.
     page
         Keeps the report fresh while trials are at work.
-    stop
-        Ends what runs.
     """
 
     plan: SweepPlan
@@ -125,7 +103,7 @@ class Admission:
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
-    stop: Stop = _nobody_to_stop
+    request_stop: RequestStop = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
@@ -259,7 +237,7 @@ class Admission:
         spared: Mapping[str, str] | None = None,
     ) -> None:
         self._stopping = True
-        self.stop(reason, failure, spared)
+        self.request_stop(reason, failure, spared)
 
     # ------------------------------------------------------------ beginning
 

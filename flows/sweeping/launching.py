@@ -25,10 +25,10 @@ from flows.running.calls import (
     warn_of_silence,
     with_room,
 )
-from flows.running.showing import run_shown
+from flows.running.console import Console
+from flows.running.showing import orchestrate
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.canary import find_canary
-from flows.sweeping.console import SweepConsole
 from flows.sweeping.forecasting import forecast_of, passed_by
 from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
@@ -37,11 +37,8 @@ from flows.sweeping.trials import Trials
 from flows.sweeping.use import UseReader
 from flows.sweeping.versions import in_folder, pin_for, plan_of_record
 from flows.sweeping.words import TrialWord
-from infra.disk.keeper import DiskKeeper
-from infra.disk.watch import DiskEvent, DiskWatch
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import make_router
-from infra.orchestrator.orchestrator import Orchestrator
+from infra.jobs.dispatch import Router, make_router
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
@@ -161,9 +158,10 @@ def work_on_sweep(
     call = sweep_call(record.name)
     before = orchestrator_of(workspace, call)
     config = config_of(plan)
+    router = make_router(config.dispatch, workspace)
+    router.check(plan.stages().values())
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
-    keeper = DiskKeeper(workspace, config.disk)
     admission = admission_of(plan, workspace, record, launch)
     notify, resumed = config.notify, launch.resumed
     hears = hears_of_sweep(admission, record, notify, workspace, before, resumed=resumed, say=say)
@@ -173,7 +171,7 @@ def work_on_sweep(
         hears.over({})
         hears.close()
     else:
-        _orchestrate(admission, keeper, launch, hears)
+        _orchestrate(admission, router, launch, hears)
     _keep_use(admission)
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
@@ -189,26 +187,20 @@ def _keep_use(admission: Admission) -> None:
         log.warning("what the sweep has used is not kept: %s", error)
 
 
-def _orchestrate(admission: Admission, keeper: DiskKeeper, launch: Launch, hears: Hears) -> None:
+def _orchestrate(admission: Admission, router: Router, launch: Launch, hears: Hears) -> None:
     room, call = admission.workspace, sweep_call(admission.plan.sweep.name)
-    config = config_of(admission.plan)
-    router = make_router(config.dispatch, room)
-    router.check(admission.plan.stages().values())
-    orchestrator = Orchestrator(admission, room, router, config, keeper=keeper)
-    console = SweepConsole(admission, quiet=launch.quiet)
-    admission.stop, admission.tell = orchestrator.request_stop, console.note
+    console = Console(trials=admission.standing, quiet=launch.quiet)
+    admission.tell = console.note
     admission.note({"event": "begin", "process": str(ProcessId.of())})
-
-    def tell(event: DiskEvent) -> None:
-        admission.note({"event": event.kind, "message": event.message, "bytes": event.bytes})
-
-    with DiskWatch(keeper, orchestrator.next_save_bytes, tell):
-        run_shown(
-            orchestrator,
-            console=console,
-            hears=hears,
-            begun=lambda: attach(room, call, console) if launch.use_server else None,
-        )
+    orchestrate(
+        admission,
+        room,
+        router,
+        config_of(admission.plan),
+        console=console,
+        hears=hears,
+        begun=lambda: attach(room, call, console) if launch.use_server else None,
+    )
 
 
 def admission_of(

@@ -31,15 +31,15 @@ from infra.orchestrator.observe import Observer, Patience
 from infra.orchestrator.outage import Backoff, Trouble
 from infra.orchestrator.reconcile import Observed, Policy, Seen, reconcile
 from infra.orchestrator.room_keeping import Keeper, ProbingKeeper, Rooms
-from infra.orchestrator.sources import Given, Source
+from infra.orchestrator.sources import Source
 from infra.orchestrator.stopping import Stopping, cancelled_of
 from infra.orchestrator.union import Union
 from infra.orchestrator.views import view_of, views_in_outage
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
-from refiner_core.contract.plan import Plan, PlannedStage
-from refiner_core.contract.records import RunRecord, StageRecord
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
 
@@ -79,6 +79,7 @@ class Orchestrator:
         self.source, self.workspace, self.router = source, workspace, router
         self.owner = str(ProcessId.of())
         self.members: list[Member] = []
+        source.request_stop = self.request_stop
         self._settings, self._clock = config.dispatch, clock
         patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
         self._observer = Observer(workspace, router, patience, clock=clock)
@@ -98,21 +99,6 @@ class Orchestrator:
         self._error: BaseException | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="orchestrator", daemon=True)
-
-    @classmethod
-    def of_run(
-        cls,
-        plan: Plan,
-        workspace: Workspace,
-        router: Router,
-        *,
-        run: RunRecord,
-        keeper: Keeper | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> Orchestrator:
-        """One that works on a single run."""
-        source = Given([Member(plan, run, workspace, clock=clock)])
-        return cls(source, workspace, router, plan.config, keeper=keeper, clock=clock)
 
     # ------------------------------------------------------------ for the caller
 
@@ -225,8 +211,7 @@ class Orchestrator:
 
     def _admit(self) -> None:
         """Take in members that may begin now."""
-        for member in self.source.admit(self._stopping.wish is not None):
-            self.members.append(member)
+        self.members += self.source.admit(self._stopping.wish is not None)
 
     def _round(self, act: bool = True) -> None:
         """Look, decide, act and show once for all members that are not in an outage's pause."""

@@ -7,19 +7,34 @@ In: members. Out: a :class:`Source`. A run and a night are :class:`Given`; a swe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from infra.orchestrator.member import Member
+
+
+class RequestStop(Protocol):
+    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
+
+    def __call__(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Ask what runs to save and end."""
+        ...
 
 
 class Source(Protocol):
     """Gives members to an orchestrator, and hears how they end.
 
-    ``more``: others may come; ``at_once``: right now.
+    ``more``: others may come; ``at_once``: right now. ``request_stop`` is the orchestrator's, which
+    sets it.
     """
 
     more: bool
     at_once: bool
+    request_stop: RequestStop
 
     @property
     def shown(self) -> Collection[Member]:
@@ -59,6 +74,7 @@ class Given:
     """
 
     more = at_once = False
+    request_stop: RequestStop
 
     def __init__(
         self, members: Sequence[Member], tell: Callable[[Member], None] = lambda _: None

@@ -35,7 +35,7 @@ from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.views import StageView
-from tests.support.plans import claim, fake_router, run_record, small_plan
+from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.quota import small_tmpfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,9 +60,7 @@ def tell(workspace: Workspace, **behaviour: dict[str, Any]) -> None:
 def campaign_on(workspace: Workspace, plan: Plan, **more: Any) -> Orchestrator:
     run = run_record(workspace, plan)
     keeper = DiskKeeper(workspace, plan.config.disk)
-    return Orchestrator.of_run(
-        plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more
-    )
+    return orchestrator_on(plan, workspace, fake_router(workspace), run=run, keeper=keeper, **more)
 
 
 def run_to_end(workspace: Workspace, plan: Plan) -> dict[str, StageView]:
@@ -416,7 +414,7 @@ def test_a_worker_that_cannot_even_be_imported_is_a_bug_with_its_message(
 ) -> None:
     plan = small_plan("data")
     router = fake_router(workspace, "-m", "no_such_worker")
-    campaign = Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan))
+    campaign = orchestrator_on(plan, workspace, router, run=run_record(workspace, plan))
     campaign.start()
     view = campaign.join()["data"]
     assert (view.state, view.attempt) == ("failed", 1)
@@ -523,7 +521,7 @@ def test_a_disk_that_is_full_from_the_start_is_said_at_once(small_disk: Path) ->
             file.write(os.urandom(4096))
     with pytest.raises(NoSpaceError, match="No room left"):
         Workspace.open(small_disk / "ws")
-    campaign = Orchestrator.of_run(plan, workspace, fake_router(workspace), run=run)
+    campaign = orchestrator_on(plan, workspace, fake_router(workspace), run=run)
     with pytest.raises(NoSpaceError, match="recording the run"):
         campaign.start()
     assert workspace.read_record(plan.by_name["data"].id) is None

@@ -24,13 +24,12 @@ from flows.running.console import Console
 from flows.running.status import Watcher
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RetryConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import Attempt, to_json
 from tests.support.command import ROOT, environment
-from tests.support.plans import fake_router, run_record, small_plan
+from tests.support.plans import fake_router, orchestrator_on, run_record, small_plan
 from tests.support.quota import QuotaFolder, quota_folder
 
 pytestmark = pytest.mark.quota
@@ -80,7 +79,7 @@ class Going:
         self.run = replace(run_record(workspace, self.plan), config=to_json(self.plan.config))
         self.shown = io.StringIO()
         console = Console(stream=self.shown)
-        self.campaign = Orchestrator.of_run(
+        self.campaign = orchestrator_on(
             self.plan,
             workspace,
             fake_router(workspace),

@@ -13,7 +13,6 @@ import pytest
 
 from infra.jobs.dispatch import Router
 from infra.jobs.worker_command import WorkerCommand
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.slurm.commands import SlurmUnavailable
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
@@ -21,7 +20,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.views import StageView
-from tests.support.plans import FAKE_WORKER, run_record, small_plan
+from tests.support.plans import FAKE_WORKER, orchestrator_on, run_record, small_plan
 from tests.support.slurm_campaign import SMALL, Campaign
 from tests.support.slurm_cluster import Cluster
 
@@ -284,7 +283,7 @@ def test_a_controller_that_is_away_when_the_next_stage_is_due_ends_no_run(
     )
     plan = small_plan("data", "sft", backoff_s=0.01)
     router = Router({"slurm": dispatcher}, lambda _: "slurm")
-    run = Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan))
+    run = orchestrator_on(plan, workspace, router, run=run_record(workspace, plan))
     waits: list[StageView] = []
     run.start()
     while workspace.layout.stage(plan.by_name["data"].id).attempt_numbers() != [1] or (

@@ -258,8 +258,6 @@ class Schedule:
                 ),
                 clock=lambda: world.now,
             )
-            if isinstance(source, Admission):
-                source.stop = campaign.request_stop
             campaign.begin()
             self.watch.call_begins(process)  # it has looked now; before that it may have stalled
             stop_at = None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from infra.jobs.dispatch import Router
 from infra.jobs.local import LocalDispatcher
 from infra.jobs.worker_command import WorkerCommand
+from infra.orchestrator.member import Member
+from infra.orchestrator.orchestrator import Orchestrator
+from infra.orchestrator.sources import Given
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import (
     DiskConfig,
@@ -67,3 +71,11 @@ def fake_router(workspace: Workspace, *module: str) -> Router:
     """Real jobs through submitit that run the fake worker (or another module)."""
     worker = WorkerCommand(workspace.root, module or (str(FAKE_WORKER),))
     return Router({"local": LocalDispatcher(workspace, worker)}, lambda _: "local")
+
+
+def orchestrator_on(
+    plan: Plan, workspace: Workspace, router: Router, *, run: RunRecord, **more: Any
+) -> Orchestrator:
+    """What works on a single run."""
+    source = Given([Member(plan, run, workspace)])
+    return Orchestrator(source, workspace, router, plan.config, **more)

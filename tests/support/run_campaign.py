@@ -12,9 +12,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Workspace
-from tests.support.plans import fake_router, run_record, small_plan
+from tests.support.plans import fake_router, orchestrator_on, run_record, small_plan
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
     workspace = Workspace.open(Path(sys.argv[1]))
     plan = small_plan(*sys.argv[2:])
     run = run_record(workspace, plan)
-    campaign = Orchestrator.of_run(plan, workspace, fake_router(workspace), run=run)
+    campaign = orchestrator_on(plan, workspace, fake_router(workspace), run=run)
     campaign.start()
     try:
         views = campaign.join()

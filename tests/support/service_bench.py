@@ -26,7 +26,14 @@ from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageResult
 from refiner_core.contract.views import StageView
 from tests.support.command import wait_until
-from tests.support.plans import SOURCES, claim, fake_router, run_record, small_config
+from tests.support.plans import (
+    SOURCES,
+    claim,
+    fake_router,
+    orchestrator_on,
+    run_record,
+    small_config,
+)
 
 SERVER = Path(__file__).with_name("served_judge.py")
 WORKER = Path(__file__).with_name("asking_worker.py")
@@ -82,9 +89,7 @@ class Bench:
     def campaign(self, plan: Plan, router: Router | None = None) -> Orchestrator:
         """A call on the plan, not begun yet."""
         router = router or fake_router(self.workspace, str(WORKER))
-        return Orchestrator.of_run(
-            plan, self.workspace, router, run=run_record(self.workspace, plan)
-        )
+        return orchestrator_on(plan, self.workspace, router, run=run_record(self.workspace, plan))
 
     def run(self, plan: Plan) -> dict[str, StageView]:
         """A call on the plan, to its end."""

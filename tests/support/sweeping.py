@@ -228,5 +228,4 @@ def bench(
         admission, workspace, router, config, keeper=ProbingKeeper(workspace), clock=clock
     )
     admission.clock = admission.trials.clock = clock
-    admission.stop = orchestrator.request_stop
     return Bench(orchestrator, admission, jobs, workspace, said)

@@ -24,7 +24,7 @@ from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.records import Outcome
-from tests.support.plans import OWNER, claim, run_record, small_plan
+from tests.support.plans import OWNER, claim, orchestrator_on, run_record, small_plan
 from tests.support.recorded_run import RecordedRun
 
 
@@ -63,7 +63,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 def campaign_of(workspace: Workspace, plan: Plan, *dispatchers: Any, **more: Any) -> Orchestrator:
     router = Router({d.executor: d for d in dispatchers}, lambda _: dispatchers[0].executor)
-    return Orchestrator.of_run(plan, workspace, router, run=run_record(workspace, plan), **more)
+    return orchestrator_on(plan, workspace, router, run=run_record(workspace, plan), **more)
 
 
 def events(campaign: Orchestrator, name: str) -> list[dict[str, Any]]:

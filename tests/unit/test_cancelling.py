@@ -15,11 +15,10 @@ from flows.running import cancelling
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import RunRecord
-from tests.support.plans import OWNER, run_record, small_plan
+from tests.support.plans import OWNER, orchestrator_on, run_record, small_plan
 from tests.support.users import STRANGER, run_as
 
 
@@ -204,7 +203,7 @@ def test_a_call_that_is_cancelled_leaves_alone_what_another_one_wants(
     workspace.write_orchestrator(other.run, me)
     scheduler = Scheduler([True])
     scheduler.look = lambda attempts: {a.ref: JobSight("live") for a in attempts}  # type: ignore[method-assign]
-    campaign = Orchestrator.of_run(
+    campaign = orchestrator_on(
         plan, workspace, Router({"slurm": scheduler}, lambda _: "slurm"), run=mine
     )
     campaign.begin()

@@ -19,13 +19,12 @@ import pytest
 from flows.api.upkeep import disk_report
 from infra.jobs.worker_command import job_settings
 from infra.orchestrator.explain import observe_actions
-from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.ownership import SHARED
 from infra.store.snapshot import require_snapshot, snapshot_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import Outcome
-from tests.support.plans import claim, fake_router, run_record, small_plan
+from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.users import COLLEAGUE, STRANGER, run_as
 
 GROUP = 54_300
@@ -252,12 +251,10 @@ def test_a_run_goes_on_with_its_own_code_or_is_told_before_a_job_is_submitted(
     workspace, plan = Workspace.open(tmp_path / "ws"), small_plan("data")
     run = replace(run_record(workspace, plan), code="0123456789abcdef")
     with pytest.raises(WorkspaceError, match="is gone"):
-        Orchestrator.of_run(plan, workspace, fake_router(workspace), run=run).begin()
+        orchestrator_on(plan, workspace, fake_router(workspace), run=run).begin()
     code = snapshot_code(workspace)
     shutil.rmtree(code.path)
-    Orchestrator.of_run(
-        plan, workspace, fake_router(workspace), run=replace(run, code=code.id)
-    ).begin()
+    orchestrator_on(plan, workspace, fake_router(workspace), run=replace(run, code=code.id)).begin()
     assert (code.path / "infra").is_dir(), "this process has it still"
 
 
