@@ -18,7 +18,7 @@ from infra.orchestrator.member import Member
 from infra.orchestrator.sources import Given
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
-from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord
@@ -87,8 +87,9 @@ def carry_out(
     config = jobs[0].plan.config
     members = []
     for job in jobs:
-        take_up(workspace, job.run.run)
-        members.append(Member(job.plan, job.run, workspace, job.found.checkpoint.name))
+        member = Member(job.plan, job.run, workspace, job.found.checkpoint.name)
+        member.take_up()
+        members.append(member)
     source = Given(members, lambda member: tell(f"{member.name}: {_words(member.views())}"))
     router = make_router(config.dispatch, workspace)
     orchestrate(source, workspace, router, config, console=_Teller(tell))

@@ -1,4 +1,4 @@
-"""Who hears how a campaign stands, besides the terminal and Prefect, and may tell somebody.
+"""Who hears how a call stands, besides the terminal and Prefect, and may tell somebody.
 
 A :class:`Hears` never raises and never waits, except in ``close``, and there only for so long:
 telling somebody is no part of the work.

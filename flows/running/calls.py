@@ -22,7 +22,7 @@ from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
-from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
@@ -331,7 +331,8 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
-    with_room(plan.config, lambda: take_up(workspace, run.run, regardless=showing.take_over))
+    member = Member(plan, run, workspace)
+    with_room(plan.config, lambda: member.take_up(regardless=showing.take_over))
     if showing.resumed:
         with_room(plan.config, lambda: workspace.withdraw_cancel(run.run))
     where = plan.config.workspace
@@ -339,7 +340,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     console = showing.console or own
     hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
     views = orchestrate(
-        Given([Member(plan, run, workspace)]),
+        Given([member]),
         workspace,
         router,
         plan.config,

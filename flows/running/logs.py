@@ -78,13 +78,14 @@ def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageL
 
 
 def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
-    """The worker's log; where it never began, what submitit or the launcher said of it."""
+    """The worker's log; where it never began, what it printed, or submitit said of it."""
     paths = workspace.layout.attempt(stage_id, number)
     if not paths.log.exists():
-        for pattern in ("*_log.err", "*.err", "launcher.log"):
-            found = [p for p in sorted(paths.submitit.glob(pattern)) if p.stat().st_size]
-            if found:
-                return found[-1]
+        files = (sorted(paths.submitit.glob(p)) for p in ("*_log.err", "*.err", "launcher.log"))
+        for found in ([paths.printed], *files):
+            said = [p for p in found if p.exists() and p.stat().st_size]
+            if said:
+                return said[-1]
     return paths.log
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from flows.running.recording import Pinned, pin_code, record_pinned_run
 from infra.orchestrator.member import Member
 from infra.store import atomic
-from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import replace_fields
@@ -77,9 +77,9 @@ class Trials:
         """
         plan = self._plan(trial, canary)
         run = self._recorded(trial) or self._new_run(trial, plan)
-        self._take_up(run.run)
-        self.workspace.withdraw_cancel(run.run)
         member = Member(plan, run, self.workspace, trial.name, self.clock)
+        self._take_up(member)
+        self.workspace.withdraw_cancel(run.run)
         try:
             member.begin()
         except Exception as error:  # else it would seem to be worked on as long as the sweep is
@@ -89,12 +89,13 @@ class Trials:
         self._not_begun.discard(run.run)
         return member
 
-    def _take_up(self, run_id: str) -> None:
+    def _take_up(self, member: Member) -> None:
+        run_id = member.run.run
         who = orchestrator_of(self.workspace, run_id)
         if run_id in self._not_begun and who.standing == "running" and who.pid == os.getpid():
             return  # in an outage, in which it could not be said either that it was given up
         try:
-            take_up(self.workspace, run_id, regardless=self.take_over)
+            member.take_up(regardless=self.take_over)
         except ConfigurationError as error:
             raise TrialElsewhere(error.what, expected=error.expected, fix=error.fix) from error
 

@@ -361,15 +361,16 @@ def _not_allowed(error: OSError) -> WorkspaceError:
     )
 
 
-def classify_silent_end(started: bool, printed: str) -> Outcome:
+def classify_silent_end(started: bool, printed: str, exit_code: int | None = None) -> Outcome:
     """The outcome of a job that is gone and has written none itself.
 
     ``started`` says whether its worker ever took the attempt; ``printed`` is what the job printed
-    before the worker opened its own log (an import error, for one).
+    before the worker opened its own log (an import error, for one); ``exit_code`` is the worker's,
+    where it is known otherwise than by what submitit printed.
     """
-    codes = _EXIT_STATUS.findall(printed)
-    if codes and int(codes[-1]) in _BY_EXIT_CODE:
-        failure = _BY_EXIT_CODE[int(codes[-1])]
+    codes = [exit_code] if exit_code else [int(code) for code in _EXIT_STATUS.findall(printed)]
+    if codes and codes[-1] in _BY_EXIT_CODE:
+        failure = _BY_EXIT_CODE[codes[-1]]
         return outcome_of(failure, f"the worker ended with exit code {codes[-1]}")
     if spoken := class_of_text(printed):
         return outcome_of(spoken, _last_line(printed))

@@ -1,33 +1,27 @@
-"""Jobs of this machine, through submitit's local executor.
+"""Jobs of this machine: processes in sessions of their own.
 
-In: requests, open attempts. Out: processes that outlive the orchestrator. Liveness is judged from
-processes, never from submitit's own state, which forgets and caches.
-
-Jobs are submitted by a short-lived launcher in a session of its own (:mod:`infra.launch_local`),
-because submitit's local executor puts its controller into the caller's process group: Ctrl-C in a
-terminal would reach it, and it kills the job one second later.
+In: requests, open attempts. Out: workers that outlive the orchestrator: Ctrl-C in its terminal does
+not reach them, nor does its end. Liveness is judged from processes. If the orchestrator is killed
+before it has noted a job down, the attempt is given up by the next one, and the worker, which has
+to take it first, finds that and leaves.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from infra.host.environment import environment
 from infra.host.processes import ProcessId
 from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, Sight
 from infra.jobs.worker_command import WorkerCommand, job_settings, tail_of
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.plan import PlannedStage
-
-_LAUNCH_TIMEOUT_S = 120.0
-_TIMEOUT_MIN = 60 * 24 * 365  # a machine without a scheduler has no time limit
 
 
 class LocalDispatcher:
@@ -38,6 +32,7 @@ class LocalDispatcher:
     def __init__(self, workspace: Workspace, worker: WorkerCommand | None = None) -> None:
         self.workspace = workspace
         self.worker = worker or WorkerCommand(workspace.root)
+        self._children: dict[AttemptRef, subprocess.Popen[bytes]] = {}
 
     # ------------------------------------------------------------ submitting
 
@@ -56,45 +51,32 @@ class LocalDispatcher:
 
     def _submit(self, request: JobRequest) -> None:
         paths = self.workspace.layout.attempt(request.stage_id, request.attempt)
-        paths.submitit.mkdir(exist_ok=True)
-        order = {
-            "command": self.worker.arguments(request),
-            "folder": str(paths.submitit),
-            "job_file": str(paths.job),
-            "comment": request.comment,
-            "nice": request.nice,
-            "parameters": {
-                "timeout_min": _TIMEOUT_MIN,
-                "gpus_per_node": request.resources.gpus,
-                **_visible_gpus(),
-            },
-        }
-        output = paths.submitit / "launcher.log"
-        with output.open("ab") as printed:
-            done = subprocess.run(
-                [self.worker.python, "-P", "-m", "infra.launch_local", json.dumps(order)],
-                env={**environment(), **job_settings(request.threads, request.code)},
+        command = self.worker.arguments(request)
+        if request.nice:
+            python = [self.worker.python, "-P", "-m", "infra.jobs.niceness"]
+            command = [*python, str(request.nice), *command]
+        settings = job_settings(request.threads, request.code)
+        visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
+        with paths.printed.open("ab") as printed:
+            worker = subprocess.Popen(
+                command,
+                env={**environment(), **settings, **visible},
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
                 start_new_session=True,
-                timeout=_LAUNCH_TIMEOUT_S,
-                check=False,
             )
-        if self.workspace.read_control(paths.job) is None:
-            raise StageFailed(
-                f"The job of {request.stage_id} could not be submitted (exit code "
-                f"{done.returncode}): {tail_of([output]).strip()[-600:]}",
-                expected="an exit code of 0 and a job",
-                fix=f"see {output} for the whole message, mend what it names, and run the same "
-                "command again",
-            )
+        self._children[request.ref] = worker
+        note = {"job_id": str(worker.pid), "executor": "local", "comment": request.comment}
+        atomic.write_json(paths.job, {**note, "process": str(ProcessId.of(worker.pid))})
 
     # ------------------------------------------------------------ looking and stopping
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
-        """``live`` while the job's controller or the worker runs on this host, ``dead`` when it is
-        certain that neither does, else ``unknown`` (another host, or not submitted yet)."""
+        """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
+        not, else ``unknown`` (another host, or not submitted yet)."""
+        for child in self._children.values():
+            child.poll()  # else they stay zombies
         return {a.ref: self._look_at(a) for a in attempts}
 
     def _look_at(self, attempt: OpenAttempt) -> JobSight:
@@ -103,7 +85,9 @@ class LocalDispatcher:
         if sight != "dead":
             return JobSight(sight, local=here)
         started = attempt.started is not None and not attempt.started.get("void")
-        end = classify_silent_end(started, self._printed(attempt.ref))
+        child = self._children.get(attempt.ref)
+        code = child.poll() if child is not None else None
+        end = classify_silent_end(started, self._printed(attempt.ref), max(code or 0, 0))
         return JobSight(sight, local=here, end=end)
 
     def _sight(self, attempt: OpenAttempt) -> Sight:
@@ -113,12 +97,12 @@ class LocalDispatcher:
         return "dead" if known and all(p.here for p in known) else "unknown"
 
     def _printed(self, ref: AttemptRef) -> str:
-        """The end of submitit's error log, or of the launcher's."""
-        folder = self.workspace.layout.attempt(*ref).submitit
-        return tail_of(sorted(folder.glob("*_log.err")) or sorted(folder.glob("launcher.log")))
+        """The end of what the worker printed; earlier versions started it through submitit."""
+        paths = self.workspace.layout.attempt(*ref)
+        return tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
 
     def stop(self, attempt: OpenAttempt) -> bool:
-        """SIGTERM to the worker alone: submitit's processes would swallow or kill, not save."""
+        """SIGTERM to the worker alone, so that it can save."""
         worker = self._worker(attempt)
         return worker is not None and worker.terminate()
 
@@ -147,10 +131,20 @@ class LocalDispatcher:
         return None if process is None else ProcessId.parse(process)
 
 
-def _visible_gpus() -> Mapping[str, Any]:
-    """Keep to the GPUs that the caller may use; submitit counts from 0 otherwise."""
+def _visible_gpus(count: int) -> str:
+    """The first of the GPUs that the caller may use.
+
+    Raises
+    ------
+    StageFailed
+        There are fewer.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    numbers = given.split(",") if given else []
-    if numbers and all(n.strip().isdigit() for n in numbers):
-        return {"visible_gpus": [int(n) for n in numbers]}
-    return {}
+    names = [name.strip() for name in given.split(",")] if given else list(map(str, range(count)))
+    if len(names) < count:
+        raise StageFailed(
+            f"{count} GPUs are asked for, and CUDA_VISIBLE_DEVICES names {len(names)}",
+            expected="as many as the stage's `resources.gpus`",
+            fix="ask for fewer, or let this process see more",
+        )
+    return ",".join(names[:count])

@@ -3,6 +3,8 @@
 In: a plan's stage, or a nice value. Out: whether its job gives way, and a process that does. On a
 cluster jobs have cores of their own, so nothing changes there.
 
+    python -m infra.jobs.niceness NICE COMMAND…      becomes the command, and gives way
+
 A job runs in a session of its own. Where Linux groups tasks by session (``sched_autogroup``), a
 nice value counts inside its session only, so the session as a whole is lowered, too.
 """
@@ -59,3 +61,8 @@ def _lower_session(nice: int) -> None:
 def _lower_disk(_nice: int) -> None:
     if sys.platform == "linux":
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _LOWEST_OF_BEST_EFFORT)
+
+
+if __name__ == "__main__":
+    give_way(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

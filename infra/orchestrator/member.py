@@ -20,6 +20,7 @@ from infra.orchestrator.outage import Outage, with_patience
 from infra.orchestrator.union import stages_by_id
 from infra.store.holds import Holds
 from infra.store.leases import CallLeases
+from infra.store.orchestrators import take_up
 from infra.store.snapshot import require_snapshot
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import Plan
@@ -65,6 +66,12 @@ class Member:
         self._views: dict[str, StageView] = {}
         self._lock = threading.Lock()
 
+    def take_up(self, *, regardless: bool = False) -> None:
+        """Take the run up in this process; whoever follows it hears at once that what its log said
+        before is history. See :func:`infra.store.orchestrators.take_up`."""
+        take_up(self._workspace, self.run.run, regardless=regardless)
+        self.note({"event": "begin", "process": str(ProcessId.of())})
+
     def begin(self) -> None:
         """Record the call, and that this process works on it.
 
@@ -77,7 +84,6 @@ class Member:
         """
         with_patience(self._record)
         self._diary.write_orchestrator("running", None)
-        self.note({"event": "begin", "process": str(ProcessId.of())})
 
     def _record(self) -> None:
         self._workspace.keep_run(self.run)

@@ -1,4 +1,4 @@
-"""One look at all jobs of a campaign: few queries, and never a wrong "dead".
+"""One look at all jobs of an orchestrator: few queries, and never a wrong "dead".
 
 In: which jobs are wanted, by id or (where a crash came before the id was noted) by their unique
 name. Out: an :class:`Answer` each. At most one round of queries per ``poll_s``: squeue for what is

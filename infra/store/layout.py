@@ -18,7 +18,8 @@
           endpoint.json                       where a server answers, by its worker, once it does
           stop.json                           somebody wants it to save and end; once
           outcome.json                        by the worker, or by who found it dead; once
-          submitit/                           submitit's own files
+          submitit/                           submitit's own files, of a job on Slurm
+          printed.log                         what a local worker prints beside its log
       runs/<run id>/run.json events.jsonl dirty.diff
                     orchestrator.json         the process that works on it, by itself
                     orchestrator.log          what it prints when it works in the background
@@ -156,8 +157,13 @@ class AttemptPaths:
         return self.control / "log.txt"
 
     @property
+    def printed(self) -> Path:
+        """What a local worker prints beside its log."""
+        return self.control / "printed.log"
+
+    @property
     def submitit(self) -> Path:
-        """submitit's folder, and the launcher's log."""
+        """submitit's folder."""
         return self.control / "submitit"
 
     @property

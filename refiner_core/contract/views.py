@@ -1,4 +1,4 @@
-"""How a campaign looks while it runs: one :class:`StageView` per stage, for terminals and UIs."""
+"""How a run looks while it is worked on: one :class:`StageView` per stage, for terminals and UIs."""
 
 from __future__ import annotations
 

@@ -136,6 +136,22 @@ def test_a_plan_is_run_in_order_and_the_second_time_skipped(workspace: Workspace
     assert {"claim", "submit", "stage"} <= {e["event"] for e in events}
 
 
+def test_a_local_worker_is_the_orchestrators_own_child_in_a_session_of_its_own(
+    workspace: Workspace,
+) -> None:
+    """Nothing stands in between that would take memory and time, or might die by itself."""
+    plan = small_plan("data")
+    tell(workspace, data={"steps": 40, "step_s": 0.05})
+    campaign = campaign_on(workspace, plan)
+    campaign.start()
+    until(lambda: worker_of(workspace, plan, "data"), "the worker")
+    worker = worker_of(workspace, plan, "data")
+    assert worker is not None
+    assert psutil.Process(worker.pid).ppid() == os.getpid()
+    assert os.getsid(worker.pid) == worker.pid
+    campaign.join()
+
+
 def test_views_show_progress_while_a_stage_runs(workspace: Workspace) -> None:
     tell(workspace, data={"steps": 40, "step_s": 0.05})
     campaign = campaign_on(workspace, small_plan("data"))
@@ -183,14 +199,13 @@ def test_no_secret_of_the_environment_is_written_down(
 
 
 def test_nobody_else_may_write_to_what_a_run_makes_whatever_the_umask(tmp_path: Path) -> None:
-    """Least of all to the pickles that start its jobs."""
     before = os.umask(0)
     try:
         workspace = Workspace.open(tmp_path / "ws")
         assert {v.state for v in run_to_end(workspace, small_plan("data")).values()} == {"done"}
     finally:
         os.umask(before)
-    assert list(workspace.root.rglob("*.pkl"))
+    assert list(workspace.root.rglob("printed.log"))
     assert not [p for p in workspace.root.rglob("*") if p.stat().st_mode & 0o022]
 
 

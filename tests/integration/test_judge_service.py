@@ -155,7 +155,7 @@ def test_found_again_by_the_next_orchestrator_and_a_cancel_leaves_no_process(ben
     campaign.start()
     wait_until(lambda: campaign.views()["grpo"].state == "reattached", "the job that asks", 20)
     assert campaign.views()["judge"].state == "reattached"
-    bench.workspace.ask_cancel(campaign.run.run, "somebody", ())
+    bench.workspace.ask_cancel(campaign.source.shown[0].run.run, "somebody", ())
     assert campaign.join()["grpo"].state == "interrupted"
     assert bench.wait_ended().leases == ()
     assert len(bench.pids) == 1

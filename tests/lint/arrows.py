@@ -37,7 +37,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "infra": (
         *("host", "store", "jobs", "judgements", "publishing", "hub", "foreign", "disk"),
         *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
-        *("ranks", "rollouts", "adopting", "doctor", "launch_local"),
+        *("ranks", "rollouts", "adopting", "doctor"),
     ),
     "flows": (
         *(

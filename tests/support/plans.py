@@ -68,7 +68,7 @@ def run_record(workspace: Workspace, plan: Plan) -> RunRecord:
 
 
 def fake_router(workspace: Workspace, *module: str) -> Router:
-    """Real jobs through submitit that run the fake worker (or another module)."""
+    """Real jobs that run the fake worker (or another module)."""
     worker = WorkerCommand(workspace.root, module or (str(FAKE_WORKER),))
     return Router({"local": LocalDispatcher(workspace, worker)}, lambda _: "local")
 

@@ -82,7 +82,6 @@ def test_a_local_job_runs_as_nicely_as_it_was_asked_to(tmp_path: Path, nice: int
     script.write_text(f"{TELL}\nopen({str(told)!r}, 'w').write(str(os.nice(0)))\n")
     worker = WorkerCommand(workspace.root, (str(script),))
     request = JobRequest(stage.id, 1, "refiner-nice", Resources(), nice=nice)
-    workspace.layout.attempt(stage.id, 1).submitit.mkdir()  # by an orchestrator that was killed
     assert LocalDispatcher(workspace, worker).submit([request]) == {}
     deadline = time.monotonic() + 60
     while not (told.exists() and told.read_text()) and time.monotonic() < deadline:

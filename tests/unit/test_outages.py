@@ -115,7 +115,7 @@ def test_a_lasting_outage_is_shown_with_its_reason_and_ctrl_c_still_ends_the_cal
     assert asked, "the job that is known is asked to save and end all the same"
     assert (view.state, view.exit_code) == ("interrupted", 6)
     assert "Stale file handle" in view.message
-    said = workspace.read_orchestrator(campaign.run.run)
+    said = workspace.read_orchestrator(campaign.source.shown[0].run.run)
     assert said is not None
     assert (said["state"], said["exit_code"]) == ("ended", 6)
 
@@ -124,9 +124,9 @@ def test_status_says_what_the_orchestrator_waits_for(workspace: Workspace) -> No
     plan = small_plan("data")
     begun(workspace, plan)
     campaign = campaign_of(workspace, plan, Cluster(**RUNS))
-    take_up(workspace, campaign.run.run)
+    take_up(workspace, campaign.source.shown[0].run.run)
     campaign.begin()
-    watcher = Watcher(workspace, campaign.run, ask=False)
+    watcher = Watcher(workspace, campaign.source.shown[0].run, ask=False)
     with unlistable("attempts", 10**9):
         campaign.step()
     status = watcher.look()
