@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.ranks.agent import die_with_parent, ignore_stop_signals
+from infra.process.minder import die_with_parent
+from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
 from infra.ranks.settings import ORDER

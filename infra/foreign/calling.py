@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.process.leftovers import MARK
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.plan import PLACEHOLDER
 
-#: What marks every process of a trainer: the folder that it writes into.
-MARK = "REFINER_OUTPUT"
 #: Settings that we make for our own worker.
 OURS = (
     *("PYTHONSAFEPATH", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),

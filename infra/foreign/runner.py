@@ -39,9 +39,10 @@ from infra.foreign.checkpoints import (
     steps_to_take,
 )
 from infra.foreign.endings import Ending, error_of, kernel_oom_kills
-from infra.foreign.process import Line, TrainerProcess, kill_leftovers
+from infra.foreign.process import Line, TrainerProcess
 from infra.foreign.reading import PHASE, LineReader, says_that_it_moves
 from infra.foreign.trainer_log import TrainerLog
+from infra.process.leftovers import kill_leftovers
 from infra.store.checkpoints import Complete
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import (

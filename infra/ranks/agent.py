@@ -13,7 +13,6 @@ banner.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 import os
@@ -22,14 +21,13 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from infra.jobs.signals import STOP_SIGNALS
+from infra.process.minder import die_with_parent
 from infra.ranks.events import MARK, tell
 from refiner_core.training.ranks import STORE
 
-_PR_SET_PDEATHSIG = 1
 _LAST_WORDS_S = 5.0
 
 
@@ -105,12 +103,6 @@ def _limit_patience(seconds: int) -> None:
     last = list(inspect.signature(PContext.close).parameters.values())[-1]
     if last.name == "timeout" and PContext.close.__defaults__:
         PContext.close.__defaults__ = (*PContext.close.__defaults__[:-1], seconds)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that has started it is gone."""
-    with suppress(OSError, AttributeError):  # another system than Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def ignore_stop_signals() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.foreign.process import kill_leftovers
+from infra.process.leftovers import kill_leftovers
 from infra.ranks.gpus import visible
 from infra.rollouts.command import Place
 from infra.rollouts.memory import memory_folder

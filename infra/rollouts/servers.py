@@ -1,7 +1,7 @@
 """Rollout servers as children of a trainer's attempt: started, replaced, ended with it.
 
 In: the recipe and what each server has for itself. Out: addresses on loopback, once they answer.
-Each runs under :mod:`infra.foreign.minder` in a session of its own, so that none outlives the
+Each runs under :mod:`infra.process.minder` in a session of its own, so that none outlives the
 trainer, however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which opens the routes
 that change weights, and with a middleware of ours that asks for the key on all of them.
 """
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from infra.foreign.process import kill_leftovers
+from infra.process.leftovers import kill_leftovers
 from infra.rollouts.command import SHUTDOWN_S, Place, rollout_environment, rollout_server_text
 from infra.rollouts.memory import note_shared, shared_memory
 from infra.services.command import Listening

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import infra
-from infra.foreign.calling import MARK, OURS, fill
+from infra.foreign.calling import OURS, fill
+from infra.process.leftovers import MARK
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.services import engine_of

@@ -1,39 +1,31 @@
-"""A server as a process of ours: started under a minder, read, ended with all that it is.
+"""A server as a process of ours, and what its end means.
 
 In: a shell text and an environment. Out: its lines (also to this process's output, without its
-key), whether it runs, and what its end means. It runs under :mod:`infra.foreign.minder` in a
-session of its own: when this process is gone, by kill -9 or with its node, the minder kills
-everything that the server has started.
+key), whether it runs, and why it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import shlex
-import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import IO
 
-from infra.foreign import minder
 from infra.host.listeners import holder_of
 from infra.host.processes import ProcessId
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
+from infra.process.child import ChildProcess
 from refiner_core.contract.errors import ConfigurationError, KilledError, StageFailed
 
 log = logging.getLogger(__name__)
 
 _TAIL_LINES = 400
-_LAST_WORDS_S = 5.0
 #: How long a server gets to end by itself.
 GRACE_S = 15.0
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
@@ -99,20 +91,18 @@ class ServerProcess:
     ) -> None:
         self.words, self._key, self._prefix, self._log_file = words, key, prefix, log_file
         self._by_daemon = by_daemon
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._reader: threading.Thread | None = None
 
     @property
     def code(self) -> int | None:
         """Exit code, 128 + number for a signal; None while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return None if self._child is None else self._child.code
 
     @property
     def process(self) -> ProcessId | None:
         """The process that minds it, as long as there is one."""
-        return ProcessId.of(self._process.pid) if self.code is None and self._process else None
+        return ProcessId.of(self._child.pid) if self.code is None and self._child else None
 
     def launch(self, text: str, environment: Mapping[str, str], *, bash: bool) -> None:
         """Start it; ``bash`` where lines are for that shell, whose functions (`module`) a cluster's
@@ -120,17 +110,7 @@ class ServerProcess:
         log.info("starting the server:\n%s", text)
         self._tail.clear()
         shell = f"exec bash -c {shlex.quote(text)}" if bash else text
-        # -I and -S: the settings are the server's, and must not change what minds it.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(minder.__file__)), shell],
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, name="server-output", daemon=True)
-        self._reader.start()
+        self._child = ChildProcess(shell, environment, self._read)
 
     def listens_at(self, port: int) -> bool:
         """Whether it listens there; to be asked before it is sent its key.
@@ -140,9 +120,9 @@ class ServerProcess:
         PortTaken
             Somebody else does.
         """
-        if self._process is None:
+        if self._child is None:
             return False
-        holder = holder_of(port, self._process.pid, by_daemon=self._by_daemon)
+        holder = holder_of(port, self._child.pid, by_daemon=self._by_daemon)
         if holder == "another":
             raise PortTaken(
                 f"Port {port} was given to {self.words.name.lower()}, and a process that it has "
@@ -155,25 +135,9 @@ class ServerProcess:
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
-        process = self._process
-        if process is None:
-            return
-        if grace_s > 0 and process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()  # the minder hears that, and kills what is left
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            log.warning("the server's processes do not end (%s)", process.pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if self._reader is not None:
-            self._reader.join(_LAST_WORDS_S)
+        if self._child is not None:
+            self._child.end(grace_s)
+            self._child.wait_read()
 
     def last_word(self) -> str:
         """The line of its output that names an error, or the last one."""
@@ -186,8 +150,8 @@ class ServerProcess:
     def ended(self, when: str) -> Exception:
         """What its end means: its last words, classed by what they speak of."""
         code = self.code
-        if self._reader is not None:
-            self._reader.join(_LAST_WORDS_S)
+        if self._child is not None:
+            self._child.wait_read()
         lines = list(self._tail)
         text = "\n".join(lines)
         if when.startswith("before") and _PORT_TAKEN.search(text):
@@ -231,17 +195,14 @@ class ServerProcess:
             )
         return KilledError(what, fix="nothing; another one is started")
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            for raw in pipe:
-                line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
-                if self._key:
-                    line = line.replace(self._key, MASK)
-                self._tail.append(line)
-                with contextlib.suppress(OSError):  # a log on a full disk must not stop the server
-                    print(f"{self._prefix}{line}", flush=True)
+    def _read(self, output: IO[bytes]) -> None:
+        for raw in output:
+            line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
+            if self._key:
+                line = line.replace(self._key, MASK)
+            self._tail.append(line)
+            with contextlib.suppress(OSError):  # a log on a full disk must not stop the server
+                print(f"{self._prefix}{line}", flush=True)
 
 
 def error_line(lines: list[str]) -> str:

@@ -227,7 +227,7 @@ def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen, reason: str) 
 
 def _kill_processes(mark: Path, attempt: OpenAttempt) -> None:
     """What a dead worker's server may have left on this machine, should its minder be gone too."""
-    from infra.foreign.process import kill_leftovers
+    from infra.process.leftovers import kill_leftovers
 
     text = (attempt.started or {}).get("process")
     if text is not None and ProcessId.parse(text).here:

@@ -2,7 +2,7 @@
 
 In: a :class:`Server` (what to start, where it may listen, its key). Out: an :class:`Endpoint`, once
 it has answered a chat request; or an error that names the line of its log that tells why not. It
-runs under :mod:`infra.foreign.minder` in a session of its own: when this process is gone, by kill
+runs under :mod:`infra.process.minder` in a session of its own: when this process is gone, by kill
 -9 or with its node, the minder kills everything that the server has started. What it prints goes,
 without the key, to this process's output.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.foreign.process import kill_leftovers
 from infra.host.processes import ProcessId
+from infra.process.leftovers import kill_leftovers
 from infra.services.command import Listening, server_environment, server_text
 from infra.services.health import (
     Asked,

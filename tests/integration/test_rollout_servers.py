@@ -23,7 +23,7 @@ import psutil
 import pytest
 import torch
 
-from infra.foreign.process import mark_of
+from infra.process.leftovers import mark_of
 from infra.ranks.gpus import JOB_GPUS
 from infra.rollouts import sweeper
 from infra.rollouts.command import (

@@ -35,7 +35,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("rollouts", "updates", "sft", "grpo"),
     ),
     "infra": (
-        *("host", "store", "jobs", "judgements", "publishing", "hub", "foreign", "disk"),
+        *("host", "store", "jobs", "judgements", "publishing", "hub", "process", "foreign", "disk"),
         *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
         *("ranks", "rollouts", "adopting", "doctor"),
     ),

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.foreign.calling import MARK, Call, command_text, environment
+from infra.foreign.calling import Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
     find_checkpoints,
@@ -33,12 +33,13 @@ from infra.foreign.exports import (
     make_model,
     require_whole,
 )
-from infra.foreign.process import Line, TrainerProcess, kill_leftovers
+from infra.foreign.process import Line, TrainerProcess
 from infra.foreign.reading import LineReader
 from infra.foreign.sightings import choose, sight
 from infra.foreign.trainer_log import TrainerLog
 from infra.foreign.weights import damage
 from infra.jobs.failures import classify
+from infra.process.leftovers import MARK, kill_leftovers
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import Progress

@@ -1,4 +1,4 @@
-"""The process between a worker and another trainer: it never lets the trainer outlive the worker.
+"""The process between a worker and a program that it starts, which never outlives the worker.
 
 In: ``python -P minder.py COMMAND``, started in a session of its own with a pipe as standard input
 that the worker holds open. Out: the command's exit code (128 + signal for a signal). When the pipe
@@ -6,7 +6,7 @@ closes (the worker is gone, by kill -9 or with its node's memory) everything tha
 started is killed. When the command ends, what it left running is given a moment and then killed;
 after a request to stop, as long as it takes to save.
 
-Nothing of ours is imported: it runs from its file, whatever the trainer's environment is.
+Nothing of ours is imported: it runs from its file, whatever the program's environment is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(command: str) -> int:
     child = subprocess.Popen(
         ["/bin/sh", "-c", command],
         stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=die_with_parent,
     )
     code, ended_at = None, 0.0
     while True:
@@ -49,6 +49,11 @@ def main(command: str) -> int:
         if overdue or _is_closed(sys.stdin.fileno()):
             _kill_all()
             return 137 if code is None else code
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the one that has started it is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

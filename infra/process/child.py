@@ -1,0 +1,110 @@
+"""A program as a process of ours: started under a minder, read, ended with all that it is.
+
+In: a shell text and an environment. Out: what it prints, as bytes from a thread, and its exit code.
+When this process is gone, by kill -9 or with its node, the minder kills everything that the program
+has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from infra.process import minder
+
+log = logging.getLogger(__name__)
+_LAST_WORDS_S, _END_S = 5.0, 60.0
+
+
+class ChildProcess:
+    """A started program, in a session of its own.
+
+    Parameters
+    ----------
+    command
+        For ``/bin/sh -c``.
+    environment
+        All of it: nothing is inherited besides.
+    read
+        Called with its output in a thread; returns at the end of it.
+    cwd
+        Where it runs.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        environment: Mapping[str, str],
+        read: Callable[[IO[bytes]], None],
+        cwd: Path | None = None,
+    ) -> None:
+        # -I and -S: the settings are the program's, and must not change what minds it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(minder.__file__)), command],
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        output = self._process.stdout
+        self._reader = threading.Thread(
+            target=self._read, args=(output, read), name="child-output", daemon=True
+        )
+        self._reader.start()
+
+    @staticmethod
+    def _read(output: IO[bytes], read: Callable[[IO[bytes]], None]) -> None:
+        with output:
+            read(output)
+
+    @property
+    def pid(self) -> int:
+        """Of the minder, whose session and process group are the program's."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, 128 + number for a signal; None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that it has printed was read."""
+        return not self._reader.is_alive()
+
+    def wait_read(self) -> None:
+        """Wait a moment for its last words."""
+        self._reader.join(_LAST_WORDS_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all its processes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """End it and all it has started: now, or after SIGTERM and time to end by itself."""
+        process = self._process
+        if grace_s > 0 and process.poll() is None:
+            self.signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()  # the minder hears that, and kills what is left
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the processes of %s do not end", process.pid)
+            self.signal(signal.SIGKILL)
