@@ -189,8 +189,8 @@ def _judge(
     around = Surroundings(store=MemoryStore(), endpoints=endpoints)
     if not alone or config.kind == "lexical":
         return build_judge(config, around)
+    from refiner_core.http.fleet import BreakerSettings
     from refiner_core.judges.openai import OpenAIJudge
-    from refiner_core.judges.served.fleet import BreakerSettings
 
     return OpenAIJudge(config, around, breaker=BreakerSettings(threshold=1))
 

@@ -1,4 +1,4 @@
-"""How a run looks while it is worked on: one :class:`StageView` per stage, for terminals and UIs."""
+"""How a run looks while it is worked on: a :class:`StageView` per stage, for terminals and UIs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ In: a conversation as the user sees it. Out: what they say next, or an
 :class:`~refiner_core.environments.protocol.InfrastructureError`. For environments of one's own;
 tau2-bench brings its own simulator.
 
-Requests go over the judges' client (:mod:`refiner_core.judges.served.client`), in an event loop of
+Requests go over the judges' client (:mod:`refiner_core.http.client`), in an event loop of
 their own, so that any number of threads may ask at a time. What may pass (no connection, 408, 409,
 425, 429, 5xx, no answer in time, an answer that cannot be used) is tried again after a pause with
 full jitter; other refusals are final. The key is read from the environment at each request and is
@@ -20,18 +20,17 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from refiner_core.contract.config import UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
 from refiner_core.environments.protocol import InfrastructureError
-from refiner_core.judges.served.client import Answered, Client, Flight, Lost
-from refiner_core.judges.served.fleet import Fleet, Server
-
-T = TypeVar("T")
+from refiner_core.http.client import Answered, Client, Flight, Lost
+from refiner_core.http.fleet import Fleet, Server
+from refiner_core.http.loop import LoopThread
 
 _PASSING = frozenset({408, 409, 425, 429})
 _MAX_BACKOFF_S = 30.0
@@ -95,7 +94,7 @@ class SimulatedUser:
         self._config, self._first_backoff_s = config, first_backoff_s
         self._lock = threading.Lock()
         self._usage = UserUsage()
-        self._loop: _Loop | None = None
+        self._asked: _Asked | None = None
 
     def say(self, messages: Sequence[Mapping[str, str]], *, seed: int | None = None) -> Said:
         """What the user says next.
@@ -123,8 +122,8 @@ class SimulatedUser:
                 longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (number - 1))
                 asked = min(trouble.wait_s, self._config.timeout_s)
                 time.sleep(asked + _JITTER.random() * longest)
-            loop = self._running()
-            answer = loop.run(self._ask(loop, body))
+            asked_of = self._running()
+            answer = asked_of.thread.run(asked_of.ask(body, self._config.timeout_s))
             self._count(requests=1)
             read = _read(answer)
             if isinstance(read, Said):
@@ -142,9 +141,9 @@ class SimulatedUser:
     def close(self) -> None:
         """End connections and thread; it may be asked again all the same."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.end(wait=True)
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.thread.end()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self._config, "first_backoff_s": self._first_backoff_s}
@@ -165,21 +164,12 @@ class SimulatedUser:
             body["seed"] = seed
         return json.dumps(body).encode()
 
-    async def _ask(self, loop: _Loop, body: bytes) -> Answered | Lost:
-        begun, patience = time.monotonic(), self._config.timeout_s
-        flight = Flight(loop.server, begun, begun + patience)
-        try:
-            async with asyncio.timeout(patience):
-                return await loop.client.ask(flight, body)
-        except TimeoutError:
-            return Lost("timeout")
-
-    def _running(self) -> _Loop:
+    def _running(self) -> _Asked:
         with self._lock:
-            if self._loop is None:
-                self._loop = _Loop(self._config)
-                weakref.finalize(self, self._loop.end)
-            return self._loop
+            if self._asked is None:
+                self._asked = _Asked(self._config)
+                weakref.finalize(self, self._asked.thread.end, wait=False)
+            return self._asked
 
     def _count(self, messages: int = 0, requests: int = 0, prompt: int = 0, own: int = 0) -> None:
         with self._lock:
@@ -213,46 +203,32 @@ class SimulatedUser:
         )
 
 
-class _Loop:
-    """An event loop in a thread, with a client and the one server."""
+class _Asked:
+    """The user's server, asked in an event loop of its own."""
 
     def __init__(self, config: UserConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="simulated-user", daemon=True)
-        self._thread.start()
         fleet = Fleet(time.monotonic)
         fleet.renew([Endpoint(config.base_url)])
         self.server: Server = fleet.servers[0]
-        self.client = self.run(self._client(config))
-        self._ending = threading.Lock()
-        self._ended = False
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
+        self.thread = LoopThread("simulated-user", closing=self._close)
+        self._client = self.thread.run(self._open(config))
 
     @staticmethod
-    async def _client(config: UserConfig) -> Client:
+    async def _open(config: UserConfig) -> Client:
         return Client(config.api_key_env, config.timeout_s)
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it in the loop, and wait."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def _close(self) -> None:
+        await self._client.close()
 
-    def end(self, *, wait: bool = False) -> None:
-        """Close connections and stop. A second time it does nothing.
-
-        Who collects garbage does not wait: it may be the loop's own thread.
-        """
-        with self._ending:
-            if self._ended:
-                return
-            self._ended = True
-        closing = asyncio.run_coroutine_threadsafe(self.client.close(), self._loop)
-        stop = self._loop.stop
-        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(stop))
-        if wait:
-            self._thread.join()
+    async def ask(self, body: bytes, patience_s: float) -> Answered | Lost:
+        """One request."""
+        begun = time.monotonic()
+        flight = Flight(self.server, begun, begun + patience_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self._client.ask(flight, body)
+        except TimeoutError:
+            return Lost("timeout")
 
 
 def _check_key(variable: str) -> None:

@@ -24,13 +24,13 @@ from collections.abc import Iterator, Sequence
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
-from refiner_core.judges.calls import marked, plan_calls
+from refiner_core.http.client import authorization
+from refiner_core.http.client import retry_after_s as retry_after_s
+from refiner_core.http.fleet import BreakerSettings
+from refiner_core.http.loop import LoopThread
+from refiner_core.judges.calls import Call, marked, plan_calls
 from refiner_core.judges.prompting import load_judge_prompts
-from refiner_core.judges.served.client import authorization
-from refiner_core.judges.served.client import retry_after_s as retry_after_s
 from refiner_core.judges.served.engine import Engine, Pace
-from refiner_core.judges.served.fleet import BreakerSettings
-from refiner_core.judges.served.thread import EngineThread
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch
 from refiner_core.judges.store import MemoryStore
@@ -84,7 +84,8 @@ class OpenAIJudge:
         self._counts = Counts()
         self._pace = Pace(first_backoff_s, breaker or BreakerSettings())
         self._starting, self._telling = threading.Lock(), threading.Lock()
-        self._thread: EngineThread | None = None
+        self._engine: Engine | None = None
+        self._thread: LoopThread | None = None
         self._told = ""
         self._process, self._closed = os.getpid(), False
 
@@ -114,21 +115,23 @@ class OpenAIJudge:
     ) -> Pending:
         """``at_leisure``: plan calls about when they are needed. Who waits anyway leaves the
         processor to those that are under way."""
-        engine = self._running()
+        thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
         self._counts.wanted(len(requests))
-        engine.call(engine.engine.begin, batch)
+        thread.call(engine.begin, batch)
         try:
             for part in self._parts(batch.requests):
-                while at_leisure and engine.engine.backlog(batch) > self._config.concurrency:
+                while at_leisure and engine.backlog(batch) > self._config.concurrency:
                     if batch.over.wait(_PLAN_S):
                         return Pending(self, batch)
                     self._look(batch)
-                self._plan(part, batch, engine, mark)
+                if unknown := self._plan(part, batch, mark):
+                    batch.handed += len(unknown)
+                    thread.call(engine.add, batch, unknown)
         except BaseException as error:
-            engine.call(engine.engine.drop, batch, error)
+            thread.call(engine.drop, batch, error)
             raise
-        engine.call(engine.engine.seal, batch)
+        thread.call(engine.seal, batch)
         return Pending(self, batch)
 
     def usage(self) -> JudgeUsage:
@@ -155,9 +158,11 @@ class OpenAIJudge:
             while not batch.over.wait(_LOOK_S):
                 self._look(batch)
         except BaseException as error:
-            assert self._thread is not None
+            thread, engine = self._thread, self._engine
+            assert thread is not None
+            assert engine is not None
             with contextlib.suppress(RuntimeError):  # it was closed: nothing is left to be dropped
-                self._thread.call(self._thread.engine.drop, batch, error)
+                thread.call(engine.drop, batch, error)
             self._store.flush()
             raise
         finally:
@@ -170,7 +175,7 @@ class OpenAIJudge:
         return [batch.found[request] for request in batch.requests]
 
     def _is_idle(self) -> bool:
-        return self._thread is None or self._thread.engine.idle
+        return self._engine is None or self._engine.idle
 
     def _look(self, batch: Batch) -> None:
         self._tell()
@@ -182,7 +187,7 @@ class OpenAIJudge:
             )
 
     def _tell(self) -> None:
-        text = self._thread.engine.pause if self._thread is not None else ""
+        text = self._engine.pause if self._engine is not None else ""
         with self._telling:
             changed, self._told = text != self._told, text
             if changed:
@@ -190,7 +195,7 @@ class OpenAIJudge:
 
     # ---- before the engine
 
-    def _running(self) -> EngineThread:
+    def _running(self) -> tuple[LoopThread, Engine]:
         if os.getpid() != self._process:
             raise RuntimeError("a judge cannot be used in a forked process; make one there")
         if self._around.endpoints is None:
@@ -198,11 +203,12 @@ class OpenAIJudge:
         with self._starting:
             if self._closed:
                 raise RuntimeError("the judge was closed")
-            if self._thread is None:
+            if self._thread is None or self._engine is None:
                 engine = Engine(self._config, self._around, self._store, self._counts, self._pace)
-                self._thread = EngineThread(engine)
+                hooks = (engine.open, engine.close, engine.fail)
+                self._engine, self._thread = engine, LoopThread("refiner-judge", *hooks)
                 weakref.finalize(self, self._thread.end)
-            return self._thread
+            return self._thread, self._engine
 
     def _parts(self, requests: Sequence[JudgeRequest]) -> Iterator[Sequence[JudgeRequest]]:
         unique = list(dict.fromkeys(requests))
@@ -211,9 +217,8 @@ class OpenAIJudge:
         for start in range(0, len(unique), size):
             yield unique[start : start + size]
 
-    def _plan(
-        self, part: Sequence[JudgeRequest], batch: Batch, engine: EngineThread, mark: str
-    ) -> None:
+    def _plan(self, part: Sequence[JudgeRequest], batch: Batch, mark: str) -> list[Call]:
+        """The calls that the store does not know; what it knows is noted."""
         calls = plan_calls(part, self._config, self._prompts)
         calls = marked(calls, mark) if mark else calls
         known = iter(self._store.get([key for call in calls for key in call.keys]))
@@ -226,9 +231,7 @@ class OpenAIJudge:
             batch.stored.update(call.requests)
             for request, score in zip(call.requests, scores, strict=True):
                 batch.found[request] = Judgement("scored", score)
-        if unknown:
-            batch.handed += len(unknown)
-            engine.call(engine.engine.add, batch, unknown)
+        return unknown
 
 
 class MarkedJudge:

@@ -33,9 +33,9 @@ import httpx2
 from infra.store.provenance import host
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
+from refiner_core.http.client import Answered, Client, Flight, Lost
 from refiner_core.judges.calls import plan_calls, request_body
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.served.client import Answered, Client, Flight, Lost
 from refiner_core.rewards import RewardInput, compute_rewards
 
 CONNECTIONS, LATENCY_S, JITTER_S = 256, 0.2, 0.05

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
+from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.served.fleet import BreakerSettings
 from refiner_core.judges.store import MemoryStore
 from refiner_core.judges.surroundings import Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards

@@ -26,7 +26,7 @@ NOT_IN_CORE = ("prefect", "submitit", "wandb", "huggingface_hub")
 #: Rooms from the lowest up, as data flows: each may use those before it.
 ROOMS: Mapping[str, Sequence[str]] = {
     "refiner_core": (
-        *("contract", "words", "answers", "judges", "rubrics", "rewards", "generation"),
+        *("contract", "http", "words", "answers", "judges", "rubrics", "rewards", "generation"),
         *("environments", "data", "models", "evaluation", "cards", "report", "nightly"),
         *("training", "rejection", "judge_report", "rescoring"),
     ),

@@ -12,8 +12,8 @@ import pytest
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import Judgement, JudgeRequest
+from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.served.fleet import BreakerSettings
 from tests.support.judge_server import JudgeServer, score
 
 REQUEST = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")

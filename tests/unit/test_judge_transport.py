@@ -23,11 +23,11 @@ import pytest
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
+from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges import build_judge, prompting
 from refiner_core.judges.calls import plan_calls
 from refiner_core.judges.openai import OpenAIJudge, retry_after_s
 from refiner_core.judges.served.engine import Engine, Pace
-from refiner_core.judges.served.fleet import BreakerSettings
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Batch
 from refiner_core.judges.store import MemoryStore

@@ -12,7 +12,6 @@ hand is asked again at once, of the others or of its successor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -22,8 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest
 from refiner_core.generation.vllm.lanes import Lane, Shares
-from refiner_core.generation.vllm.transport import Answered, Lost, Transport, said
+from refiner_core.generation.vllm.transport import Transport, said
 from refiner_core.generation.vllm.wire import Asked, Unusable, completion_body, read_completion
+from refiner_core.http.client import Answered, Lost
+from refiner_core.http.loop import LoopThread
 
 log = logging.getLogger(__name__)
 
@@ -101,19 +102,17 @@ class Call:
         self._aborts: dict[int, int] = {}
         self._transport: Transport | None = None
         self._found: queue.SimpleQueue[tuple[int, Completion] | BaseException] = queue.SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._run, name="refiner-rollouts", daemon=True)
+        self._thread: LoopThread | None = None
 
     def __enter__(self) -> Call:
-        self._thread.start()
+        hooks = (self._begin, self._close, self._found.put)
+        self._thread = LoopThread("refiner-rollouts", *hooks)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join()
+        assert self._thread is not None
+        self._thread.end(timeout_s=None)
 
     def next(self, timeout_s: float) -> tuple[int, Completion]:
         """The next finished sample.
@@ -135,33 +134,24 @@ class Call:
             shares()
             self._pump()
 
-        with contextlib.suppress(RuntimeError):  # the loop has ended: `next` says why
-            self._loop.call_soon_threadsafe(changed)
+        assert self._thread is not None
+        self._thread.call(changed)
 
     # ---- in the thread of the loop
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._work())
-        except BaseException as error:
-            self._found.put(error)
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+    def _begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = Transport()
+        self._start(self._watch())
+        self._pump()
 
-    async def _work(self) -> None:
-        transport = self._transport = Transport()
-        try:
-            self._start(self._watch())
-            self._pump()
-            await self._over.wait()
-        finally:
-            running = tuple(self._tasks)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await transport.close()
+    async def _close(self) -> None:
+        running = tuple(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._transport is not None:
+            await self._transport.close()
 
     def _pump(self) -> None:
         """Give work to every server that has room for it."""
@@ -284,4 +274,3 @@ class Call:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._found.put(error)
-            self._over.set()

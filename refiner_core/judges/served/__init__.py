@@ -2,11 +2,11 @@
 
 ::
 
-    thread ─ engine (items, tries) ─> asking (one request) ─> client (HTTP) ─> server
-                │                       ├ fleet (who is asked next), breaker (who is left out)
-                │                       ├ outcome (what an answer means)
-                └ minder (probes,       └ usage (what was counted)
-                  pauses, deadlines)
+    engine (items, tries) ─> asking (one request) ─> http.client ─> server
+       │                       ├ http.fleet (who is asked next), http.breaker (who is left out)
+       │                       ├ outcome (what an answer means)
+       └ minder (probes,       └ usage (what was counted)
+         pauses, deadlines)
 
 Knows nothing of prompts: what a call says and how a reply is read is
 :mod:`refiner_core.judges.calls`'s business.

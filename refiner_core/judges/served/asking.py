@@ -14,9 +14,9 @@ import time
 from typing import NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.judges.served.breaker import Trouble
-from refiner_core.judges.served.client import Answered, Client, Flight, Lost
-from refiner_core.judges.served.fleet import Fleet, Server
+from refiner_core.http.breaker import Trouble
+from refiner_core.http.client import Answered, Client, Flight, Lost
+from refiner_core.http.fleet import Fleet, Server
 from refiner_core.judges.served.outcome import Outcome, outcome_of
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.served.work import Item

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import Judgement, JudgementStore, StoredJudgement
+from refiner_core.http.client import Client, Lost
+from refiner_core.http.fleet import BreakerSettings, Fleet
 from refiner_core.judges.calls import Call
 from refiner_core.judges.served.asking import Asking
-from refiner_core.judges.served.client import Client, Lost
-from refiner_core.judges.served.fleet import BreakerSettings, Fleet
 from refiner_core.judges.served.minder import Minder, refused
 from refiner_core.judges.served.outcome import Outcome
 from refiner_core.judges.served.usage import Counts

@@ -15,8 +15,8 @@ from typing import Any
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import Endpoint
-from refiner_core.judges.served.client import Client
-from refiner_core.judges.served.fleet import Fleet, Server
+from refiner_core.http.client import Client
+from refiner_core.http.fleet import Fleet, Server
 from refiner_core.judges.served.usage import Counts
 from refiner_core.judges.surroundings import Surroundings
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from refiner_core.contract.types import Judgement
+from refiner_core.http.breaker import Trouble
+from refiner_core.http.client import Answered, Lost
 from refiner_core.judges.calls import Call, Reply, read_reply
-from refiner_core.judges.served.breaker import Trouble
-from refiner_core.judges.served.client import Answered, Lost
 
 _BUSY = frozenset({408, 429})
 _GONE = frozenset({502, 503, 504})

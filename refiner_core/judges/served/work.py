@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import Judgement, JudgeRequest
+from refiner_core.http.client import Flight
+from refiner_core.http.fleet import Server
 from refiner_core.judges.calls import Call, request_body
-from refiner_core.judges.served.client import Flight
-from refiner_core.judges.served.fleet import Server
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 

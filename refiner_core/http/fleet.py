@@ -16,7 +16,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from refiner_core.contract.types import Endpoint
-from refiner_core.judges.served.breaker import Breaker, Trouble
+from refiner_core.http.breaker import Breaker, Trouble
 
 #: What a server says that has another address, wants another key, or has no such model.
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
@@ -24,7 +24,7 @@ REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """See :class:`~refiner_core.judges.served.breaker.Breaker`."""
+    """See :class:`~refiner_core.http.breaker.Breaker`."""
 
     threshold: int = 5
     first_cooldown_s: float = 0.5

@@ -1,10 +1,10 @@
-"""One HTTP request to a judge's server.
+"""One HTTP request to a server of a judge, a simulated user or rollouts.
 
-In: a server, a body, a flight to note things on. Out: what came of it, as a value: nothing here
+In: an address, a body, a flight to note things on. Out: what came of it, as a value: nothing here
 raises for what a server does. The key is read from the environment (or taken from the endpoint) at
 each request and kept nowhere; redirects are not followed, because they would carry it elsewhere;
-replies are quoted nowhere, because servers like to quote keys. A proxy of the environment is used
-for https alone: what stands in a cluster is asked directly.
+replies of strangers are quoted nowhere, because servers like to quote keys. A proxy of the
+environment is used for https alone: what stands in a cluster is asked directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aiohttp
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
-from refiner_core.judges.served.fleet import Server
+from refiner_core.http.fleet import Server
 
 #: A judgement is short: what is longer than this is none, bytes.
 LARGEST_REPLY = 8 << 20
@@ -36,16 +36,16 @@ _KEEPALIVE_S = 4.0
 class Flight:
     """A request under way. ``expires_at`` is when it is cut short (monotonic seconds)."""
 
-    server: Server
-    begun: float
-    expires_at: float
+    server: Server | None = None
+    begun: float = 0.0
+    expires_at: float = 0.0
     trial: bool = False
     #: The status, as soon as it is known; 0 before.
     status: int = 0
 
 
 class Answered(NamedTuple):
-    """An answer; ``raw`` is read for status 200 alone."""
+    """An answer; ``raw`` is read for status 200 alone, of one's own servers always."""
 
     status: int
     raw: bytes = b""
@@ -62,13 +62,24 @@ class Lost(NamedTuple):
 
 
 class Client:
-    """A session of one event loop; to be made inside it."""
+    """A session of one event loop; to be made inside it.
 
-    def __init__(self, api_key_env: str, timeout_s: float) -> None:
-        self._api_key_env = api_key_env
+    Parameters
+    ----------
+    api_key_env
+        The variable that holds the key where an endpoint has none.
+    timeout_s
+        How long an answer may take: a connection and a probe take no longer.
+    own
+        Whether the servers are this process's own, which it has started on this machine: no proxy
+        is asked, replies may be of any length, and those of any status are read.
+    """
+
+    def __init__(self, api_key_env: str, timeout_s: float, *, own: bool = False) -> None:
+        self._api_key_env, self._own = api_key_env, own
         self._proxies: dict[str, str | None] = {}
         self._probe_s = min(PROBE_S, timeout_s)
-        # The deadline of a judgement is the caller's.
+        # The deadline of an answer is the caller's.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
@@ -78,46 +89,66 @@ class Client:
         )
 
     async def close(self) -> None:
-        """End all connections."""
+        """End all connections; servers give up what was asked over them."""
         await self._session.close()
 
     async def ask(self, flight: Flight, body: bytes) -> Answered | Lost:
-        """One chat request."""
-        server = flight.server
+        """One chat request to the flight's server."""
+        assert flight.server is not None
+        return await self.post(flight.server.chat_url, flight.server.endpoint, body, flight)
+
+    async def post(
+        self, url: str, endpoint: Endpoint, body: bytes, flight: Flight | None = None
+    ) -> Answered | Lost:
+        """One request."""
+        flight = flight or Flight()
         try:
             async with self._session.post(
-                server.chat_url,
+                url,
                 data=body,
-                headers=authorization(server.endpoint, self._api_key_env),
+                headers=authorization(endpoint, self._api_key_env),
                 allow_redirects=False,
-                proxy=self._proxy(server.chat_url),
+                proxy=self._proxy(url),
             ) as response:
                 flight.status = status = response.status
+                if self._own:
+                    return Answered(status, await response.read())
                 if status != 200:
                     return Answered(status, b"", retry_after_s(response.headers.get("Retry-After")))
                 raw = await _read(response.content)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Lost("refused", type(error).__name__)
-        except (aiohttp.ClientError, OSError) as error:
+            return Lost("refused", self._words(error))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = "truncated" if flight.status == 200 else "connection"
-            return Lost(reason, type(error).__name__)
+            return Lost(reason, self._words(error))
         return Lost("too_long") if raw is None else Answered(status, raw)
+
+    async def probe(self, url: str, endpoint: Endpoint) -> int:
+        """The status that a server answers with; 0 where nothing answers."""
+        try:
+            async with self._session.get(
+                url,
+                headers=authorization(endpoint, self._api_key_env),
+                allow_redirects=False,
+                proxy=self._proxy(url),
+                timeout=aiohttp.ClientTimeout(total=self._probe_s),
+            ) as response:
+                return response.status
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return 0
 
     async def alive(self, server: Server) -> bool:
         """Whether anything answers there."""
-        try:
-            async with self._session.get(
-                server.models_url,
-                headers=authorization(server.endpoint, self._api_key_env),
-                allow_redirects=False,
-                proxy=self._proxy(server.models_url),
-                timeout=aiohttp.ClientTimeout(total=self._probe_s),
-            ) as response:
-                return response.status < 500 and response.status not in (408, 429)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        status = await self.probe(server.models_url, server.endpoint)
+        return 0 < status < 500 and status not in (408, 429)
+
+    def _words(self, error: BaseException) -> str:
+        name = type(error).__name__
+        return f"{name}: {error}".rstrip(": ") if self._own else name
 
     def _proxy(self, url: str) -> str | None:
+        if self._own:
+            return None
         if url not in self._proxies:
             self._proxies[url] = proxy_of(url)
         return self._proxies[url]
@@ -158,7 +189,7 @@ def authorization(endpoint: Endpoint, api_key_env: str) -> dict[str, str]:
         return {}
     if not (key.isascii() and key.isprintable()):
         raise ConfigurationError(
-            f"The judge's key in {api_key_env} has characters that no header may carry",
+            f"The server's key in {api_key_env} has characters that no header may carry",
             expected="printable ASCII",
             fix=f"export {api_key_env}=…",
         )
