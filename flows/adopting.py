@@ -19,7 +19,8 @@ from infra.foreign.sightings import Sighting, choose, prove, sight
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import find_recipe, load_recipe
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.recipes.recipe_files import find_recipe
 
 #: Version of the JSON that `adopt --json` prints.
 OUTPUT_VERSION = 1

@@ -26,7 +26,8 @@ from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.tracking.sync import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.loading import apply_overrides, load_recipe, suggest
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
 

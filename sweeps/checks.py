@@ -13,8 +13,8 @@ from itertools import chain
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import field_info, replace_fields
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.loading import field_info, replace_fields
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, uses
 from sweeps.dormant import DORMANT, why_without_effect

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import shipped_recipes, suggest
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from refiner_core.contract.yaml_words import yaml_reason
 from sweeps.reading import KEYS, Reader
 from sweeps.values import SweepFile

@@ -16,7 +16,7 @@ from typing import Any
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.overrides import override_text
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.plan_memo import PlanMemo

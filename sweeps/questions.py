@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.plan import Plan, PlannedStage
 from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.contract.publications import final_model

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import leaves, shipped_recipes, suggest
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import leaves
 from refiner_core.contract.overrides import (
     read_overrides,
     read_values,
     whole_paths,
     written_overrides,
 )
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from sweeps.labels import LABEL, NAME, bad_name, value_text
 from sweeps.values import Limits, Question, SweepFile
 

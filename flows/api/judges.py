@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 if TYPE_CHECKING:
     from flows.judge_report import Asked, Kind, Made

@@ -14,8 +14,9 @@ from infra.disk.forecast import Change
 from infra.orchestrator.explain import StageForecast, explain_difference, observe_actions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import load_recipe, shipped_recipes
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from refiner_core.contract.records import to_json
 
 #: Version of the JSON that `plan --json` and `run --json` print.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 if TYPE_CHECKING:
     from flows.checking.protocol_facts import ProtocolFacts
@@ -114,7 +114,7 @@ def list_protocols() -> list[ProtocolFacts]:
         One of them is damaged: the installation is.
     """
     from flows.checking.protocol_facts import facts_of_protocol
-    from refiner_core.contract.protocol_files import shipped_protocols
+    from refiner_core.contract.recipes.protocol_files import shipped_protocols
 
     return [facts_of_protocol(name) for name in shipped_protocols()]
 
@@ -235,7 +235,7 @@ def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig
         The name or an override cannot be meant.
     """
     from refiner_core.contract.checks.environment import check_name
-    from refiner_core.contract.loading import replace_fields
+    from refiner_core.contract.fields import replace_fields
     from refiner_core.contract.overrides import read_overrides
 
     check_name(name)

@@ -25,7 +25,7 @@ from refiner_core.cards.lint.against import LARGEST
 from refiner_core.cards.lint.proof import file_findings
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import OutputFile, RunRecord
 
 if TYPE_CHECKING:

@@ -14,8 +14,10 @@ import click
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.loading import load_recipe, shipped_recipes, suggest
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 
 _ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
 #: A key of a recipe file that is no field of the configuration.

@@ -19,8 +19,8 @@ from refiner_core.cards.public import SHOWN_EXECUTION, public_body, public_proto
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import FieldInfo, walk
-from refiner_core.contract.protocol_files import load_protocol, shipped_protocols
 from refiner_core.contract.protocols import parse_protocol
+from refiner_core.contract.recipes.protocol_files import load_protocol, shipped_protocols
 from refiner_core.contract.services import asks_judge
 
 #: Where somebody's checkpoints went: nobody else can, or should, publish there.

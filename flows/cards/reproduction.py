@@ -26,10 +26,12 @@ from refiner_core.cards.public import public_command
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError, StageFailed
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.loading import load_recipe, replace_fields, shipped_recipes
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import HUB_DIGEST, Plan, make_plan
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from refiner_core.contract.records import StageSpec
 from refiner_core.judges.prompting import prompt_versions
 from refiner_core.rubrics import shipped_rubric_sets

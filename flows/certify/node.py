@@ -34,7 +34,7 @@ from refiner_core.contract.certificates import Certificate, CertifiedCheck
 from refiner_core.contract.checks.memory import training_memory
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 PARTS = ("numerics", "ranks", "speed", "servers", "faults", "hang")
 #: How much of a GPU a forecast may fill.

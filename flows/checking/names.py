@@ -11,7 +11,7 @@ from collections.abc import Collection
 from refiner_core.contract.checks.shaping import check_domains, check_kinds
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.environments.registry import DESK, TAU2
 from refiner_core.evaluation.names import base_of, domain_of
 

@@ -11,8 +11,12 @@ from typing import Any
 
 from flows.checking.sources import protocol_sources
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.protocol_files import description_of, find_protocol, load_protocol
 from refiner_core.contract.protocols import ProtocolFile, protocol_fingerprint, refused_under
+from refiner_core.contract.recipes.protocol_files import (
+    description_of,
+    find_protocol,
+    load_protocol,
+)
 
 
 @dataclass(frozen=True)

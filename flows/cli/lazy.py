@@ -52,7 +52,7 @@ class LazyGroup(click.Group):
         """
         if args and args[0] not in self._table and not args[0].startswith("-"):
             from refiner_core.contract.errors import ConfigurationError
-            from refiner_core.contract.loading import suggest
+            from refiner_core.contract.fields import suggest
 
             raise ConfigurationError(
                 f"There is no command `{ctx.command_path} {args[0]}`."

@@ -140,7 +140,7 @@ def _run_named(workspace: Workspace, word: str) -> str:
     """
     from flows.running.status import find_run
     from refiner_core.contract.errors import ConfigurationError
-    from refiner_core.contract.recipe_files import suggest
+    from refiner_core.contract.fields import suggest
 
     sweeps = workspace.sweep_names()
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from flows.running.status import find_run, stage_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, StageRecord
 
 _ATTEMPT = re.compile(r"^(?P<rest>.+)#(?P<number>\d+)$")

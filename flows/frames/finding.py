@@ -14,7 +14,7 @@ from infra.store.layout import AttemptPaths
 from infra.store.marks import reclaimed_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord
 
 

@@ -16,7 +16,7 @@ from flows.frames.of_runs import metrics_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 if TYPE_CHECKING:
     import pandas as pd

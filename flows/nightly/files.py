@@ -16,7 +16,8 @@ from pathlib import Path
 from infra.store.nightly_records import NightlyRecords, nightly_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe, suggest
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import load_recipe
 from refiner_core.nightly.definition import parse_nightly
 from refiner_core.nightly.values import Nightly
 

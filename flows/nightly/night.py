@@ -300,7 +300,7 @@ def check_nightly(nightly: Nightly) -> list[str]:
 
 
 def _unknown_metrics(nightly: Nightly, base: RecipeConfig) -> ConfigurationError | None:
-    from refiner_core.contract.loading import suggest
+    from refiner_core.contract.fields import suggest
     from refiner_core.evaluation.metrics import has_metric, metrics_of
 
     for metric in nightly.alerts.metrics:

@@ -16,7 +16,8 @@ from flows.running.calls import check_supported
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.nightly.values import Nightly
 

@@ -20,9 +20,9 @@ from flows.rescoring.settings import OWN, Options, Setting, make_settings, own_s
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.judge_config import LEXICAL_MODELS
-from refiner_core.contract.loading import suggest
 from refiner_core.contract.records import RunRecord, to_json
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rescoring.matrix import common_prompts

@@ -18,7 +18,7 @@ from infra.store.traces import list_rollouts, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import RunRecord, StageSpec, from_json

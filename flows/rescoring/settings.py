@@ -19,8 +19,9 @@ from infra.host.secrets import mask_keys_of
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import apply_overrides, parse_config, settled
+from refiner_core.contract.loading import apply_overrides, parse_config
 from refiner_core.contract.marks import walk
+from refiner_core.contract.recipes.recipe_files import settled
 from refiner_core.contract.yaml_words import yaml_reason
 from refiner_core.rubrics import load_rubric_set
 

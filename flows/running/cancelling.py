@@ -29,7 +29,7 @@ from infra.store.orchestrators import Orchestrator, orchestrator_of, wanted_by_o
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.contract.services import is_service
 

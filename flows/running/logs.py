@@ -15,7 +15,7 @@ from flows.running.status import find_run
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 _FOLLOW_S = 0.5
 _PIECE_BYTES = 1 << 20

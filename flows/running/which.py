@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.services import is_service

@@ -193,7 +193,7 @@ def _names_of(group: str) -> Iterator[str]:
 
         yield from shipped_rubric_sets()
     elif group == "protocols":
-        from refiner_core.contract.protocol_files import shipped_protocols
+        from refiner_core.contract.recipes.protocol_files import shipped_protocols
 
         yield from shipped_protocols()
     elif group == "environments":
@@ -201,7 +201,7 @@ def _names_of(group: str) -> Iterator[str]:
 
 
 def _recipes(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from refiner_core.contract.loading import shipped_recipes
+    from refiner_core.contract.recipes.recipe_files import shipped_recipes
 
     yield from shipped_recipes()
     yield from yaml_files(incomplete)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.field_facts import TOP, choices_of, fields_below, is_list, sections
-from refiner_core.contract.loading import FILE_FIELDS
 from refiner_core.contract.marks import walk
+from refiner_core.contract.recipes.file_fields import FILE_FIELDS
 
 _SHOWN = 200
 #: Fields that name files or folders, besides those that a recipe may name beside itself.
@@ -78,7 +78,7 @@ def _named(path: str) -> list[str]:
 
         return list(shipped_rubric_sets())
     if path == "evaluate.protocols":
-        from refiner_core.contract.protocol_files import shipped_protocols
+        from refiner_core.contract.recipes.protocol_files import shipped_protocols
 
         return list(shipped_protocols())
     fixed = {

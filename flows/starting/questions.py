@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from flows.starting.rows import NONE, look_at_rows
 from flows.starting.surroundings import Surroundings
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 
 TINY, DESK, TAU2, SYNTHETIC = "tiny", "desk", "tau2", "builtin:synthetic"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"

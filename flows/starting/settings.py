@@ -12,7 +12,8 @@ from typing import Any
 
 from flows.starting.questions import SYNTHETIC, TAU2, Asked
 from flows.starting.rows import look_at_rows
-from refiner_core.contract.loading import field_info, load_recipe
+from refiner_core.contract.fields import field_info
+from refiner_core.contract.loading import load_recipe
 
 #: Sizes for rows of one's own where the shipped recipe is made for made-up ones.
 _OWN_SIZES = {

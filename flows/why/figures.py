@@ -18,7 +18,7 @@ from infra.store.workspace import Workspace
 from refiner_core.cards import Evidence, facts_to_json, record_of
 from refiner_core.cards.facts import finite
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.planned import TRAINED
 from refiner_core.contract.records import StageRecord
 from refiner_core.evaluation.samples import METRICS

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.yaml_words import yaml_reason
 

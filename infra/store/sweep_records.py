@@ -20,7 +20,7 @@ from infra.store import atomic
 from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord
 

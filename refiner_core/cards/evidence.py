@@ -32,7 +32,7 @@ from refiner_core.cards.public import (
 )
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.records import OutputFile, to_json
 

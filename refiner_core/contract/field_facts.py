@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import field_info, suggest
+from refiner_core.contract.fields import field_info, suggest
 from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,

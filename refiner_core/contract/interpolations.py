@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from refiner_core.contract.loading import field_value, find_recipe, leaves, merged
+from refiner_core.contract.fields import field_value
+from refiner_core.contract.loading import leaves, merged
+from refiner_core.contract.recipes.recipe_files import find_recipe
 
 Follow = Callable[[Mapping[str, Any]], dict[str, Any]]
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")

@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.loading import (
-    find_recipe,
-    leaves,
-    parse_override,
-    shipped_recipes,
-)
-from refiner_core.contract.recipe_files import recipe_files
+from refiner_core.contract.loading import leaves, parse_override
+from refiner_core.contract.recipes.recipe_files import find_recipe, recipe_files, shipped_recipes
 
 
 @dataclass(frozen=True)

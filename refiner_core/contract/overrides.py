@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import (
+from refiner_core.contract.fields import field_value
+from refiner_core.contract.loading import leaves, parse_override
+from refiner_core.contract.recipes.file_fields import (
     FILE_FIELDS,
     JSON_FIELDS,
-    field_value,
-    leaves,
-    parse_override,
     settled_value,
     whole_path,
 )

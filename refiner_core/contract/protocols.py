@@ -2,7 +2,7 @@
 
 In: the JSON text that a configuration holds for each of its ``evaluate.protocols``, and the
 configuration. Out: the configuration under which a model is measured. Pure, and cheap enough for
-thousands of trials; files are read by :mod:`refiner_core.contract.protocol_files`.
+thousands of trials; files are read by :mod:`refiner_core.contract.recipes.protocol_files`.
 
 A protocol names fields of the recipe that are a matter of measuring (:data:`FIELDS`). Each of the
 sections ``evaluate``, ``reward`` and ``judge`` that it names at all is fixed *whole*: an identity
@@ -32,8 +32,8 @@ from refiner_core.contract.config import (
     UserConfig,
 )
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.fields import replace_fields, suggest
 from refiner_core.contract.fingerprint import canonical_json, digest, get_field
-from refiner_core.contract.loading import replace_fields, suggest
 from refiner_core.contract.marks import walk
 
 #: Stands between the name of a stage (or of a source) and that of its protocol.

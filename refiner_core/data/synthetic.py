@@ -25,7 +25,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.data.synthetic_world import (
     FLAWS,
     Scene,

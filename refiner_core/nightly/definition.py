@@ -33,7 +33,7 @@ from typing import Any, get_args
 from refiner_core.contract.alarms import is_place
 from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.yaml_words import yaml_reason
 from refiner_core.nightly.schedule import Schedule
 from refiner_core.nightly.values import Alarm, Alerts, Checkpoint, Nightly, Source, When

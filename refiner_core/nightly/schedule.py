@@ -118,7 +118,7 @@ def _zone(name: str) -> ZoneInfo:
     except (ValueError, OSError, KeyError) as error:  # ZoneInfoNotFoundError is a KeyError
         from zoneinfo import available_timezones
 
-        from refiner_core.contract.loading import suggest
+        from refiner_core.contract.fields import suggest
 
         raise ConfigurationError(
             f"There is no time zone {name!r}.{suggest(name, available_timezones())}",

@@ -12,7 +12,7 @@ import pytest
 
 from refiner_core.cards import lint_card
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import walk
 from tests.support.command import Finished, Stage, refiner
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import (
     Completion,

@@ -25,7 +25,7 @@ from refiner_core.cards.lint import check_card
 from refiner_core.cards.printed import CONTROLS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from tests.support.card_facts import CONFIG, OTHER, evaluation, full_facts, reports, sft_facts
 
 

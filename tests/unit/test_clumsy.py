@@ -20,7 +20,7 @@ from flows.cli.main import main
 from flows.proving.planning import Asked, draw_points
 from refiner_core.contract.checks.licenses import LICENSES
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.record import EpisodeRecord, TurnRecord
 from refiner_core.environments.registry import open_environment

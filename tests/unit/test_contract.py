@@ -14,6 +14,7 @@ from refiner_core.contract import planned
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import (
     canonical_json,
     digest,
@@ -21,7 +22,6 @@ from refiner_core.contract.fingerprint import (
     identity_values,
     stage_fingerprint,
 )
-from refiner_core.contract.loading import replace_fields
 from refiner_core.contract.marks import FieldInfo, identity, walk
 from refiner_core.contract.plan import STAGE_FIELDS, make_plan
 from refiner_core.contract.seeds import derive_seed

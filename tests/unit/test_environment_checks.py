@@ -18,7 +18,8 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import StageKind, make_plan
 from refiner_core.contract.records import StageSpec
 from refiner_core.environments.own import load_own

@@ -19,7 +19,7 @@ from refiner_core.contract.errors import (
     EnvironmentOutage,
     Interrupted,
 )
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.protocols import protocol_of as protocol_of_file
 from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import PromptRow

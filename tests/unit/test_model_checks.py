@@ -18,7 +18,8 @@ from flows.checking.model_files import ModelFiles, model_files
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.models import tiny_model_dir
 from tests.support.command import refiner
 

@@ -26,9 +26,9 @@ from refiner_core.cards.public import public_protocol
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.protocol_files import load_protocol, shipped_protocols
 from refiner_core.contract.protocols import (
     FIELDS,
     ProtocolFile,
@@ -36,6 +36,7 @@ from refiner_core.contract.protocols import (
     parse_protocol,
     protocol_fingerprint,
 )
+from refiner_core.contract.recipes.protocol_files import load_protocol, shipped_protocols
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import make_protocol

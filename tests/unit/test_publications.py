@@ -18,7 +18,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageRecord
 from tests.support.plans import small_config

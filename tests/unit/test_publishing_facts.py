@@ -18,7 +18,7 @@ from infra.tracking.tracker import ADDRESS_FILE
 from refiner_core.cards import build_card, lint_card, load_evidence
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof
 from refiner_core.contract.records import Outcome
 from tests.support.recorded_run import RecordedRun

@@ -20,8 +20,8 @@ from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
-from refiner_core.contract.loading import shipped_recipes
 from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
 from refiner_core.judges import prompting
 

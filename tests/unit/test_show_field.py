@@ -21,10 +21,12 @@ from refiner_core.contract.field_facts import (
     fields_called,
     sections,
 )
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.loading import load_recipe, replace_fields, shipped_recipes
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.planned import STAGE_FIELDS
+from refiner_core.contract.recipes.recipe_files import shipped_recipes
 
 #: A recipe in which every kind of stage has a place, and values that none has by default.
 SOURCES = {"model": "m", "data.sft": "s", "data.rl": "r", "judge_prompt": "j", "rubrics": "u"}

@@ -10,7 +10,7 @@ import pytest
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepared import load_demonstrations, load_prompts
 from refiner_core.data.tasks import prepare_tasks

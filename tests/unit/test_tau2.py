@@ -23,7 +23,7 @@ import pytest
 from refiner_core.contract.checks.shaping import alpha_of, check_weights
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.contract.loading import replace_fields
+from refiner_core.contract.fields import replace_fields
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall, WritesResults
 from refiner_core.environments.record import EpisodeRecord, record_from_json

@@ -10,7 +10,8 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.placement import Placement, placement_of
 
 TINY = load_recipe("tiny")

@@ -9,7 +9,8 @@ import pytest
 from flows.api import make_recipe_plan
 from flows.checking.memory import memory_json, memory_needs, planning_notes
 from refiner_core.contract.checks.memory import MemoryNeed, ModelShape, training_memory
-from refiner_core.contract.loading import load_recipe, replace_fields
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
 from tests.support.command import refiner
 
 BILLION = 10**9

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from refiner_core.contract.checks.shaping import check_curriculum, check_shaping
 from refiner_core.contract.config import RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
-from refiner_core.contract.recipe_files import suggest
 
 #: In the place of a source of rows: what the environment itself has.
 BUILTIN_ROWS = "builtin:synthetic"

@@ -34,11 +34,11 @@ from refiner_core.contract.config import (
     RewardConfig,
 )
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.recipe_files import suggest
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.services import serves as serves
 

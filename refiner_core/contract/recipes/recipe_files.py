@@ -6,9 +6,6 @@ they are merged, with the files that they name as whole paths.
 
 from __future__ import annotations
 
-import difflib
-import functools
-import json
 import typing
 from importlib import resources
 from pathlib import Path
@@ -16,28 +13,14 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import hints, suggest
 from refiner_core.contract.marks import is_section
+from refiner_core.contract.recipes.file_fields import settled_files
+from refiner_core.contract.recipes.protocol_files import embedded
 from refiner_core.contract.yaml_words import yaml_reason
 
 #: Package folders that hold shipped recipes.
 RECIPE_PACKAGE = "flows.recipes"
-#: Fields that name a file or folder, or something shipped. A relative path is taken from the
-#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
-#: whole path.
-FILE_FIELDS = (
-    "data.sft_path",
-    "data.rl_path",
-    "reward.static_rubrics",
-    "judge.prompt",
-    "publish.card_template",
-    "environment.name",
-    "environment.tasks",
-    "dispatch.profile",
-)
-#: Of these, rows: nothing that is shipped goes by a bare word, so a folder may.
-ROWS_FIELDS = ("data.sft_path", "data.rl_path")
-#: Fields of JSON text, which may be written as a mapping.
-JSON_FIELDS = ("judge.extra_body",)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -79,18 +62,6 @@ def find_recipe(recipe: str) -> Path:
         expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
         fix="name one of these",
     )
-
-
-def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
-    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {hits[0]!r}?" if hits else ""
-
-
-@functools.cache
-def hints(kind: type) -> dict[str, Any]:
-    """The types of a section's fields."""
-    return typing.get_type_hints(kind)
 
 
 # ---------------------------------------------------------------- reading
@@ -210,20 +181,7 @@ def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
 def settled(node: Any, folder: Path) -> Any:
     """``node`` with the files that it names as whole paths (a job works in another folder), with
     what is JSON as text, though it was written as YAML, and with what protocol files say."""
-    from omegaconf import OmegaConf
-
-    for field in (*FILE_FIELDS, *JSON_FIELDS):
-        section, _, key = field.rpartition(".")
-        values = node.get(section)
-        if not OmegaConf.is_dict(values) or key not in values:
-            continue
-        if OmegaConf.is_interpolation(values, key):
-            continue
-        value = values[key]
-        if field in FILE_FIELDS:
-            values[key] = settled_value(field, value, folder)
-        elif OmegaConf.is_dict(value):
-            values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
+    settled_files(node, folder)
     _embed_protocols(node.get("evaluate"), folder)
     return node
 
@@ -236,33 +194,5 @@ def _embed_protocols(evaluate: Any, folder: Path) -> None:
         return
     named = evaluate.get("protocols")
     if OmegaConf.is_list(named):
-        from refiner_core.contract.protocol_files import embedded
-
         values: Any = OmegaConf.to_container(named, resolve=False)
         evaluate["protocols"] = [embedded(value, folder) for value in values]
-
-
-def settled_value(field: str, value: Any, folder: Path) -> Any:
-    """The value of a field, with the whole path where it names a file or folder that is there: in
-    ``folder``, else in the current one."""
-    if field not in FILE_FIELDS or not isinstance(value, str):
-        return value
-    return _where_it_lies(value, folder) if field in ROWS_FIELDS else whole_path(value, folder)
-
-
-def whole_path(value: str, folder: Path) -> str:
-    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
-    or of nothing, stays as it is."""
-    if ".py:" in value:
-        file, _, name = value.rpartition(":")
-        return f"{whole_path(file, folder)}:{name}"
-    named = Path(value).expanduser()
-    if "/" not in value and not named.suffix:
-        return value
-    return _where_it_lies(value, folder)
-
-
-def _where_it_lies(value: str, folder: Path) -> str:
-    named = Path(value).expanduser()
-    found = (p for p in (folder / named, Path.cwd() / named) if p.exists())
-    return str(next((p.resolve() for p in found), value))

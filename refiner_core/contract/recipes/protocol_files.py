@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import settled, suggest
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
+from refiner_core.contract.recipes.file_fields import settled_files
 from refiner_core.contract.yaml_words import yaml_reason
 
 #: Package folder that holds shipped protocols.
@@ -121,6 +122,6 @@ def _settled_protocol(values: dict[str, Any], folder: Path, origin: str) -> Prot
     from omegaconf import OmegaConf
 
     node = OmegaConf.create(values, flags={"allow_objects": True})
-    plain = OmegaConf.to_container(settled(node, folder), resolve=False)
+    plain = OmegaConf.to_container(settled_files(node, folder), resolve=False)
     assert isinstance(plain, dict)
     return protocol_of({str(k): v for k, v in plain.items()}, origin)

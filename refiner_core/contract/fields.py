@@ -1,0 +1,163 @@
+"""Fields of the configuration by dotted path: found, checked, replaced.
+
+In: ``grpo.beta`` and a value. Out: the value as the field holds it, or an error that says what
+would fit, with the nearest name that there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.marks import FieldInfo, walk
+
+
+def suggest(word: str, known: typing.Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
+    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {hits[0]!r}?" if hits else ""
+
+
+@functools.cache
+def hints(kind: type) -> dict[str, Any]:
+    """The types of a section's fields."""
+    return typing.get_type_hints(kind)
+
+
+def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeConfig:
+    """A copy with fields at dotted paths replaced and checked; cheap, for thousands of trials.
+
+    Sections without a change stay the same objects.
+    """
+    for path, value in changes.items():
+        config = _replace(config, path.split("."), field_value(path, value))
+    return config
+
+
+def field_info(path: str, origin: str = "") -> FieldInfo:
+    """What is known of the field at a dotted path.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; says which was meant, and that it stands in ``origin``.
+    """
+    known = _fields()
+    if path not in known:
+        raise unknown_key(path, known, origin)
+    return known[path]
+
+
+def field_value(path: str, value: Any, origin: str = "") -> Any:
+    """``value`` as the field at ``path`` holds it (an int as a float, a list as a tuple).
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown field, or a value of another type.
+    """
+    return typed(field_info(path, origin).type, value, path)
+
+
+@functools.cache
+def _fields() -> dict[str, FieldInfo]:
+    return dict(walk(RecipeConfig))
+
+
+def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
+    head, *rest = parts
+    return dataclasses.replace(
+        node, **{head: _replace(getattr(node, head), rest, value) if rest else value}
+    )
+
+
+def unknown_key(path: str, known: typing.Iterable[str], origin: str) -> ConfigurationError:
+    """The error for a key that there is none of; says which was meant."""
+    known = list(known)
+    if path in known:
+        raise ConfigurationError(
+            f"The key `{path}` is written with dots{f' in {origin}' if origin else ''}.",
+            expected="sections as nested mappings in a file; dots are for overrides",
+            fix="write `" + ": {".join(path.split(".")) + ": …" + "}" * path.count(".") + "`",
+        )
+    leaf = path.rsplit(".", 1)[-1]
+    near = suggest(path, known)
+    if not near:
+        same = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+        near = f" Did you mean {same[0]!r}?" if same else suggest(leaf, known)
+    where = f" in {origin}" if origin else ""
+    return ConfigurationError(
+        f"There is no field {path!r}{where}.{near}",
+        expected="a field of the configuration",
+        fix="correct the key; `refiner show` lists every field",
+    )
+
+
+def typed(kind: Any, value: Any, path: str) -> Any:
+    """``value`` as ``kind``; ints pass as floats, lists as tuples, nothing else is converted."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return typed(next(a for a in args if a is not type(None)), value, path)
+    if origin is Literal:
+        if value is False and "off" in args:  # what YAML makes of the bare word
+            return "off"
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        near = suggest(str(value), [str(a) for a in args])
+        raise _wrong(path, value, "one of " + ", ".join(map(str, args)), near)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _wrong(path, value, "a list, e.g. [a, b]", fix=f"set {path}='[{value}]'")
+        return tuple(typed(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        if kind is str and isinstance(value, int | float):
+            note = " It reads as a value of another type; text that looks like one is quoted."
+            text = str(value).lower() if isinstance(value, bool) else value
+            fix = f"quote it, for YAML and for the shell: {path}='\"{text}\"'"
+            raise _wrong(path, value, _NAMES[kind], note, fix)
+        may_be_empty = kind is str and getattr(_fields().get(path), "default", 0) == ""
+        empty = f"drop it, or write {path}='\"\"' for empty text" if may_be_empty else ""
+        raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix=empty if value is None else "")
+    return value
+
+
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+
+
+def _wrong(
+    path: str, value: Any, expected: str, note: str = "", fix: str = ""
+) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{path}` is {'empty' if value is None else repr(value)}.{note}",
+        expected=expected,
+        fix=fix or f"set {path}=… to such a value{_default_of(path)}",
+    )
+
+
+def _default_of(path: str) -> str:
+    """`` (it is 0.01 where nothing sets it)``, in the form of an override; else nothing."""
+    info = _fields().get(path)
+    if (
+        info is None
+        or not isinstance(info.default, bool | int | float | str)
+        or not str(info.default)
+    ):
+        return ""
+    value = str(info.default).lower() if isinstance(info.default, bool) else info.default
+    return f", or drop it for the default, {value}"
