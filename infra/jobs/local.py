@@ -33,6 +33,7 @@ class LocalDispatcher:
         self.workspace = workspace
         self.worker = worker or WorkerCommand(workspace.root)
         self._children: dict[AttemptRef, subprocess.Popen[bytes]] = {}
+        self._codes: dict[AttemptRef, int] = {}
 
     # ------------------------------------------------------------ submitting
 
@@ -75,8 +76,10 @@ class LocalDispatcher:
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
-        for child in self._children.values():
-            child.poll()  # else they stay zombies
+        for ref, child in tuple(self._children.items()):
+            if (code := child.poll()) is not None:  # asked for all: else they stay zombies
+                self._codes[ref] = code
+                del self._children[ref]
         return {a.ref: self._look_at(a) for a in attempts}
 
     def _look_at(self, attempt: OpenAttempt) -> JobSight:
@@ -85,9 +88,8 @@ class LocalDispatcher:
         if sight != "dead":
             return JobSight(sight, local=here)
         started = attempt.started is not None and not attempt.started.get("void")
-        child = self._children.get(attempt.ref)
-        code = child.poll() if child is not None else None
-        end = classify_silent_end(started, self._printed(attempt.ref), max(code or 0, 0))
+        code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
+        end = classify_silent_end(started, self._printed(attempt.ref), code)
         return JobSight(sight, local=here, end=end)
 
     def _sight(self, attempt: OpenAttempt) -> Sight:

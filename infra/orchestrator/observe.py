@@ -130,11 +130,12 @@ class Observer:
                 if paths.endpoint.exists():
                     self._ready.add((stage_id, attempt.number))
 
-    def forget_all_but(self, stage_ids: Collection[str]) -> None:
+    def forget(self, stage_ids: Collection[str]) -> None:
         """Let go of what nobody will ask about any more."""
-        self._done = {i: r for i, r in self._done.items() if i in stage_ids}
-        self._last = {i: r for i, r in self._last.items() if i in stage_ids}
-        self._signs = {k: s for k, s in self._signs.items() if k[0].stage_id in stage_ids}
+        for stage_id in stage_ids:
+            self._done.pop(stage_id, None)
+            self._last.pop(stage_id, None)
+        self._signs = {k: s for k, s in self._signs.items() if k[0].stage_id not in stage_ids}
 
     def _read(self, stage_id: str) -> StageRecord | None:
         """The record of a stage, which only ever grows."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from infra.host.processes import ProcessId
 from infra.host.waiting import wait_for
@@ -44,6 +44,7 @@ from refiner_core.contract.services import is_service
 from refiner_core.contract.views import StageView
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 #: Looking and showing may cost this share of a core, or the next round comes later.
 _LOOK_SHARE = 0.04
 _LONGEST_S = 30.0
@@ -254,14 +255,9 @@ class Orchestrator:
         records, observed = self._observer.look_at_each(ids, errors)
         self._ready = observed.ready
         looked = set(ids).difference(errors)
-        records = {i: r for i, r in records.items() if i in looked}
-        self._records = {i: r for i, r in self._records.items() if i not in looked} | records
-        self._seen = {i: s for i, s in self._seen.items() if i not in looked} | {
-            i: s for i, s in observed.attempts.items() if i in looked
-        }
-        self._open = {i: a for i, a in self._open.items() if i not in looked} | {
-            i: a for i, a in self._observer.open.items() if i in looked
-        }
+        self._records = _but(self._records, looked) | records
+        self._seen = {**_but(self._seen, looked), **observed.attempts}
+        self._open = _but(self._open, looked) | self._observer.open
         self._actor.keep_ends(self._observer.sights)
         _add_by_stage(errors, due, trouble)
         for member in due:
@@ -424,12 +420,12 @@ class Orchestrator:
             self._remove(member, None)
 
     def _remove(self, member: Member, error: Exception | None) -> None:
-        self.members.remove(member)
-        left = {i for m in self.members for i in m.ids}
-        self._observer.forget_all_but(left)
-        self._records = {i: r for i, r in self._records.items() if i in left}
-        self._seen = {i: s for i, s in self._seen.items() if i in left}
-        self._open = {i: a for i, a in self._open.items() if i in left}
+        if member in self.members:
+            self.members.remove(member)
+        gone = member.ids.difference(*(m.ids for m in self.members))
+        self._observer.forget(gone)
+        self._records, self._seen = _but(self._records, gone), _but(self._seen, gone)
+        self._open = _but(self._open, gone)
         self.source.ended(member, error)
 
 
@@ -443,6 +439,10 @@ def _add_by_stage(
         found = next((e for i, e in errors.items() if i in member.ids), None)
         if found is not None:
             trouble.setdefault(member, found)
+
+
+def _but(values: Mapping[str, T], ids: Collection[str]) -> dict[str, T]:
+    return {i: value for i, value in values.items() if i not in ids}
 
 
 def _left(view: StageView, whose: str) -> StageView:

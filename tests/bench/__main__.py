@@ -44,6 +44,7 @@ BENCHES = (
     "parsing",
     "publishing",
     "report",
+    "rounds",
     "startup",
     "sweep_again",
     "sweeps",

@@ -1,0 +1,80 @@
+"""Jobs of this machine: which GPUs they see, and what their end says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.jobs.local import LocalDispatcher
+from infra.jobs.protocol import JobRequest, JobSight, OpenAttempt
+from infra.jobs.worker_command import WorkerCommand
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import Resources
+from tests.support.plans import claim, small_plan
+
+TELL = """
+import os, sys
+print("sees " + os.environ["CUDA_VISIBLE_DEVICES"] + ".", flush=True)
+sys.exit({code})
+"""
+
+
+def end_of(tmp_path: Path, gpus: int = 0, code: int = 0) -> tuple[str, JobSight]:
+    """What a worker that never takes its attempt prints, and how its job looks when it has ended;
+    or with what it was refused."""
+    workspace = Workspace.open(tmp_path / "ws")
+    stage = claim(workspace, small_plan("data"), "data")
+    script = tmp_path / "tell.py"
+    script.write_text(TELL.format(code=code))
+    local = LocalDispatcher(workspace, WorkerCommand(workspace.root, (str(script),)))
+    request = JobRequest(stage.id, 1, "refiner-test", replace(Resources(), gpus=gpus))
+    failed = local.submit([request])
+    if failed:
+        raise failed[request.ref]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        attempt = workspace.read_attempt(stage.id, 1)
+        assert attempt is not None
+        seen = local.look([OpenAttempt(request.ref, replace(attempt, owner="x:1:1.00"))])
+        if seen[request.ref].sight == "dead":
+            return workspace.layout.attempt(stage.id, 1).printed.read_text(), seen[request.ref]
+        time.sleep(0.02)
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "seen"),
+    [
+        ("", 0, ""),
+        ("2,3", 0, ""),
+        ("2,3", 1, "2"),
+        ("GPU-a,GPU-b", 2, "GPU-a,GPU-b"),
+        ("", 2, "0,1"),
+    ],
+)
+def test_a_job_sees_as_many_of_the_callers_gpus_as_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, gpus: int, seen: str
+) -> None:
+    """Two that train at a time would else share one without knowing, or take all of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert f"sees {seen}." in end_of(tmp_path, gpus)[0]
+
+
+def test_more_gpus_than_the_caller_sees_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(Exception, match="2 GPUs are asked for"):
+        end_of(tmp_path, 2)
+
+
+@pytest.mark.parametrize(("code", "failure"), [(5, "disk_full"), (3, "bad_data"), (1, "bug")])
+def test_an_exit_code_says_what_a_worker_could_not_write_down(
+    tmp_path: Path, code: int, failure: str
+) -> None:
+    end = end_of(tmp_path, code=code)[1].end
+    assert end is not None
+    assert end.failure == failure
