@@ -15,6 +15,7 @@ from pathlib import Path
 
 from infra.host.environment import environment
 from infra.host.processes import ProcessId
+from infra.jobs import give_way
 from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, Sight
 from infra.jobs.worker_command import WorkerCommand, job_settings, tail_of
@@ -54,8 +55,7 @@ class LocalDispatcher:
         paths = self.workspace.layout.attempt(request.stage_id, request.attempt)
         command = self.worker.arguments(request)
         if request.nice:
-            python = [self.worker.python, "-P", "-m", "infra.jobs.niceness"]
-            command = [*python, str(request.nice), *command]
+            command = [self.worker.python, "-P", give_way.__file__, str(request.nice), *command]
         settings = job_settings(request.threads, request.code)
         visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
         with paths.printed.open("ab") as printed:

@@ -34,7 +34,11 @@ TELL = (
 def after(script: str) -> tuple[dict[str, Any], str]:
     """What a process says of itself that has done ``script``, and what it warned of."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from infra.jobs.niceness import give_way\n{script}\n{TELL}"],
+        [
+            sys.executable,
+            "-c",
+            f"import json\nfrom infra.jobs.give_way import give_way\n{script}\n{TELL}",
+        ],
         capture_output=True,
         text=True,
         check=True,

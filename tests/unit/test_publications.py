@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.orchestrator.actions import Action, Block, Fail, Launch, Wait
-from infra.orchestrator.reconcile import Observed, Policy, Seen, reconcile
+from infra.orchestrator.reconcile import Observed, Policy, Seen
 from infra.store.checkpoints import CheckpointStore
 from infra.store.holds import Holds, held_steps
 from infra.store.layout import StagePaths
@@ -22,7 +22,7 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageRecord
 from tests.support.plans import small_config
-from tests.unit.test_reconcile import attempt, record
+from tests.unit.test_reconcile import attempt, reconcile, record
 
 ALL = ("data", "grpo", "publish", "evaluate")
 
