@@ -22,6 +22,7 @@ from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 _LINE_EVERY_S = 10.0
@@ -109,6 +110,7 @@ class Console(Screen):
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """The last state of every stage, then the summary."""
+        self._at_work_said = self._clock()  # the last line counts them, too
         self.show(views)
         self.close()
         if self._trials is not None:
@@ -201,23 +203,28 @@ class Console(Screen):
                 transient=self._trials is not None,
             )
             self._live.start()
-        more = len(rows) - _ROWS if title else 0
-        caption = f"and {more} more" if more > 0 else ""
-        table = self._table(rows[:_ROWS] if title else rows, title, caption)
-        self._live.update(table, refresh=True)
+        self._live.update(self._shown(rows, title), refresh=True)
 
-    def _table(self, rows: Sequence[StageView], title: str = "", caption: str = "") -> Table:
+    def _shown(self, rows: Sequence[StageView], title: str) -> Table | Group:
+        """A table of the stages; of a sweep the trials counted, and as many of those at work as
+        there is room for."""
+        if not title:
+            return self._table(rows)
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Text | Table] = [Text(title, style="bold")]
+        if rows:
+            parts.append(self._table(rows[:_ROWS]))
+        if len(rows) > _ROWS:
+            parts.append(Text(f"and {len(rows) - _ROWS} more", style="dim"))
+        return Group(*parts)
+
+    def _table(self, rows: Sequence[StageView]) -> Table:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            box=None,
-            pad_edge=False,
-            title=Text(title, style="bold") if title else None,
-            caption=caption or None,
-            title_justify="left",
-            caption_justify="left",
-        )
+        table = Table(box=None, pad_edge=False)
         for title in ("stage", "state", "", "progress", "time"):
             table.add_column(title, no_wrap=title != "progress", overflow="ellipsis")
         now = self._clock()

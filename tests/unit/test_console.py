@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flows.running.console import Console, bar, duration, state_line
+from flows.sweeping.words import TrialWord
 from refiner_core.contract.types import Progress
 from refiner_core.contract.views import StageView
 
@@ -127,6 +128,60 @@ def test_a_terminal_gets_a_table_with_bars(monkeypatch: pytest.MonkeyPatch) -> N
     assert "loss 1.25" in text
     assert "Prefect: http://127.0.0.1:1" in text
     assert "1 done in" in text
+
+
+def trials(**states: str) -> dict[str, TrialWord]:
+    """How trials stand, as ``a="running"`` or ``a="failed: why"``."""
+    parts = {name: text.partition(": ") for name, text in states.items()}
+    return {n: TrialWord(s, why, run=f"run-{n}") for n, (s, _, why) in parts.items()}  # type: ignore[arg-type]
+
+
+def of_sweep(stream: io.StringIO, *moments: dict[str, TrialWord], quiet: bool = False) -> list[str]:
+    """Lines of a sweep whose trials stood like this, a minute apart; the first is at work."""
+    clock, now = Clock(), [moments[0]]
+    console = Console(stream=stream, clock=clock, quiet=quiet, trials=lambda: now[0])
+    views = {"a/sft": replace(at(3), name="a/sft"), "a/data": replace(SFT, name="a/data")}
+    for moment in moments:
+        now[0] = moment
+        console.show(views)
+        clock.now += 60.0
+    console.finish({})
+    return stream.getvalue().splitlines()
+
+
+MOMENTS = (
+    trials(a="waiting", b="waiting"),
+    trials(a="running", b="held: a limit"),
+    trials(a="failed: loss is NaN", b="held: a limit"),
+)
+
+
+def test_a_sweep_tells_of_its_trials_and_now_and_then_of_the_stages_at_work() -> None:
+    assert of_sweep(io.StringIO(), *MOMENTS) == [
+        "a: running (run run-a)",
+        "2 trials: 1 running, 1 held",
+        "  a/sft: running step 3/80",
+        "a: failed: loss is NaN",
+        "2 trials: 1 held, 1 failed",
+        "  a/sft: running step 3/80",
+        "2 trials: 1 held, 1 failed in 3 min",
+    ]
+
+
+def test_a_quiet_sweep_tells_of_failures_and_of_an_end_that_is_not_whole() -> None:
+    found = of_sweep(io.StringIO(), *MOMENTS, quiet=True)
+    assert found == ["a: failed: loss is NaN", "2 trials: 1 held, 1 failed in 3 min"]
+    assert of_sweep(io.StringIO(), trials(a="running"), trials(a="done"), quiet=True) == []
+
+
+def test_a_terminal_shows_the_stages_of_a_sweep_that_are_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    text = "\n".join(of_sweep(Terminal(), trials(a="running", b="waiting")))
+    assert "2 trials: 1 running, 1 waiting" in text
+    assert "a/sft" in text
+    assert "a/data" not in text, "it waits, while another stage of the trial is at work"
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
