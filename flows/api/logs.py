@@ -45,7 +45,7 @@ def find_log(
     Returns
     -------
     AttemptLog or None
-        Where the worker never began, this is what the launcher said of it. None where the stage
+        Where the worker never began, this is what its job printed. None where the stage
         has not been started yet.
 
     Raises
