@@ -11,34 +11,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import CLASSES, classify, is_outage, outcome_of
 from infra.jobs.niceness import gives_way
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.actions import CloseAttempt, Launch, Release
+from infra.orchestrator.actions import CloseAttempt, Launch, Release, StopWish
+from infra.orchestrator.member import Member
 from infra.orchestrator.outage import Trouble
 from infra.orchestrator.reconcile import Seen
 from infra.orchestrator.room_keeping import Rooms
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
-from refiner_core.contract.plan import Plan, PlannedStage
-from refiner_core.contract.records import Attempt, Outcome, RunRecord, StageRecord
+from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.records import Attempt, Outcome, StageRecord
 
 log = logging.getLogger(__name__)
-
-
-class Home(Protocol):
-    """The run that begins a stage: :class:`infra.orchestrator.member.Member` is one."""
-
-    plan: Plan
-    run: RunRecord
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """A line in its event log."""
-        ...
 
 
 @dataclass
@@ -62,7 +52,7 @@ class Actor:
     workspace: Workspace
     router: Router
     owner: str
-    home: Callable[[str], Home]
+    home: Callable[[str], Member]
     rooms: Rooms
     clock: Callable[[], float]
     refused: dict[str, Outcome] = field(default_factory=dict)
@@ -257,19 +247,6 @@ class Actor:
             self._write_end(attempt.ref, outcome)
         elif self._give_up(attempt.ref, outcome):
             self.router.kill(attempt)  # its worker has not begun, and now never will
-
-
-@dataclass(frozen=True)
-class StopWish:
-    """Who wants a job to end, and how.
-
-    ``everybody``: also jobs that another call has started.
-    """
-
-    reason: str
-    failure: Literal["interrupted", "cancelled"] = "interrupted"
-    grace_s: float = 60.0
-    everybody: bool = False
 
 
 def _alive(owner: str) -> bool:

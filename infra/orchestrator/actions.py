@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import Outcome
@@ -102,3 +103,16 @@ class Block:
 
 
 Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block | Rest
+
+
+@dataclass(frozen=True)
+class StopWish:
+    """Who wants a job to end, and how.
+
+    ``everybody``: also jobs that another call has started.
+    """
+
+    reason: str
+    failure: Literal["interrupted", "cancelled"] = "interrupted"
+    grace_s: float = 60.0
+    everybody: bool = False

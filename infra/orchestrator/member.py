@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infra.host.processes import ProcessId
-from infra.orchestrator.acting import StopWish
+from infra.orchestrator.actions import StopWish
 from infra.orchestrator.diary import Diary, news_of, stage_event
 from infra.orchestrator.outage import Outage, with_patience
 from infra.orchestrator.union import stages_by_id

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from infra.jobs.protocol import OpenAttempt
-from infra.orchestrator.acting import Actor, StopWish
+from infra.orchestrator.acting import Actor
+from infra.orchestrator.actions import StopWish
 from infra.orchestrator.member import Member
 from infra.orchestrator.outage import Trouble
 from infra.orchestrator.reconcile import Seen

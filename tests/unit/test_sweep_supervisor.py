@@ -24,7 +24,7 @@ from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.records import RunRecord
+from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep
 from sweeps.history import History
@@ -557,6 +557,73 @@ def test_a_shared_stage_that_was_cancelled_with_one_trial_is_begun_by_the_next(
     states = told.states()
     assert states.pop(second.name) == "interrupted"
     assert set(states.values()) == {"done"}
+
+
+def test_a_stage_goes_on_for_the_trial_that_still_wants_it_when_another_is_cancelled(
+    workspace: Workspace,
+) -> None:
+    plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
+    first, second = (t.name for t in plan.trials)
+    told = bench(workspace, plan, {**SCRIPT, "sft": (*["wait"] * 8, *TRAINED)})
+    told.admission.outlook.canary = None
+    told.orchestrator.begin()
+    while f"{first}/sft" not in told.jobs.begun:
+        told.orchestrator.step()
+    run = told.admission.live[second].run.run
+    workspace.ask_cancel(run, "somebody")
+    while told.states()[second] != "interrupted":
+        told.orchestrator.step()
+    word = told.admission.standing()[second]
+    assert "which still runs" in word.reason
+    assert word.exit_code == 6
+    while not told.orchestrator.step():
+        pass
+    assert told.jobs.stopped == []
+    assert told.states() == {first: "done", second: "interrupted"}
+    assert told.jobs.begun == [f"{first}/{stage}" for stage in ("data", "sft", "grpo")]
+
+
+def test_what_every_trial_has_cancelled_is_ended(workspace: Workspace) -> None:
+    plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
+    told = bench(workspace, plan, {**SCRIPT, "sft": ("wait",) * 99})
+    told.admission.outlook.canary = None
+    told.orchestrator.begin()
+    while not any(name.endswith("sft") for name in told.jobs.begun):
+        told.orchestrator.step()
+    for member in tuple(told.admission.live.values()):
+        workspace.ask_cancel(member.run.run, "somebody")
+    while not told.orchestrator.step():
+        pass
+    assert set(told.states().values()) == {"interrupted"}
+    (stopped,) = told.jobs.stopped
+    assert stopped.stage_id == plan.trials[0].plan.by_name["sft"].id
+
+
+def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_sweep(seeds=(1,), limits=Limits(concurrency=2))
+    first, second = plan.trials
+    told = bench(workspace, plan, SCRIPT)
+    told.admission.outlook.canary = None
+    real, gone = workspace.read_record, [second.plan.by_name["grpo"].id]
+
+    def read_record(stage_id: str) -> StageRecord | None:
+        if stage_id in gone:
+            raise OSError(errno.ESTALE, "Stale file handle", stage_id)
+        return real(stage_id)
+
+    monkeypatch.setattr(workspace, "read_record", read_record)
+    told.orchestrator.begin()
+    while told.states()[first.name] != "done":
+        assert not told.orchestrator.step()
+    views = told.admission.working()[second.name]
+    assert "paused" in {view.state for view in views.values()}
+    assert any("Stale file handle" in view.message for view in views.values())
+    gone.clear()
+    while not told.orchestrator.step():
+        pass
+    assert set(told.states().values()) == {"done"}
 
 
 def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
