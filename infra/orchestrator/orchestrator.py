@@ -25,14 +25,14 @@ from infra.jobs.dispatch import Router
 from infra.jobs.failures import is_outage
 from infra.jobs.protocol import OpenAttempt
 from infra.orchestrator.acting import Actor
-from infra.orchestrator.actions import Action, CloseAttempt, Launch, Release, Serve
+from infra.orchestrator.actions import Action, CloseAttempt, Launch, Release, Rest, Serve
 from infra.orchestrator.member import Member
 from infra.orchestrator.observe import Observer, Patience
 from infra.orchestrator.outage import Backoff, Trouble
 from infra.orchestrator.reconcile import Observed, Policy, Seen, reconcile
 from infra.orchestrator.room_keeping import Keeper, ProbingKeeper, Rooms
 from infra.orchestrator.sources import Source
-from infra.orchestrator.stopping import Stopping, cancelled_of
+from infra.orchestrator.stopping import Stopping, cancelled_of, left_to, seen_by
 from infra.orchestrator.union import Union
 from infra.orchestrator.views import view_of, views_in_outage
 from infra.store.workspace import Workspace
@@ -357,19 +357,34 @@ class Orchestrator:
         shown: dict[tuple[str, bool], StageView],
     ) -> None:
         before, views = member.views(), dict[str, StageView]()
-        for stage in member.plan.stages:
+        # Servers last: to a member one is over when those of its stages are that ask it.
+        for stage in sorted(member.plan.stages, key=lambda s: is_service(s.id)):
             old = before.get(stage.name)
             if old is not None and old.state in ("done", "skipped") and not is_service(stage.id):
                 views[stage.name] = old
                 continue
-            key = (stage.id, stage.id in (member.done_before or ()))
-            if key not in shown:
-                shown[key] = self._view(actions[stage.id], done_before=key[1])
-            view = replace(shown[key], name=stage.name)
-            views[stage.name] = self._goes_on_for_others(member, stage, view)
-        if member.publish(views):
+            action, key = actions[stage.id], (stage.id, stage.id in (member.done_before or ()))
+            if is_service(stage.id) and self._has_asked(member, stage, views):
+                rest = Rest(action.stage, live=isinstance(action, Serve))
+                view = self._view(rest, done_before=False)
+            else:
+                if key not in shown:
+                    shown[key] = self._view(action, done_before=key[1])
+                view = shown[key]
+            view = replace(view, name=stage.name)
+            views[stage.name] = seen_by(member, stage, view, self.members)
+        if member.publish({stage.name: views[stage.name] for stage in member.plan.stages}):
             member.end()
             self._remove(member, None)
+
+    def _has_asked(
+        self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
+    ) -> bool:
+        """Whether a member has had all from a server that it wanted, whoever else needs it."""
+        if self._stopping.wish is not None or service.id in member.cancelled:
+            return False
+        asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
+        return all(v.terminal and v.message != f"needs {service.name}" for v in asking)
 
     def _view(self, action: Action, *, done_before: bool) -> StageView:
         stage_id = action.stage.id
@@ -383,24 +398,7 @@ class Orchestrator:
         )
         if stage_id not in self._actor.left_alone or view.terminal:
             return view
-        whose = self._actor.left_alone[stage_id]
-        if is_service(stage_id):
-            return replace(view, state="done", message=f"goes on: {whose} needs it")
-        return _left(view, whose)
-
-    def _goes_on_for_others(
-        self, member: Member, stage: PlannedStage, view: StageView
-    ) -> StageView:
-        """The view of a stage that was cancelled here, and that another member still wants."""
-        if stage.id not in member.cancelled or view.terminal:
-            return view
-        others = (m for m in self.members if stage.id in m.stages)
-        other = next((m for m in others if stage.id not in m.cancelled), None)
-        if other is None:
-            return view
-        if view.state in ("running", "reattached", "queued"):
-            return _left(view, f"run {other.run.run}")
-        return replace(view, state="interrupted", message="not begun: cancelled", exit_code=6)
+        return left_to(view, self._actor.left_alone[stage_id])
 
     def _wait_out(self, member: Member, error: Exception) -> None:
         """Show that nothing can be done for a member now. Who wants it to end is waited for no
@@ -443,8 +441,3 @@ def _add_by_stage(
 
 def _but(values: Mapping[str, T], ids: Collection[str]) -> dict[str, T]:
     return {i: value for i, value in values.items() if i not in ids}
-
-
-def _left(view: StageView, whose: str) -> StageView:
-    message = f"goes on: it belongs to {whose}, which still runs"
-    return replace(view, state="interrupted", message=message, exit_code=6)

@@ -7,6 +7,7 @@ after the grace. What another call, another process or another member goes on wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from infra.jobs.protocol import OpenAttempt
@@ -20,6 +21,7 @@ from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.services import is_service
+from refiner_core.contract.views import StageView
 
 
 class Stopping:
@@ -132,3 +134,26 @@ def cancelled_of(members: Iterable[Member]) -> dict[str, StopWish]:
         return {}
     kept = {i for m in members for i in m.stages if i not in m.cancelled}
     return {i: wish for i, wish in wishes.items() if i not in kept}
+
+
+def left_to(view: StageView, whose: str) -> StageView:
+    """The view of a stage that is over here, and that somebody else goes on with."""
+    if is_service(f"{view.kind}-"):
+        return replace(view, state="done", message=f"goes on: {whose} needs it")
+    message = f"goes on: it belongs to {whose}, which still runs"
+    return replace(view, state="interrupted", message=message, exit_code=6)
+
+
+def seen_by(
+    member: Member, stage: PlannedStage, view: StageView, members: Iterable[Member]
+) -> StageView:
+    """The view of a stage for a member that has cancelled it, where another still wants it."""
+    if stage.id not in member.cancelled or view.terminal:
+        return view
+    others = (m for m in members if stage.id in m.stages and stage.id not in m.cancelled)
+    other = next(others, None)
+    if other is None:
+        return view
+    if view.attempt and view.state != "waiting":
+        return left_to(view, f"run {other.run.run}")
+    return replace(view, state="interrupted", message="not begun: cancelled", exit_code=6)

@@ -29,6 +29,7 @@ from infra.orchestrator.room_keeping import ProbingKeeper
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.records import StageResult
 from sweeps.forecast import SweepForecast
@@ -40,7 +41,11 @@ TRAINED = ("step", "step", "save", "done")
 
 
 def small_sweep(
-    *stages: str, betas: Sequence[float] = (0.1, 0.2), limits: Limits | None = None, **changes: Any
+    *stages: str,
+    betas: Sequence[float] = (0.1, 0.2),
+    limits: Limits | None = None,
+    judge: JudgeConfig | None = None,
+    **changes: Any,
 ) -> SweepPlan:
     """``data → sft → grpo`` by KL coefficient and seed; SFT is shared by the arms of a seed."""
     changes.setdefault("seeds", (1, 2))
@@ -52,6 +57,7 @@ def small_sweep(
         **changes,
     )
     base = small_config(*(stages or ("data", "sft", "grpo")))
+    base = base if judge is None else replace(base, judge=judge)
     return plan_sweep(sweep, base, lambda _: SOURCES)
 
 

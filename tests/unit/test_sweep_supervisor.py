@@ -20,9 +20,11 @@ from flows.sweeping.versions import record_version
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.orchestrator.history import read_events
 from infra.orchestrator.member import Member
+from infra.store import atomic
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.contract.sweep_records import SweepRecord
@@ -624,6 +626,27 @@ def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
     while not told.orchestrator.step():
         pass
     assert set(told.states().values()) == {"done"}
+
+
+def test_a_trial_ends_while_others_still_need_the_judges_server_that_they_share(
+    workspace: Workspace,
+) -> None:
+    """Else trials would end together, and the next ones begin no sooner."""
+    judge = JudgeConfig(kind="openai", model="m", serve_command="serve --port {port}")
+    plan = small_sweep("data", "grpo", seeds=(1,), limits=Limits(concurrency=2), judge=judge)
+    first, second = (t.name for t in plan.trials)
+    script = {"judge": ("wait",) * 999, f"{second}/grpo": ("wait",) * 40}
+    told = bench(workspace, plan, script)
+    told.admission.outlook.canary = None
+    told.orchestrator.begin()
+    while not any(name.endswith("/judge") for name in told.jobs.begun):
+        told.orchestrator.step()
+    server = plan.trials[0].plan.by_name["judge"].id
+    atomic.write_json(workspace.layout.attempt(server, 1).endpoint, {"url": "http://127.0.0.1:1"})
+    while told.states()[first] != "done":
+        assert not told.orchestrator.step()
+    assert told.states()[second] == "running"
+    assert sum(name.endswith("/judge") for name in told.jobs.begun) == 1, "one server for both"
 
 
 def test_nobody_seems_to_work_on_a_trial_that_was_given_up(
