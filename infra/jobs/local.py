@@ -76,14 +76,15 @@ class LocalDispatcher:
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
+        sights = {a.ref: self._sight(a) for a in attempts}
+        # Afterwards, so that of whatever was seen dead the exit code is known.
         for ref, child in tuple(self._children.items()):
-            if (code := child.poll()) is not None:  # asked for all: else they stay zombies
+            if (code := child.poll()) is not None:
                 self._codes[ref] = code
                 del self._children[ref]
-        return {a.ref: self._look_at(a) for a in attempts}
+        return {a.ref: self._look_at(a, sights[a.ref]) for a in attempts}
 
-    def _look_at(self, attempt: OpenAttempt) -> JobSight:
-        sight = self._sight(attempt)
+    def _look_at(self, attempt: OpenAttempt, sight: Sight) -> JobSight:
         here = ProcessId.parse(attempt.attempt.owner).here
         if sight != "dead":
             return JobSight(sight, local=here)

@@ -95,8 +95,7 @@ class Actor:
                 save_s = self.workspace.longest_save_s(action.stage.id)
                 attempt = self._claim(action, executor)
                 if attempt is not None:
-                    record = records.get(action.stage.id)
-                    request = self._request(action.stage, attempt, record, save_s)
+                    request = self._request(attempt, action.stage.id, records, save_s)
                     groups.setdefault(executor, []).append((action.stage, request))
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
@@ -110,7 +109,7 @@ class Actor:
 
     def _claim(self, action: Launch, executor: str) -> Attempt | None:
         stage, home = action.stage, self.home(action.stage.id)
-        own = next(s for s in home.plan.stages if s.id == stage.id)
+        own = home.planned[stage.id]
         claim = Claim(self.owner, executor, action.after)
         config = home.plan.config_of(own)
         try:
@@ -124,10 +123,15 @@ class Actor:
         return attempt
 
     def _request(
-        self, stage: PlannedStage, attempt: Attempt, record: StageRecord | None, save_s: float
+        self,
+        attempt: Attempt,
+        stage_id: str,
+        records: Mapping[str, StageRecord],
+        save_s: float,
     ) -> JobRequest:
-        before = record.attempts if record is not None else ()
-        home = self.home(stage.id)
+        before = records[stage_id].attempts if stage_id in records else ()
+        home = self.home(stage_id)
+        stage = home.planned[stage_id]
         code = self.workspace.layout.code / home.run.code if home.run.code else None
         bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
         return JobRequest(

@@ -53,6 +53,8 @@ class Member:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan, self.run, self.name = plan, run, name
+        #: By id: as the plan has them, and with their inputs by id, too.
+        self.planned = {stage.id: stage for stage in plan.stages}
         self.stages, self.given = stages_by_id(plan)
         self.ids = frozenset((*self.stages, *self.given))
         self.holds = Holds(plan, workspace.layout)
@@ -92,16 +94,18 @@ class Member:
 
     def end(self) -> None:
         """Say that every stage is in a terminal state."""
-        code = next((v.exit_code for v in self._views.values() if v.exit_code), 0)
-        self._diary.write_orchestrator("ended", code)
+        self._leave(next((v.exit_code for v in self._views.values() if v.exit_code), 0))
 
     def give_up(self, error: BaseException) -> None:
         """Say that nobody works on the run any more; what it has begun goes on."""
+        self._leave(getattr(error, "exit_code", 70))
+
+    def _leave(self, exit_code: int) -> None:
         try:
             self.leases.keep(())
         except OSError as trouble:
             log.warning("leases of servers are not given back: %s", trouble)
-        self._diary.write_orchestrator("ended", getattr(error, "exit_code", 70))
+        self._diary.write_orchestrator("ended", exit_code)
 
     def note(self, event: Mapping[str, Any]) -> None:
         """A line in the run's event log, from any thread."""

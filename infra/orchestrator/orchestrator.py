@@ -88,7 +88,7 @@ class Orchestrator:
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
         self._actor = Actor(workspace, router, self.owner, self._home, self._rooms, clock)
         self._backoff = Backoff(self._settings.backoff_s, clock)
-        self._union, self._homes = Union({}, {}), dict[str, Member]()
+        self._homes: dict[str, Member] = {}
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
@@ -192,10 +192,6 @@ class Orchestrator:
         """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
         return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
 
-    def note(self, event: Mapping[str, Any]) -> None:
-        """A line in the call's event log, from any thread: something that the user should know."""
-        self.source.note(event)
-
     # ------------------------------------------------------------ the loop
 
     def _run(self) -> None:
@@ -226,7 +222,6 @@ class Orchestrator:
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
-        self._union = Union.of((m.stages, m.given) for m in sound)
         self._homes = {i: m for m in reversed(self.members) for i in m.ids}
         self._homes |= {i: m for m in reversed(sound) for i in m.stages}
         actions: dict[str, Action] = {}
@@ -297,7 +292,8 @@ class Orchestrator:
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
         )
-        return reconcile(self._union, self._records, observed, self._policy())
+        union = Union.of((m.stages, m.given) for m in sound)
+        return reconcile(union, self._records, observed, self._policy())
 
     def _policy(self) -> Policy:
         return Policy(

@@ -19,9 +19,11 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import hints, replace_fields, typed, unknown_key
 from refiner_core.contract.marks import is_section, walk
-from refiner_core.contract.recipes.recipe_files import find_recipe, recipe_files, settled
 from refiner_core.contract.recipes.recipe_files import (
-    without_empty_sections as without_empty_sections,
+    find_recipe,
+    recipe_files,
+    settled,
+    without_empty_sections,
 )
 
 

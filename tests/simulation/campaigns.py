@@ -280,7 +280,10 @@ class Schedule:
 
     def _source(self, workspace: Workspace) -> Source:
         """What the command is called on."""
-        clock = lambda: self.world.now  # noqa: E731
+
+        def clock() -> float:
+            return self.world.now
+
         if self.form == "sweep":
             return self._admission(workspace, clock)
         plans = {"": self.plan}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,19 @@ from infra.orchestrator.orchestrator import Orchestrator
 from infra.orchestrator.room_keeping import ProbingKeeper
 from infra.orchestrator.views import view_of
 from infra.store.workspace import Claim, Workspace
-from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.plan import Plan, PlannedStage
-from refiner_core.contract.records import Outcome
-from tests.support.plans import OWNER, claim, orchestrator_on, run_record, small_plan
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.records import Outcome, StageResult
+from tests.support.plans import (
+    OWNER,
+    SOURCES,
+    claim,
+    orchestrator_on,
+    run_record,
+    small_config,
+    small_plan,
+)
 from tests.support.recorded_run import RecordedRun
 
 
@@ -251,3 +260,32 @@ def test_a_stage_that_is_started_again_says_what_ended_it(tmp_path: Path) -> Non
         "is being submitted",
         "is being submitted again: the worker is gone and left no word",
     ]
+
+
+def test_what_measures_an_exported_checkpoint_gives_way_to_the_training_that_goes_on(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config("data", "grpo", "evaluate", "publish")
+    grpo = replace(config.grpo, num_training_steps=2, save_freq=1)
+    publish = PublishConfig(which="every-save")
+    plan = make_plan(replace(config, publish=publish, grpo=grpo), SOURCES)
+    evaluations = ("evaluate-base", "evaluate-grpo-step1")
+    for stage in plan.stages:
+        if stage.name not in evaluations and stage.kind in ("data", "grpo", "export"):
+            claim(workspace, plan, stage.name)
+            made = StageResult(1, 1, "output", (), {}, {}, 1.0, "then")
+            workspace.publish_result(stage.id, made)
+    submitted: dict[str, int] = {}
+
+    def submit(requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        submitted.update({r.stage_id: r.nice for r in requests})
+        return {}
+
+    cluster = Cluster(sight="live")
+    monkeypatch.setattr(cluster, "submit", submit)
+    campaign = campaign_of(workspace, plan, cluster)
+    campaign.begin()
+    campaign.step()
+    nices = [submitted[plan.by_name[name].id] for name in evaluations]
+    assert nices == [0, config.dispatch.nice]
+    assert config.dispatch.nice > 0
