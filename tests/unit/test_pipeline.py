@@ -112,8 +112,9 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
         sender.stdout.readline()  # it is there, and sends at once when it is told to
         threading.Timer(0.3, lambda: sender.communicate("\n")).start()
         views = run_shown(campaign, console=Console(stream=stream))
-    assert campaign.stopped_for == said
-    assert stream.getvalue().count(f"Stopping ({said})") == 1
+    # Which of two that are pending at once is taken first is the kernel's choice of threads.
+    assert campaign.stopped_for in (said, "SIGTERM")
+    assert stream.getvalue().count("Stopping (") == 1
     assert {view.state for view in views.values()} == {"done"}
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
