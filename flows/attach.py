@@ -30,6 +30,7 @@ from infra.prefect_server.server import ServerInfo
 from infra.prefect_server.usable import usable_server
 from infra.store.layout import is_sweep
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -104,7 +105,7 @@ class Attach:
         """Of the flow run, so that a retry of it goes on with the call."""
         root = str(self._room.root)
         if is_sweep(self._call):
-            record = self._room.read_sweep(self._call.partition(":")[2])
+            record = read_sweep(self._room, self._call.partition(":")[2])
             which = {"sweep": record.name, "run": record.name}
             return {**which, "workspace": root, "folder": record.folder}
         run = self._room.read_run(self._call)

@@ -23,6 +23,7 @@ from infra.doctor.finding import Finding
 from infra.doctor.look import Check, Look, absent, doubtful, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
 from infra.host.secrets import mask_keys_of, masked, shown_override
+from infra.store.proofs import read_certificate
 from infra.tracking.sync import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -167,7 +168,7 @@ def _certificate(look: Look) -> Iterator[Finding]:
     from infra.store.workspace import Workspace
 
     mend = shlex.join(["refiner", "certify", f"workspace={look.workspace}"])
-    made = Workspace.read_only(look.workspace).read_certificate()
+    made = read_certificate(Workspace.read_only(look.workspace))
     if made is None:
         if look.gpus or shutil.which("nvidia-smi"):
             what = "this node has none: what its GPUs do was not tried"

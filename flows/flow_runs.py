@@ -49,6 +49,7 @@ from infra.orchestrator.history import run_incidents
 from infra.orchestrator.timeline import Incident
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.records import to_json
@@ -89,7 +90,7 @@ class Call:
     @staticmethod
     def of_sweep(room: Workspace, name: str) -> Call:
         """The newest version of a recorded sweep."""
-        record = room.read_sweep(name)
+        record = read_sweep(room, name)
         return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
 
 

@@ -24,6 +24,7 @@ from flows.sweeping.planning import make_sweep_plan
 from flows.sweeping.showing import SweepLook, look_at_sweep, shipped_rows
 from flows.sweeping.status import SweepStatus, SweepWatcher
 from infra.store.layout import sweep_call
+from infra.store.sweep_records import read_sweep, sweep_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.sweep_records import SweepRecord
@@ -72,7 +73,7 @@ def list_sweeps(workspace: str | Path = _HERE) -> KnownSweeps:
         It is no workspace, or a record is damaged.
     """
     room = Workspace.read_only(workspace)
-    recorded = {name: SweepWatcher(room, name).look() for name in room.sweep_names()}
+    recorded = {name: SweepWatcher(room, name).look() for name in sweep_names(room)}
     return KnownSweeps(tuple(ShippedSweep(*row) for row in shipped_rows()), recorded)
 
 
@@ -273,7 +274,7 @@ def detach_sweep(
 
     launch = launch or Launch()
     room = Workspace.open(workspace)
-    record = room.read_sweep(sweep)
+    record = read_sweep(room, sweep)
     require_idle(room, sweep_call(sweep), regardless=launch.take_over)
     options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
     options += ["--past-canary"] * launch.past_canary
@@ -363,5 +364,5 @@ def watch_sweep(sweep: str, workspace: str | Path = _HERE) -> SweepWatcher:
         There is no such sweep; names the nearest.
     """
     room = Workspace.read_only(workspace)
-    room.read_sweep(sweep)
+    read_sweep(room, sweep)
     return SweepWatcher(room, sweep)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from infra.store.sweep_records import read_sweep, sweep_versions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -249,7 +250,7 @@ def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun
     reports: list[OfflineRun] = []
     wanted: Sequence[str | None] = names or (None,)
     for name in wanted:
-        if name is not None and workspace.sweep_versions(name):
+        if name is not None and sweep_versions(workspace, name):
             stages += _stages_of_sweep(workspace, name)
             reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)
             continue
@@ -266,6 +267,6 @@ def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun
 
 def _stages_of_sweep(workspace: Workspace, name: str) -> Iterator[str]:
     """Of all versions: what an earlier one has trained belongs to it, too."""
-    for number in workspace.sweep_versions(name):
-        for trial in workspace.read_sweep(name, number).trials:
+    for number in sweep_versions(workspace, name):
+        for trial in read_sweep(workspace, name, number).trials:
             yield from trial.stages.values()

@@ -28,6 +28,7 @@ from infra.doctor.look import last_json
 from infra.foreign.process import TrainerProcess
 from infra.host.environment import environment
 from infra.store import atomic
+from infra.store.proofs import new_scratch, write_certificate
 from infra.store.provenance import host, versions
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.certificates import Certificate, CertifiedCheck
@@ -161,7 +162,7 @@ def certify(
     found = probe()
     found["disk"] = shutil.disk_usage(workspace.root).free
     order = make_order(config, found, model)
-    scratch = workspace.new_scratch("certify")
+    scratch = new_scratch(workspace, "certify")
     checks: list[CertifiedCheck] = []
 
     def made(one: CertifiedCheck) -> None:
@@ -198,7 +199,7 @@ def certify(
         checks=tuple(checks),
     )
     if not only:
-        workspace.write_certificate(certificate)
+        write_certificate(workspace, certificate)
     return certificate
 
 

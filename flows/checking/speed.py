@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.checking.memory import memory_needs, model_parameters
+from infra.store.proofs import read_certificates
 from infra.store.workspace import Workspace
 from refiner_core.contract.certificates import Certificate
 from refiner_core.contract.config import RecipeConfig
@@ -81,7 +82,7 @@ def time_notes(plan: Plan) -> list[str]:
 
 def _newest(config: RecipeConfig, gpus: int) -> Certificate | None:
     """The newest certificate of a node with GPUs, or for a stage that has none, without."""
-    found = Workspace.read_only(config.workspace).read_certificates()
+    found = read_certificates(Workspace.read_only(config.workspace))
     return next((one for one in reversed(found) if bool(one.gpus) == bool(gpus)), None)
 
 

@@ -18,6 +18,7 @@ from flows.cli.options import (
     until_nobody_reads,
 )
 from flows.cli.run_report import Asked
+from infra.store.sweep_records import sweep_names
 
 if TYPE_CHECKING:
     from flows.reporting.writing import Written
@@ -142,7 +143,7 @@ def _run_named(workspace: Workspace, word: str) -> str:
     from refiner_core.contract.errors import ConfigurationError
     from refiner_core.contract.fields import suggest
 
-    sweeps = workspace.sweep_names()
+    sweeps = sweep_names(workspace)
     try:
         run = find_run(workspace, word)
     except ConfigurationError as error:

@@ -11,6 +11,7 @@ import click
 
 from flows.cli.options import json_option, split_workspace
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
+from infra.store.sweep_records import sweep_versions
 
 if TYPE_CHECKING:
     from infra.store.workspace import Workspace
@@ -89,7 +90,7 @@ def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
     if word is not None:
         return sweep_named(workspace, word)
     trial = trial_of(run_to_resume(workspace).provenance)
-    return trial[0] if trial is not None and workspace.sweep_versions(trial[0]) else None
+    return trial[0] if trial is not None and sweep_versions(workspace, trial[0]) else None
 
 
 #: What `refiner publish` sets itself, whatever the recipe says.

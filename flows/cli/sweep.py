@@ -11,6 +11,7 @@ import click
 
 from flows.cli.options import json_option, print_json, print_table, split_workspace
 from flows.cli.run import detach_option, stop_on_signals
+from infra.store.sweep_records import read_sweep
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
@@ -200,7 +201,7 @@ def go_on_with_sweep(
     if detach is None:
         return finish_sweep(resume_sweep(name, where, launch=launch), as_json)
     workspace = Workspace.read_only(where)
-    return leave_sweep_to(detach, workspace, workspace.read_sweep(name), launch, as_json)
+    return leave_sweep_to(detach, workspace, read_sweep(workspace, name), launch, as_json)
 
 
 def leave_sweep_to(

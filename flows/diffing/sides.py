@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.running.status import find_run, stage_names
+from infra.store.sweep_records import read_sweep, sweep_versions, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
@@ -53,7 +54,7 @@ class Side:
         for stage_id in self.stages.values():
             paths = self.workspace.layout.stage(stage_id)
             for number in paths.attempt_numbers():
-                found = self.workspace.read_control(paths.attempt(number).config) or found
+                found = self.workspace.part(paths.attempt(number), "config") or found
         return found
 
 
@@ -204,7 +205,7 @@ def find_side(workspace: Workspace, word: str) -> Side:
 
 def _find(workspace: Workspace, word: str) -> Side:
     first, colon, rest = word.partition(":")
-    if colon and workspace.sweep_versions(first):
+    if colon and sweep_versions(workspace, first):
         return _trial(workspace, first, rest)
     if colon:
         return _stage_of_run(workspace, find_run(workspace, first), rest)
@@ -212,8 +213,8 @@ def _find(workspace: Workspace, word: str) -> Side:
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
         return Side(word, workspace, None, {record.spec.name: word}, single=True)
-    if workspace.sweep_versions(word):
-        trials = [t.name for t in workspace.read_sweep(word).trials]
+    if sweep_versions(workspace, word):
+        trials = [t.name for t in read_sweep(workspace, word).trials]
         raise ConfigurationError(
             f"{word} is a sweep of {len(trials)} trials.",
             expected="two runs, trials or stages",
@@ -221,7 +222,7 @@ def _find(workspace: Workspace, word: str) -> Side:
             f"arms with `refiner report {word}`",
         )
     sweep, at, _ = word.rpartition("@")
-    if at and workspace.sweep_versions(sweep):
+    if at and sweep_versions(workspace, sweep):
         raise ConfigurationError(
             f"{word} is a version of a sweep: what was asked for, not a run.",
             expected="two runs, trials or stages",
@@ -235,14 +236,14 @@ def _find(workspace: Workspace, word: str) -> Side:
 def _trial(workspace: Workspace, sweep: str, name: str) -> Side:
     """A trial of a sweep; ``ARM/seedN:STAGE`` is a stage of it."""
     trial, colon, stage = name.partition(":")
-    known = [t.name for t in workspace.read_sweep(sweep).trials]
+    known = [t.name for t in read_sweep(workspace, sweep).trials]
     if trial not in known:
         raise ConfigurationError(
             f"Sweep {sweep} has no trial {trial!r}.{suggest(trial, known)}",
             expected=f"one of: {', '.join(known[:12])}",
             fix="name one of these",
         )
-    run_id = workspace.trial_run(sweep, trial)
+    run_id = trial_run(workspace, sweep, trial)
     if run_id is None:
         raise ConfigurationError(
             f"Trial {trial} of sweep {sweep} has not begun.",

@@ -14,6 +14,7 @@ from flows.frames.columns import TABLES, chosen, joined, plain, typed
 from flows.frames.finding import evaluate_stages, gone, the_run
 from flows.frames.of_runs import report_of
 from flows.running.status import stage_names
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
@@ -114,7 +115,7 @@ def sweep_samples_frame(
         A samples file was deleted or reclaimed, or is damaged.
     """
     room = Workspace.read_only(workspace)
-    record = room.read_sweep(sweep)
+    record = read_sweep(room, sweep)
     names = chosen(arms, [a.name for a in record.arms], [a.name for a in record.arms], "The arms")
     files = [
         file._replace(place={"arm": trial.arm, "seed": trial.seed, **file.place})

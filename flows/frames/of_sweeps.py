@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.frames.columns import TABLES, chosen, make_frame, typed
 from flows.frames.of_runs import metrics_of
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -53,7 +54,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
     from flows.sweeping.reading import SweepReader
 
     room = Workspace.read_only(workspace)
-    record = room.read_sweep(sweep)
+    record = read_sweep(room, sweep)
     levels = {arm.name: {f"level/{f}": v for f, v in arm.levels.items()} for arm in record.arms}
     rows = [
         {
@@ -148,7 +149,7 @@ def sweep_metrics_frame(
     import pandas as pd
 
     room = Workspace.read_only(workspace)
-    record = room.read_sweep(sweep)
+    record = read_sweep(room, sweep)
     known = [arm.name for arm in record.arms]
     wanted = chosen(arms, known, known, "The arms")
     parts = [

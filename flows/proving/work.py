@@ -20,6 +20,7 @@ from flows.proving.planning import OneStage, Plans
 from flows.proving.runs import Room, Tell, run_recipe_in, share_stages
 from flows.proving.text import interruption_line
 from infra.store import atomic
+from infra.store.proofs import keep_scratch, new_scratch, write_proof
 from infra.store.provenance import host, versions
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import StageFailed
@@ -44,14 +45,14 @@ def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
         A stage failed, or ended before it could be interrupted.
     """
     workspace = Workspace.open(plans.config.workspace, plans.config.data_root)
-    scratch = workspace.new_scratch("-".join(s.short.id for s in plans.stages))
+    scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))
     evidence = False
     try:
         straight = _straight(plans, workspace, scratch, tell)
         proofs = []
         for one in plans.stages:
             proof = _prove(plans, one, straight, tell)
-            workspace.write_proof(proof)
+            write_proof(workspace, proof)
             proofs.append(proof)
         evidence = any(p.verdict == "diverged" for p in proofs)
         return proofs
@@ -60,7 +61,7 @@ def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
         raise
     finally:
         if keep or evidence:
-            workspace.keep_scratch(scratch)
+            keep_scratch(scratch)
             tell(f"Both runs are kept in {scratch}")
         else:
             atomic.remove_tree(scratch)

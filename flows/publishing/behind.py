@@ -124,9 +124,9 @@ def recorded_subject(workspace: Workspace, stage_id: str) -> Subject:
             fix="see `refiner status`",
         )
     paths = workspace.layout.attempt(stage_id, record.result.attempt)
-    inputs = workspace.read_control(paths.inputs) or {}
+    inputs = workspace.part(paths, "inputs")
     decided = record.result.report.get("made_with") or _decided_before(workspace, inputs)
-    config = from_json(RecipeConfig, workspace.read_control(paths.config) or {})
+    config = from_json(RecipeConfig, workspace.part(paths, "config"))
     return Subject(workspace, stage_id, record.result.attempt, record.spec, config, inputs, decided)
 
 
@@ -216,7 +216,7 @@ def inputs_of(workspace: Workspace, stage_id: str) -> dict[str, str]:
     result = workspace.read_result(stage_id)
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     number = result.attempt if result is not None else (numbers or [1])[-1]
-    return workspace.read_control(workspace.layout.attempt(stage_id, number).inputs) or {}
+    return workspace.part(workspace.layout.attempt(stage_id, number), "inputs")
 
 
 def _until_done(record: StageRecord) -> tuple[Attempt, ...]:

@@ -61,7 +61,7 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
 
 def _resources(workspace: Workspace, stage_id: str, number: int, kind: str) -> Resources:
     """What an attempt asked for, by the configuration that was recorded with it."""
-    recorded = workspace.read_control(workspace.layout.attempt(stage_id, number).config) or {}
+    recorded = workspace.part(workspace.layout.attempt(stage_id, number), "config")
     config = from_json(RecipeConfig, recorded)
     resources: Resources = getattr(config, kind).resources
     return resources

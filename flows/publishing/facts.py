@@ -26,6 +26,7 @@ from flows.publishing.best import Choice, choose, measured_as
 from flows.publishing.cost import cost_of
 from flows.publishing.once import decide
 from infra.publishing.targets import step_revision
+from infra.store.proofs import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking.tracker import tracked_address
 from refiner_core.cards import CardFacts, attempt_notes
@@ -115,7 +116,7 @@ def collect(subject: Subject) -> Collected:
         template=decided["template"],
         stopped=decided.get("stopped") or {},
         proof=_proof(workspace, made),
-        certificate=public_certificate(workspace.read_certificates(), _worker(workspace, made)),
+        certificate=public_certificate(read_certificates(workspace), _worker(workspace, made)),
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
     )
@@ -212,7 +213,7 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
 
 def _proof(workspace: Workspace, made: Behind) -> dict[str, Any]:
     """What is known by now of how exactly this training resumes."""
-    proof = workspace.read_proof(made.trained)
+    proof = read_proof(workspace, made.trained)
     if proof is None or proof.fingerprint != made.model.spec.fingerprint:
         return {}
     return public_proof(proof)
@@ -233,8 +234,7 @@ def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | No
     """Fields that the training's configuration had, where today's has others."""
     attempts = made.attempts[made.model.spec.name]
     number = attempts[-1].number if attempts else 1
-    path = workspace.layout.attempt(made.trained, number).config
-    recorded = workspace.read_control(path) or {}
+    recorded = workspace.part(workspace.layout.attempt(made.trained, number), "config")
     known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
     return None if len(known) == len(walk(RecipeConfig)) or not known else known
 
@@ -259,6 +259,13 @@ def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
     return found
 
 
+def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
+    """Where an attempt's configuration stands: earlier versions gave it a file of its own."""
+    apart = subject.workspace.layout.attempt(stage_id, attempt).control / "config.json"
+    name = apart.name if apart.exists() else "intent.json#config"
+    return f"{subject.attempt_path(stage_id, attempt)}/{name}"
+
+
 def _record_paths(
     subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, str]:
@@ -266,12 +273,11 @@ def _record_paths(
     asked, began = runs
     trained, name = made.trained, made.model.spec.name
     last = made.attempts[name][-1].number if made.attempts[name] else 1
-    config = "config.json"
     found = {
-        "config": f"{subject.attempt_path(subject.stage_id, subject.attempt)}/{config}",
+        "config": _config_path(subject, subject.stage_id, subject.attempt),
         "fingerprint": subject.path(trained, "spec.json#fingerprint"),
         "step": subject.path(made.weights, "result.json#report.steps"),
-        "recorded_fields": f"{subject.attempt_path(trained, last)}/{config}",
+        "recorded_fields": _config_path(subject, trained, last),
         "provenance": (
             subject.path(trained, "result.json#provenance")
             if made.whole

@@ -86,7 +86,7 @@ def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
     stage = workspace.layout.stage(stage_id)
     return StageWork(
         spec=from_json(StageSpec, workspace.read_control(stage.spec)),
-        config=from_json(RecipeConfig, workspace.read_control(stage.attempt(attempt).config)),
+        config=from_json(RecipeConfig, workspace.part(stage.attempt(attempt), "config")),
         inputs={role: Path(path) for role, path in order["inputs"].items()},
         input_stages=order["input_stages"],
         output_dir=Path(order["output_dir"]),

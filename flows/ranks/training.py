@@ -117,7 +117,7 @@ def resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:
     stage = work.workspace.layout.stage(work.stage_id)
     found: list[dict[str, Any]] = []
     number = work.attempt
-    while (note := work.workspace.read_control(stage.attempt(number).resumed)) is not None:
+    while note := work.workspace.part(stage.attempt(number), "resumed"):
         if int(note["from_attempt"]) >= number:
             break
         number = int(note["from_attempt"])

@@ -24,6 +24,7 @@ from infra.orchestrator.history import run_events, stage_history
 from infra.orchestrator.timeline import Incident, incidents_of
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import read_sweep
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace, now_text
 from infra.tracking.tracker import tracked_address
@@ -60,7 +61,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
     ConfigurationError
         There is no such sweep; names the nearest.
     """
-    record = workspace.read_sweep(sweep)
+    record = read_sweep(workspace, sweep)
     read = _Read(workspace)
     with ThreadPoolExecutor(1) as pool:  # records beside samples: these leave a core to others
         looked = pool.submit(SweepReader(workspace, record.name).standings, record)

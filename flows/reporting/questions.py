@@ -20,7 +20,7 @@ def questions_of(
     workspace: Workspace, stage_id: str, attempt: int, prompts: Sequence[str], file: str = HELD_OUT
 ) -> dict[str, Question]:
     """What these prompts ask, by the data that an attempt at a stage has read."""
-    inputs = workspace.read_control(workspace.layout.attempt(stage_id, attempt).inputs) or {}
+    inputs = workspace.part(workspace.layout.attempt(stage_id, attempt), "inputs")
     data = inputs.get("data")
     folder = None if data is None else workspace.output_dir(str(data))
     return {} if folder is None else read_questions(folder / file, prompts)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from infra.store import atomic
 from infra.store.room import no_space_guard
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.files import NUMBERS, PAGE, TEXT, TRIALS, VALUES
@@ -48,7 +49,7 @@ def make(workspace: Workspace, sweep: str) -> SweepReport:
     from flows.reporting.gather import gather
     from refiner_core.report.sweep.comparing import make_report
 
-    workspace.read_sweep(sweep)
+    read_sweep(workspace, sweep)
     return make_report(gather(workspace, sweep))
 
 

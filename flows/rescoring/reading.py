@@ -294,13 +294,13 @@ def _attempt(
 ) -> tuple[RecipeConfig, StageSpec, str]:
     """Configuration, specification and data stage of an attempt."""
     paths = workspace.layout.attempt(stage_id, number)
-    values = workspace.read_control(paths.config) or {}
+    values = workspace.part(paths, "config")
     spec = workspace.read_control(workspace.layout.stage(stage_id).spec)
-    inputs = workspace.read_control(paths.inputs) or {}
+    inputs = workspace.part(paths, "inputs")
     if not values or spec is None or "data" not in inputs:
         raise DataError(
             f"{paths.control} does not say with what its rollouts were rewarded",
-            expected=f"{paths.config.name} and {paths.inputs.name} as refiner has written them",
+            expected=f"{paths.intent.name} as refiner has written it",
             fix="restore the folder, or name another run",
         )
     config = from_json(RecipeConfig, with_legacy_values(values))

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import read_sweep, sweep_names, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
@@ -117,8 +118,8 @@ def find_run(
 
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
     """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
-    for name in workspace.sweep_names():
-        trials = [t.name for t in workspace.read_sweep(name).trials]
+    for name in sweep_names(workspace):
+        trials = [t.name for t in read_sweep(workspace, name).trials]
         if wanted == name:
             return f" It is a sweep; a run of it is {name}:ARM/seedN, e.g. {name}:{trials[0]}."
         if (trial := wanted.removeprefix(f"{name}/")) in trials:
@@ -129,9 +130,9 @@ def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
 def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
     """The run of ``SWEEP:ARM/seed1``."""
     name, _, trial = wanted.partition(":")
-    sweep = workspace.read_sweep(name)
+    sweep = read_sweep(workspace, name)
     known = [t.name for t in sweep.trials]
-    run_id = workspace.trial_run(name, trial)
+    run_id = trial_run(workspace, name, trial)
     if run_id is not None:
         return workspace.read_run(run_id)
     if trial in known:

@@ -206,7 +206,7 @@ def _trained_from(work: StageWork, stage_id: str) -> str:
     """The model that a training stage started from: a folder, or the recipe's base."""
     layout = work.workspace.layout
     newest = layout.stage(stage_id).attempt_numbers()[-1]
-    inputs = work.workspace.read_control(layout.attempt(stage_id, newest).inputs) or {}
+    inputs = work.workspace.part(layout.attempt(stage_id, newest), "inputs")
     if "policy" not in inputs:
         return work.config.model.name_or_path
     folder = work.workspace.output_dir(inputs["policy"])

@@ -18,6 +18,7 @@ import click
 from click.shell_completion import split_arg_string
 
 from flows.starting.filling import field_keys, field_values, files, yaml_files
+from infra.store.sweep_records import sweep_names
 from refiner_core.contract.errors import RefinerError
 
 
@@ -213,7 +214,7 @@ def _sweeps(typed: _Typed, incomplete: str) -> Iterator[str]:
 
     root = _workspace(typed)
     if root is not None:
-        yield from Workspace.read_only(root).sweep_names()
+        yield from sweep_names(Workspace.read_only(root))
     if typed.path == ["sweep"]:
         yield from shipped_sweeps()
         yield from yaml_files(incomplete)

@@ -13,6 +13,7 @@ from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from infra.host.processes import host_name, user_name
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import RECORD_VERSION, RunRecord
 
@@ -26,8 +27,8 @@ def cancel_sweep(
     tell: Callable[[str], None] = lambda message: None,
 ) -> CancelOutcome:
     """End all trials of a sweep; what is saved is kept. See :func:`flows.api.cancel_run`."""
-    sweep = workspace.read_sweep(name)
-    known = {t.name: workspace.trial_run(name, t.name) for t in sweep.trials}
+    sweep = read_sweep(workspace, name)
+    known = {t.name: trial_run(workspace, name, t.name) for t in sweep.trials}
     runs = {trial: run for trial, run in known.items() if run is not None}
     stages: dict[str, str] = {}
     for trial in sweep.trials:
@@ -61,10 +62,10 @@ def suspend_sweep(workspace: Workspace, name: str) -> None:
     OSError, NoSpaceError
         It could not be recorded.
     """
-    sweep, by = workspace.read_sweep(name), f"{user_name()} on {host_name()}"
+    sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
     workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
     for trial in sweep.trials:
-        run = workspace.trial_run(name, trial.name)
+        run = trial_run(workspace, name, trial.name)
         if run is None or not orchestrator_of(workspace, run).works:
             continue
         if waiting := waiting_stages(workspace, workspace.read_run(run)):

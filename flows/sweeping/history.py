@@ -116,7 +116,7 @@ def _stage(
     if result is None or _Kind(spec.kind, model) not in wanted or result.report.get("adopted"):
         return None
     paths = workspace.layout.attempt(stage_id, result.attempt)
-    config = workspace.read_control(paths.config) or {}
+    config = workspace.part(paths, "config")
     save_freq = int((config.get(spec.kind) or {}).get("save_freq") or 0)
     attempt = next((a for a in record.attempts if a.number == result.attempt), None)
     resumed = (attempt.resumed_from_step if attempt else None) or 0

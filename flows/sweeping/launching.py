@@ -41,6 +41,7 @@ from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, make_router
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.services import is_service
@@ -265,7 +266,7 @@ def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
 
 def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcome:
     """Go on with a recorded sweep, as its newest version says; see :func:`work_on_sweep`."""
-    record = workspace.read_sweep(name)
+    record = read_sweep(workspace, name)
     with in_folder(record.folder):
         plan = plan_of_record(workspace, record)
         check_arms(plan)

@@ -20,6 +20,7 @@ from flows.sweeping.use import NOTHING, Use, UseReader
 from infra.orchestrator.history import read_events
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import sweep_folder, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.services import is_service
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
@@ -101,7 +102,7 @@ class SweepReader:
                 TrialStanding(
                     arm=trial.arm,
                     seed=trial.seed,
-                    run=self.workspace.trial_run(sweep.name, trial.name) or "",
+                    run=trial_run(self.workspace, sweep.name, trial.name) or "",
                     state=state,
                     reason=reason,
                     **(self._running(trial) if state == "running" else {}),
@@ -144,22 +145,21 @@ class SweepReader:
             if not beat:
                 continue
             progress = beat.get("progress") or {}
-            resumed = self.workspace.read_control(
-                self.workspace.layout.attempt(stage_id, numbers[-1]).resumed
-            )
+            paths = self.workspace.layout.attempt(stage_id, numbers[-1])
+            resumed = self.workspace.part(paths, "resumed")
             return {
                 "stage": name,
                 "step": progress.get("done"),
                 "total": progress.get("total") or None,
                 "metric": metric_text(progress.get("values") or {}),
-                "eta_s": eta_s(beat, (resumed or {}).get("step")),
+                "eta_s": eta_s(beat, resumed.get("step")),
             }
         return {}
 
 
 def use_file(workspace: Workspace, sweep: str) -> Path:
     """Where a sweep's orchestrator leaves what done stages have used."""
-    return workspace.sweep_folder(sweep) / "use.json"
+    return sweep_folder(workspace, sweep) / "use.json"
 
 
 def last_words(workspace: Workspace, sweep: str) -> dict[str, Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from flows.sweeping.use import NOTHING, Use
 from infra.orchestrator.timeline import device_time, first_line, rough
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator, orchestrator_of
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord
@@ -66,7 +67,7 @@ class SweepWatcher:
 
     def look(self) -> SweepStatus:
         """How the sweep stands now, by its newest version."""
-        record = self.workspace.read_sweep(self.name)
+        record = read_sweep(self.workspace, self.name)
         call = sweep_call(self.name)
         who = orchestrator_of(self.workspace, call)
         trials = tuple(self._reader.standings(record))

@@ -18,6 +18,7 @@ from flows.running.recording import Pinned, pin_code, record_pinned_run
 from infra.orchestrator.member import Member
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
+from infra.store.sweep_records import note_trial, sweep_folder, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
@@ -101,7 +102,7 @@ class Trials:
 
     def ensure_run(self, trial: Trial) -> str:
         """The run of a trial of which everything is done; one is recorded where there is none."""
-        known = self.workspace.trial_run(self.sweep, trial.name)
+        known = trial_run(self.workspace, self.sweep, trial.name)
         if known is not None and self._run_of(trial, known) is not None:
             return known
         run = self._new_run(trial, self._plan(trial, False))
@@ -116,7 +117,7 @@ class Trials:
 
     def _recorded(self, trial: Trial) -> RunRecord | None:
         """The run that goes on with the trial; None where it is to be a new one."""
-        run_id = self.workspace.trial_run(self.sweep, trial.name)
+        run_id = trial_run(self.workspace, self.sweep, trial.name)
         if run_id is None or (self.told.get(trial.name) or {}).get("state") == "failed":
             return None
         run = self._run_of(trial, run_id)
@@ -140,7 +141,7 @@ class Trials:
         if pinned.diff:
             self._keep_diff(run, pinned.diff)
         self.workspace.write_run(run)
-        self.workspace.note_trial(self.sweep, trial.name, run.run)
+        note_trial(self.workspace, self.sweep, trial.name, run.run)
         return run
 
     def pinned(self) -> Pinned:
@@ -151,7 +152,7 @@ class Trials:
 
     def _keep_diff(self, run: RunRecord, diff: str) -> None:
         """What is not committed, once for all trials: each run has a link to it."""
-        folder = self.workspace.sweep_folder(self.sweep) / "diffs"
+        folder = sweep_folder(self.workspace, self.sweep) / "diffs"
         path = folder / f"{run.provenance['diff_sha256']}.diff"
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)

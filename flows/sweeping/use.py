@@ -158,8 +158,8 @@ class UseReader:
 
     def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
         """GPUs and cores of all nodes, as the newest attempt asked for them."""
-        path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).config
-        config = self.workspace.read_control(path) or {}
+        newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
+        config = self.workspace.part(newest, "config")
         kind = record.spec.kind
         asked = (config.get(_SECTIONS.get(kind, kind)) or {}).get("resources") or {}
         nodes = int(asked.get("nodes") or 1)

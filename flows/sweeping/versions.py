@@ -19,6 +19,7 @@ from infra.store.layout import sweep_call
 from infra.store.orchestrators import require_idle
 from infra.store.room import no_space_guard
 from infra.store.snapshot import snapshot_code
+from infra.store.sweep_records import read_sweep, sweep_folder, sweep_versions, write_sweep
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json, to_json
@@ -52,8 +53,8 @@ def record_version(
     name = plan.sweep.name
     require_idle(workspace, sweep_call(name), regardless=take_over)
     while True:
-        versions = workspace.sweep_versions(name)
-        newest = workspace.read_sweep(name) if versions else None
+        versions = sweep_versions(workspace, name)
+        newest = read_sweep(workspace, name) if versions else None
         record = _record_of(plan, workspace, overrides, forecast, (versions or [0])[-1] + 1)
         if newest is not None and _same(newest, record):
             return newest
@@ -61,7 +62,7 @@ def record_version(
         record = replace(
             record, code=code.code, provenance={**code.provenance, **record.provenance}
         )
-        if workspace.write_sweep(record):
+        if write_sweep(workspace, record):
             return record
 
 
@@ -124,7 +125,7 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
     """The code as it is now, and where it comes from, kept beside the sweep: who works on it in the
     background imports the snapshot, and knows nothing of a checkout."""
     code = snapshot_code(workspace)
-    path = workspace.sweep_folder(name) / "pinned" / f"{code.id}.json"
+    path = sweep_folder(workspace, name) / "pinned" / f"{code.id}.json"
     if (found := workspace.read_control(path)) is not None:
         return from_json(Pinned, found)
     pinned = pin_code(workspace)

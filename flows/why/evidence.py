@@ -162,8 +162,8 @@ def _of_evaluation(
     files["results"] = str(folder / RESULTS_FILE)
     samples = folder / _samples_file(figure)
     files["samples"] = str(samples)
-    config = from_json(RecipeConfig, workspace.read_control(paths.config) or {})
-    inputs = workspace.read_control(paths.inputs) or {}
+    config = from_json(RecipeConfig, workspace.part(paths, "config"))
+    inputs = workspace.part(paths, "inputs")
     prompts, note = _prompts(workspace, inputs.get("data"), "rl_test.parquet", files)
     notes = [note] if note else []
     try:
@@ -233,7 +233,7 @@ def _of_training(
     files["rollouts"] = str(rollouts)
     record = workspace.read_record(figure.stage_id)
     assert record is not None, "the figure was read from it"
-    inputs = workspace.read_control(paths[0].inputs) or {}
+    inputs = workspace.part(paths[0], "inputs")
     prompts, note = _prompts(workspace, inputs.get("data"), "rl_train.parquet", files)
     rows = read_rollouts(rollouts)
     column = _column(figure.metric)

@@ -23,7 +23,8 @@ from infra.foreign.weights import files_below
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.checkpoints import Complete, read_checkpoint
-from infra.store.layout import StagePaths
+from infra.store.layout import Layout, StagePaths
+from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -165,9 +166,9 @@ def _foreign_steps(paths: StagePaths) -> list[int]:
 
 
 def _newest_config(paths: StagePaths) -> RecipeConfig | None:
+    records = RecordFiles(Layout(paths.control, paths.data))
     for number in reversed(paths.attempt_numbers()):
-        value = atomic.read_json(paths.attempt(number).config)
-        if value is not None:
+        if value := records.part(paths.attempt(number), "config"):
             return from_json(RecipeConfig, value)
     return None
 

@@ -107,8 +107,9 @@ class AttemptRun:
         self.stage_paths = workspace.layout.stage(stage_id)
         self.paths = workspace.layout.attempt(stage_id, number)
         self.spec = from_json(StageSpec, self._need(self.stage_paths.spec))
-        self.config = from_json(RecipeConfig, self._need(self.paths.config))
-        self.input_stages: dict[str, str] = dict(self._need(self.paths.inputs))
+        self._need(self.paths.intent)
+        self.config = from_json(RecipeConfig, workspace.part(self.paths, "config"))
+        self.input_stages: dict[str, str] = workspace.part(self.paths, "inputs")
         self.inputs: dict[str, Path] = {}
         self.input_reports: dict[str, Mapping[str, Any]] = {}
         self._read_inputs()

@@ -200,7 +200,7 @@ class AttemptIO:
         if self._taken_over:  # up to a step that is too late
             atomic.remove_quietly(self.paths.metrics)
             atomic.remove_tree(self.paths.rollouts)
-        atomic.remove_quietly(self.paths.resumed)
+        self._note_resumed(None)
         self.resumed_step, self._last_step, self._taken_over = None, None, False
         self._unsynced.clear()
         self._asked_for_checkpoint = False
@@ -227,11 +227,16 @@ class AttemptIO:
                 self._link_rollouts(before.rollouts, found.step)
                 self._last_step = lines[-1].step if lines else None
                 self._taken_over = True
-            atomic.write_json(
-                self.paths.resumed, {"step": found.step, "from_attempt": found.attempt}
-            )
+        self._note_resumed({"step": found.step, "from_attempt": found.attempt})
         self.resumed_step = found.step
         log.info("going on from the checkpoint of step %d", found.step)
+
+    def _note_resumed(self, found: Mapping[str, int] | None) -> None:
+        """Say which checkpoint the attempt goes on from (None: from none, after all)."""
+        with no_space_guard(self.paths.control, "resuming", waits=True):
+            started = atomic.read_json(self.paths.started) or {}
+            make_folder(self.paths.control)
+            atomic.write_json(self.paths.started, {**started, "resumed": found})
 
     def _link_rollouts(self, source: Path, last_step: int) -> None:
         for path in list_rollouts(source):

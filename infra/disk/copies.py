@@ -108,7 +108,7 @@ def copies_of(
             continue
         paths = workspace.layout.attempt(stage_id, result.attempt)
         try:
-            inputs = workspace.read_control(paths.inputs) or {}
+            inputs = workspace.part(paths, "inputs")
             copy = _copy(stage_id, result.report)
         except (RefinerError, KeyError, TypeError) as error:
             log.warning("the publication %s is not counted: %s", stage_id, error)

@@ -324,7 +324,7 @@ class DiskKeeper:
         if stage_id.rpartition("-")[0] not in STAGES or not numbers:
             return 0
         try:
-            config = self.workspace.read_control(paths.attempt(numbers[-1]).config) or {}
+            config = self.workspace.part(paths.attempt(numbers[-1]), "config")
             name, dtype = str(config["model"]["name_or_path"]), str(config["model"]["dtype"])
         except (RefinerError, KeyError, TypeError) as error:
             log.debug("nothing says how large a checkpoint of %s is: %s", stage_id, error)

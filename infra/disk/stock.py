@@ -249,7 +249,7 @@ def _recorded_inputs(workspace: Workspace, stage_id: str, record: StageRecord) -
         return ()
     paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
     try:
-        return tuple((workspace.read_control(paths.inputs) or {}).values())
+        return tuple(workspace.part(paths, "inputs").values())
     except RefinerError as error:
         log.warning("%s", error)
         return ()

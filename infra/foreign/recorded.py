@@ -33,7 +33,7 @@ def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
     if not numbers:
         return Recorded([], 1)
     try:
-        recorded = workspace.read_control(stage.attempt(numbers[-1]).config) or {}
+        recorded = workspace.part(stage.attempt(numbers[-1]), "config")
         command = from_json(CommandConfig, recorded["command"])
         return Recorded(
             find_checkpoints(work_folder(stage), CheckpointRule.of(command)), command.keep

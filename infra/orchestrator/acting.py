@@ -23,6 +23,7 @@ from infra.orchestrator.member import Member
 from infra.orchestrator.outage import Trouble
 from infra.orchestrator.reconcile import Seen
 from infra.orchestrator.room_keeping import Rooms
+from infra.store.snapshot import reads_parts_apart
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.plan import PlannedStage
@@ -110,7 +111,8 @@ class Actor:
     def _claim(self, action: Launch, executor: str) -> Attempt | None:
         stage, home = action.stage, self.home(action.stage.id)
         own = home.planned[stage.id]
-        claim = Claim(self.owner, executor, action.after)
+        apart = reads_parts_apart(self.workspace, home.run.code)
+        claim = Claim(self.owner, executor, action.after, apart)
         config = home.plan.config_of(own)
         try:
             attempt = self.workspace.claim_attempt(own, config, stage.inputs, claim)

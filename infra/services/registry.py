@@ -164,7 +164,7 @@ def _look(
     config = {}
     if numbers:
         paths = workspace.layout.attempt(service_id, numbers[-1])
-        config = workspace.read_control(paths.config) or {}
+        config = workspace.part(paths, "config")
     settings = from_json(DispatchConfig, config.get("dispatch") or {})
     router = (make_router if adopt else router_to_look)(settings, workspace)
     records, observed = Observer(workspace, router).look([service_id])

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
@@ -181,7 +181,7 @@ class SlurmDispatcher:
                 "folder": os.path.relpath(work.folder, self.workspace.layout.control),
                 "command": command,
             }
-            atomic.write_json(self._paths(request.ref).batch, note)
+            atomic.write_json(self._paths(request.ref).job, {"batch": note})
             self._batches.pop(request.ref, None)
         for request, task, job_id in zip(
             work.requests, tasks, self._submitter.submit(work), strict=True
@@ -193,7 +193,9 @@ class SlurmDispatcher:
         note = {"job_id": job_id, "executor": self.executor, "comment": comment}
         extra = {} if task is None else {"array": job_id.partition("_")[0]}
         user = {"user": str(os.getuid())}
-        atomic.write_json(self._paths(ref).job, {**note, **extra, **user})
+        batch = self.workspace.part(self._paths(ref), "batch")
+        said = {"batch": batch} if batch else {}
+        atomic.write_json(self._paths(ref).job, {**note, **extra, **user, **said})
 
     # ------------------------------------------------------------ looking
 
@@ -294,8 +296,8 @@ class SlurmDispatcher:
             return None
         if attempt.attempt.job_id is not None:
             return attempt.attempt.job_id
-        noted = self.workspace.read_control(self._paths(attempt.ref).job)
-        if noted is not None:
+        noted = self.workspace.read_control(self._paths(attempt.ref).job) or {}
+        if noted.get("job_id") is not None:
             return str(noted["job_id"])
         wanted = self._wanted(attempt)
         answer = self._view.look([wanted])[wanted.key]
@@ -338,8 +340,8 @@ class SlurmDispatcher:
         known = self._batches.get(ref)
         if known is not None:
             return known
-        note: dict[str, Any] | None = self.workspace.read_control(self._paths(ref).batch)
-        if note is None:
+        note = self.workspace.part(self._paths(ref), "batch")
+        if not note:
             return None
         folder = self.workspace.layout.control / note["folder"]
         found = _Batch(note["comment"], note["index"], note["user"], folder, note["command"])

@@ -8,12 +8,13 @@
         checkpoints/step-00000010/            complete ones only; half-written ones start with .tmp-
         work/                                 another trainer's own folder, shared by all attempts
         attempts/0001/
-          intent.json config.json inputs.json by the orchestrator that claimed it, all at once
-          batch.json                          its place in an array, before that is submitted
-          job.json                            by what submitted it
-          scheduler.json                      what the scheduler said in the end; once
-          started.json heartbeat.json log.txt resumed.json metrics.jsonl rollouts/ output/ tracking/
-                                              by the worker
+          intent.json                         by the orchestrator that claimed it: who, for what,
+                                              its configuration, its inputs
+          job.json                            by what submitted it: its place in an array, its id,
+                                              and what the scheduler said in the end
+          started.json                        by the worker: that it runs, and which checkpoint it
+                                              went on from
+          heartbeat.json log.txt metrics.jsonl rollouts/ output/ tracking/    by the worker
           room                                claimed with it, and there while its worker has room
           endpoint.json                       where a server answers, by its worker, once it does
           stop.json                           somebody wants it to save and end; once
@@ -40,6 +41,9 @@
       nightly/<name>/                         a nightly evaluation: its nights, its alerts
       published/                              folder target of publishing
       adopted/                                recipes that `refiner adopt` has written
+
+An attempt's parts ``config`` and ``inputs`` (of intent), ``batch`` and ``scheduler`` (of job) and
+``resumed`` (of started) were files of their own before, and still are read: ``RecordFiles.part``.
 
 ``control`` holds the small files, ``data`` the large ones (checkpoints, metrics.jsonl, rollouts,
 output, tracking, published, judgements, rescores, reports, scratch of proofs); they may be
@@ -88,33 +92,14 @@ class AttemptPaths:
 
     @property
     def intent(self) -> Path:
-        """The :class:`Attempt` as it was claimed."""
+        """The :class:`Attempt` as it was claimed, the whole recipe configuration of the call that
+        claimed it, and its inputs (role -> stage id)."""
         return self.control / "intent.json"
-
-    @property
-    def config(self) -> Path:
-        """The whole recipe configuration of the call that claimed the attempt."""
-        return self.control / "config.json"
-
-    @property
-    def inputs(self) -> Path:
-        """Role -> stage id."""
-        return self.control / "inputs.json"
 
     @property
     def job(self) -> Path:
         """The job's id, and for local jobs its process."""
         return self.control / "job.json"
-
-    @property
-    def batch(self) -> Path:
-        """Comment of the array that the job is part of, and its index there."""
-        return self.control / "batch.json"
-
-    @property
-    def scheduler(self) -> Path:
-        """What the scheduler said when the job had ended."""
-        return self.control / "scheduler.json"
 
     @property
     def started(self) -> Path:
@@ -125,11 +110,6 @@ class AttemptPaths:
     def heartbeat(self) -> Path:
         """Counter, progress and times, replaced every few seconds."""
         return self.control / "heartbeat.json"
-
-    @property
-    def resumed(self) -> Path:
-        """Which checkpoint the attempt went on from, if any."""
-        return self.control / "resumed.json"
 
     @property
     def stop(self) -> Path:

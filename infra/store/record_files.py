@@ -1,27 +1,35 @@
 """Small JSON files of a workspace, read with errors that say which one is damaged, and what to do.
 
-In: paths below a workspace. Out: values and records. What is common to the records of stages
-(:mod:`infra.store.stage_records`) and of runs (:mod:`infra.store.run_records`).
+In: paths below a workspace. Out: values, and records of any type (:meth:`RecordFiles.load`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from infra.host.reading import again
 from infra.store import atomic
-from infra.store.layout import Layout
+from infra.store.layout import AttemptPaths, Layout
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import RECORD_VERSION, from_json
 
 T = TypeVar("T")
+Part = Literal["config", "inputs", "batch", "scheduler", "resumed"]
 log = logging.getLogger(__name__)
 
+#: Which file of an attempt a part stands in; each was a file of its own before.
+_PARTS: dict[Part, str] = {
+    "config": "intent.json",
+    "inputs": "intent.json",
+    "batch": "job.json",
+    "scheduler": "job.json",
+    "resumed": "started.json",
+}
 #: In the name of one that was set aside.
 DAMAGED_FILE = ".damaged-"
 #: For how long a damaged file must stand still before it is set aside, seconds.
@@ -54,10 +62,19 @@ class RecordFiles:
         """The workspace's folder."""
         return self.layout.control
 
-    def read_versioned(
-        self, path: Path, kind: type[T], newest: int, *, what: str, fix: str
+    def load(
+        self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION, fix: str = ""
     ) -> T | None:
-        """A record with a version of its own; None if it is not there.
+        """A record; None if it is not there.
+
+        Parameters
+        ----------
+        kind
+            Its dataclass.
+        newest
+            The newest version of it that is known here.
+        fix
+            What to do about one that is damaged or newer, where that is something special.
 
         Raises
         ------
@@ -68,16 +85,41 @@ class RecordFiles:
         if data is None:
             return None
         version = data.get("version", 0)
-        if not isinstance(version, int) or version > newest:
+        if isinstance(version, int) and version > newest:
             raise WorkspaceError(
-                f"{path} has version {version}", expected=f"version {newest}", fix=fix
+                f"{path} has version {version}",
+                expected=f"version {newest} or older",
+                fix=fix or "use the refiner that wrote it, or a newer one",
             )
         try:
             return from_json(kind, data)
         except (TypeError, AttributeError, KeyError) as error:
             raise WorkspaceError(
-                f"{path} is not a {what}: {error}", expected="a file of refiner", fix=fix
+                f"{path} is not a {kind.__name__}: {error}",
+                expected="a file that refiner has written",
+                fix=fix or self._way_out(path),
             ) from error
+
+    def part(
+        self, attempt: AttemptPaths, name: Part, said: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A part of what an attempt's files say; empty where nobody has said it.
+
+        ``said`` is what its file says, where that was read already.
+
+        Raises
+        ------
+        WorkspaceError
+            It is damaged, or could not be read.
+        """
+        if said is None:
+            said = self.read_control(attempt.control / _PARTS[name]) or {}
+        found = said.get(name)
+        if found is None:  # written by an earlier version
+            needed = name in ("config", "inputs")
+            read = self.read_control if needed else self.read_or_set_aside
+            found = read(attempt.control / f"{name}.json")
+        return found or {}
 
     def read_control(self, path: Path) -> dict[str, Any] | None:
         """A small JSON object of this workspace; None if it is not there.
@@ -167,27 +209,3 @@ class RecordFiles:
             if path.is_relative_to(root):
                 return f"restore it, or delete {root / path.relative_to(root).parts[0]}: {meaning}"
         return "restore it, or name another folder with `workspace=DIR`"
-
-    def _load(self, kind: type[T], path: Path) -> T | None:
-        data = self.read_control(path)
-        if data is None:
-            return None
-        version = data.get("version", 0)
-        if isinstance(version, int) and version > RECORD_VERSION:
-            raise WorkspaceError(
-                f"{path} has version {version}",
-                expected=f"version {RECORD_VERSION} or older",
-                fix="use the refiner that wrote it, or a newer one",
-            )
-        return self._built(kind, data, path)
-
-    def _built(self, kind: type[T], data: Any, path: Path) -> T:
-        """A record from what ``path`` holds."""
-        try:
-            return from_json(kind, data)
-        except (TypeError, AttributeError, KeyError) as error:
-            raise WorkspaceError(
-                f"{path} is not a {kind.__name__}: {error}",
-                expected="a file that refiner has written",
-                fix=self._way_out(path),
-            ) from error

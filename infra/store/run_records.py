@@ -55,7 +55,7 @@ class RunRecords(RecordFiles):
         ConfigurationError
             There is none of that id.
         """
-        run = self._load(RunRecord, self.layout.run(run_id).record)
+        run = self.load(RunRecord, self.layout.run(run_id).record)
         if run is None:
             known = self.run_ids()[-5:]
             raise ConfigurationError(

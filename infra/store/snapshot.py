@@ -24,6 +24,8 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 
 PACKAGES = ("flows", "sweeps", "refiner_core", "infra")
+#: A module of the versions before an attempt's files became fewer, and of none since.
+_APART = "infra/store/proof_records.py"
 _CACHE = "__pycache__"
 _LEFT_OUT_SUFFIXES = (".pyc", ".pyo", ".so", ".swp")
 
@@ -69,6 +71,12 @@ def require_snapshot(workspace: Workspace, code: str) -> None:
         check_snapshot(workspace, target)
     elif snapshot_code(workspace).id != code:
         raise _gone(target)
+
+
+def reads_parts_apart(workspace: Workspace, code: str) -> bool:
+    """Whether a run's code is of a version that reads an attempt's configuration and inputs from
+    files of their own: it has the module that later ones do not have."""
+    return bool(code) and exists(workspace.layout.code / code / _APART)
 
 
 def refuse_other_code(workspace: Workspace) -> None:

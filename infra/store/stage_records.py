@@ -45,12 +45,14 @@ class Claim:
     """What an orchestrator says when it takes a stage.
 
     ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
-    another one has come since.
+    another one has come since. ``apart``: the code that the job will run is of a version that reads
+    configuration and inputs from files of their own.
     """
 
     owner: str
     executor: str
     after: int = 0
+    apart: bool = False
 
 
 class StageRecords(RecordFiles):
@@ -67,7 +69,7 @@ class StageRecords(RecordFiles):
         """All that is known of a stage; None if nobody ever claimed it."""
         paths = self.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
-        spec = self._load(StageSpec, paths.spec)
+        spec = self.load(StageSpec, paths.spec)
         if spec is None and numbers:  # the specification is written before the first attempt
             _refuse_vanished(paths.control)
             raise WorkspaceError(
@@ -79,7 +81,7 @@ class StageRecords(RecordFiles):
             return None
         # Attempts first: a result that lands in between then only shows too little, not too much.
         found = {n: self.read_attempt(stage_id, n) for n in numbers}
-        result = self._load(StageResult, paths.result)
+        result = self.load(StageResult, paths.result)
         attempts = tuple(a for a in found.values() if a is not None)
         if result is None and len(attempts) < len(found):
             number = next(n for n, a in found.items() if a is None)
@@ -109,7 +111,6 @@ class StageRecords(RecordFiles):
         job = self.read_or_set_aside(paths.job, _restart) or {}
         started = self.read_or_set_aside(paths.started, _restart) or {}
         ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
-        resumed = self.read_or_set_aside(paths.resumed) or {}
         if intent is None and not ended:
             ended = self._give_up_unknown(stage_id, number)
         if intent is None and not ended:
@@ -119,13 +120,13 @@ class StageRecords(RecordFiles):
         seconds = ended.get("seconds")
         if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
             seconds = (self.read_heartbeat(stage_id, number) or {}).get("seconds")
-        node = started.get("node") or (self.read_scheduler(stage_id, number) or {}).get("node")
+        node = started.get("node") or self.part(paths, "scheduler", job).get("node")
         return replace(
             attempt,
             job_id=job.get("job_id"),
             started_at=None if started.get("void") else started.get("started_at"),
             ended_at=ended.get("ended_at"),
-            resumed_from_step=resumed.get("step"),
+            resumed_from_step=self.part(paths, "resumed", started).get("step"),
             outcome=_outcome(ended) if ended else None,
             restart=_restart(started) or _restart(job),
             node=str(node or ""),
@@ -146,7 +147,7 @@ class StageRecords(RecordFiles):
 
     def read_result(self, stage_id: str) -> StageResult | None:
         """The result of a finished stage."""
-        return self._load(StageResult, self.layout.stage(stage_id).result)
+        return self.load(StageResult, self.layout.stage(stage_id).result)
 
     def output_dir(self, stage_id: str) -> Path | None:
         """Where a finished stage's output lies; None if it is not done."""
@@ -229,15 +230,14 @@ class StageRecords(RecordFiles):
         with no_space_guard(self.root, f"claiming {stage.title}"):
             make_folder(paths.attempts)
             self._write_spec(stage)
-            files = {"config": config, "inputs": inputs}
-            return self._claim(stage.id, attempt, files)
+            said = {"config": to_json(config), "inputs": dict(inputs)}
+            return self._claim(stage.id, attempt, said, said if claim.apart else {})
 
     def claim_restart(self, stage_id: str, before: int, job: Mapping[str, Any]) -> Attempt | None:
         """Take the attempt after ``before`` for the same job, which the scheduler has started
         again; None if somebody else was faster.
 
-        Owner, comment, configuration and inputs are those of the attempt before: it is the same
-        job, of the same orchestrator.
+        All but the number is as in the attempt before: it is the same job, of the same owner.
 
         Parameters
         ----------
@@ -252,23 +252,23 @@ class StageRecords(RecordFiles):
             The small files did not fit.
         """
         old = self.layout.attempt(stage_id, before)
-        intent = self._load(Attempt, old.intent)
+        intent = self.load(Attempt, old.intent)
         if intent is None:
             return None
         attempt = replace(intent, number=before + 1, claimed_at=now_text(), has_room=True)
-        files = {
-            "config": self.read_control(old.config) or {},
-            "inputs": self.read_control(old.inputs) or {},
-            "job": {**(self.read_control(old.job) or {}), **job},
-        }
-        if batch := self.read_control(old.batch):
-            files["batch"] = batch
+        said = {"config": self.part(old, "config"), "inputs": self.part(old, "inputs")}
+        # What the scheduler says is of the start that has ended.
+        kept = {k: v for k, v in (self.read_control(old.job) or {}).items() if k != "scheduler"}
+        if batch := self.part(old, "batch"):
+            kept["batch"] = batch
         with no_space_guard(self.root, f"claiming {stage_id} again"):
-            return self._claim(stage_id, attempt, files)
+            return self._claim(stage_id, attempt, said, {"job": {**kept, **job}})
 
-    def _claim(self, stage_id: str, attempt: Attempt, files: Mapping[str, Any]) -> Attempt | None:
+    def _claim(
+        self, stage_id: str, attempt: Attempt, said: Mapping[str, Any], files: Mapping[str, Any]
+    ) -> Attempt | None:
         paths = self.layout.stage(stage_id)
-        won = self._rename_in(paths.attempt(attempt.number), attempt, files)
+        won = self._rename_in(paths.attempt(attempt.number), {**to_json(attempt), **said}, files)
         if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
             return None
         if exists(paths.result):  # it became done between the caller's look and now
@@ -277,15 +277,17 @@ class StageRecords(RecordFiles):
             return None
         return attempt
 
-    def _rename_in(self, target: AttemptPaths, attempt: Attempt, files: Mapping[str, Any]) -> bool:
+    def _rename_in(
+        self, target: AttemptPaths, intent: Mapping[str, Any], files: Mapping[str, Any]
+    ) -> bool:
         temporary = atomic.temporary_name(target.control)
         claim = secrets.token_hex(8)
         try:
             temporary.mkdir()
             (temporary / target.room.name).touch()
             for name, value in files.items():
-                atomic.write_json(temporary / f"{name}.json", to_json(value))
-            atomic.write_json(temporary / target.intent.name, {**to_json(attempt), "claim": claim})
+                atomic.write_json(temporary / f"{name}.json", value)
+            atomic.write_json(temporary / target.intent.name, {**intent, "claim": claim})
             try:
                 temporary.rename(target.control)
             except OSError as error:
@@ -381,13 +383,13 @@ class StageRecords(RecordFiles):
 
         ``node`` among the facts is where it ran, for an attempt whose worker never said so.
         """
-        path = self.layout.attempt(stage_id, number).scheduler
+        paths = self.layout.attempt(stage_id, number)
+        if self.part(paths, "scheduler"):
+            return False
         with no_space_guard(self.root, "noting what the scheduler says"):
-            return atomic.create_json(path, dict(facts))
-
-    def read_scheduler(self, stage_id: str, number: int) -> dict[str, str] | None:
-        """What the scheduler said when the job had ended; None if nobody has asked."""
-        return self.read_or_set_aside(self.layout.attempt(stage_id, number).scheduler)
+            job = self.read_control(paths.job) or {}
+            atomic.write_json(paths.job, {**job, "scheduler": dict(facts)})
+        return True
 
     def longest_save_s(self, stage_id: str) -> float:
         """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""

@@ -17,86 +17,91 @@ from pathlib import Path
 
 from infra.host.reading import make_folder, names_in
 from infra.store import atomic
-from infra.store.record_files import RecordFiles
 from infra.store.room import no_space_guard
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import to_json
 from refiner_core.contract.sweep_records import SweepRecord
 
 
-class SweepRecords(RecordFiles):
-    """The part of a workspace that knows sweeps."""
+def sweep_folder(workspace: Workspace, name: str) -> Path:
+    """Where a sweep's files lie."""
+    return workspace.layout.sweeps / name
 
-    def sweep_folder(self, name: str) -> Path:
-        """Where a sweep's files lie."""
-        return self.layout.sweeps / name
 
-    def sweep_names(self) -> list[str]:
-        """All recorded sweeps, by the time of their first version."""
-        begun = [(self.sweep_versions(name), name) for name in names_in(self.layout.sweeps)]
-        first = {name: self._version(name, v[0]).started_at for v, name in begun if v}
-        return sorted(first, key=lambda name: (first[name], name))
+def sweep_names(workspace: Workspace) -> list[str]:
+    """All recorded sweeps, by the time of their first version."""
+    begun = [(sweep_versions(workspace, name), name) for name in names_in(workspace.layout.sweeps)]
+    first = {name: _version(workspace, name, v[0]).started_at for v, name in begun if v}
+    return sorted(first, key=lambda name: (first[name], name))
 
-    def sweep_versions(self, name: str) -> list[int]:
-        """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
-        names = names_in(self.sweep_folder(name) / "versions")
-        found = (n.removesuffix(".json") for n in names if n[0].isdigit() and n.endswith(".json"))
-        return sorted(map(int, found))
 
-    def read_sweep(self, name: str, number: int | None = None) -> SweepRecord:
-        """A version of a sweep (default: the newest).
+def sweep_versions(workspace: Workspace, name: str) -> list[int]:
+    """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
+    names = names_in(sweep_folder(workspace, name) / "versions")
+    found = (n.removesuffix(".json") for n in names if n[0].isdigit() and n.endswith(".json"))
+    return sorted(map(int, found))
 
-        Raises
-        ------
-        ConfigurationError
-            There is none of that name or number; names the nearest.
-        """
-        versions = self.sweep_versions(name)
-        if not versions:
-            known = self.sweep_names()
-            raise ConfigurationError(
-                f"{self.root} has no sweep {name!r}.{suggest(name, known)}",
-                expected=f"one of: {', '.join(known) or '(there are none)'}",
-                fix="name one of these, or another `workspace=DIR`",
-            )
-        if number is not None and number not in versions:
-            raise ConfigurationError(
-                f"Sweep {name} has no version {number}.",
-                expected=f"one of: {', '.join(map(str, versions))}",
-                fix="name one of these",
-            )
-        return self._version(name, number or versions[-1])
 
-    def write_sweep(self, record: SweepRecord) -> bool:
-        """Record a version; False if somebody else was faster and it is taken."""
-        folder = self.sweep_folder(record.name) / "versions"
-        with no_space_guard(self.root, "recording the sweep"):
-            make_folder(folder)
-            return atomic.create_json(folder / f"{record.number:04d}.json", to_json(record))
+def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> SweepRecord:
+    """A version of a sweep (default: the newest).
 
-    def note_trial(self, sweep: str, trial: str, run_id: str) -> None:
-        """Say which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
-        path = self._trial_path(sweep, trial)
-        with no_space_guard(self.root, "recording a trial"):
-            make_folder(path.parent)
-            atomic.write_json(path, {"trial": trial, "run": run_id})
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name or number; names the nearest.
+    """
+    versions = sweep_versions(workspace, name)
+    if not versions:
+        known = sweep_names(workspace)
+        raise ConfigurationError(
+            f"{workspace.root} has no sweep {name!r}.{suggest(name, known)}",
+            expected=f"one of: {', '.join(known) or '(there are none)'}",
+            fix="name one of these, or another `workspace=DIR`",
+        )
+    if number is not None and number not in versions:
+        raise ConfigurationError(
+            f"Sweep {name} has no version {number}.",
+            expected=f"one of: {', '.join(map(str, versions))}",
+            fix="name one of these",
+        )
+    return _version(workspace, name, number or versions[-1])
 
-    def trial_run(self, sweep: str, trial: str) -> str | None:
-        """The run that works, or has worked, on a trial; None if it has not begun."""
-        found = self.read_control(self._trial_path(sweep, trial))
-        return None if found is None else str(found["run"])
 
-    def _trial_path(self, sweep: str, trial: str) -> Path:
-        return self.sweep_folder(sweep) / "runs" / f"{trial.replace('/', '--')}.json"
+def write_sweep(workspace: Workspace, record: SweepRecord) -> bool:
+    """Record a version; False if somebody else was faster and it is taken."""
+    folder = sweep_folder(workspace, record.name) / "versions"
+    with no_space_guard(workspace.root, "recording the sweep"):
+        make_folder(folder)
+        return atomic.create_json(folder / f"{record.number:04d}.json", to_json(record))
 
-    def _version(self, name: str, number: int) -> SweepRecord:
-        path = self.sweep_folder(name) / "versions" / f"{number:04d}.json"
-        record = self._load(SweepRecord, path)
-        if record is None:
-            raise WorkspaceError(
-                f"Version {number} of sweep {name} is gone: there is no {path}",
-                expected="all versions that the sweep's folder names",
-                fix="restore the file, or launch the sweep anew: `refiner sweep SWEEP`",
-            )
-        return record
+
+def note_trial(workspace: Workspace, sweep: str, trial: str, run_id: str) -> None:
+    """Say which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
+    path = _trial_path(workspace, sweep, trial)
+    with no_space_guard(workspace.root, "recording a trial"):
+        make_folder(path.parent)
+        atomic.write_json(path, {"trial": trial, "run": run_id})
+
+
+def trial_run(workspace: Workspace, sweep: str, trial: str) -> str | None:
+    """The run that works, or has worked, on a trial; None if it has not begun."""
+    found = workspace.read_control(_trial_path(workspace, sweep, trial))
+    return None if found is None else str(found["run"])
+
+
+def _trial_path(workspace: Workspace, sweep: str, trial: str) -> Path:
+    return sweep_folder(workspace, sweep) / "runs" / f"{trial.replace('/', '--')}.json"
+
+
+def _version(workspace: Workspace, name: str, number: int) -> SweepRecord:
+    path = sweep_folder(workspace, name) / "versions" / f"{number:04d}.json"
+    record = workspace.load(SweepRecord, path)
+    if record is None:
+        raise WorkspaceError(
+            f"Version {number} of sweep {name} is gone: there is no {path}",
+            expected="all versions that the sweep's folder names",
+            fix="restore the file, or launch the sweep anew: `refiner sweep SWEEP`",
+        )
+    return record

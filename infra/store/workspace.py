@@ -1,10 +1,10 @@
 """The workspace: a folder of records and data, and the only code that knows where they lie.
 
 In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
-records of stages (:mod:`infra.store.stage_records`), of calls (:mod:`infra.store.run_records`) and
-of sweeps (:mod:`infra.store.sweep_records`) are read and written. Every file has one writer; what
-several may want to write is created exclusively. No locks and no database: it works on NFS and
-Lustre, for several orchestrators and users at once.
+records of stages (:mod:`infra.store.stage_records`) and of calls (:mod:`infra.store.run_records`)
+are read and written; functions in modules beside it know sweeps, nights, proofs and certificates.
+Every file has one writer; what several may want to write is created exclusively. No locks and no
+database: it works on NFS and Lustre, for several orchestrators and users at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from typing import Any
 
 from infra.host.reading import exists, is_folder, make_folder
 from infra.store import atomic
-from infra.store.certificate_records import CertificateRecords
 from infra.store.layout import Layout
 from infra.store.ownership import is_shared, keep_others_out, refuse_doubtful
-from infra.store.proof_records import ProofRecords
 from infra.store.record_files import now_text
 from infra.store.room import has_room, no_space_error
 from infra.store.run_records import RunRecords
 from infra.store.stage_records import Claim, StageRecords
-from infra.store.sweep_records import SweepRecords
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 
 __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
@@ -36,7 +33,7 @@ __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
 FORMAT = 2
 
 
-class Workspace(StageRecords, RunRecords, SweepRecords, ProofRecords, CertificateRecords):
+class Workspace(StageRecords, RunRecords):
     """A workspace folder.
 
     Open it with :meth:`open` to work in it or with :meth:`read_only` to look (a missing folder is

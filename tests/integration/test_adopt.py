@@ -149,7 +149,7 @@ def test_a_dead_workspace_goes_on_in_another_and_ends_with_the_same_weights(
     here, there = Stage(new, "sft"), Stage(control, "sft")
     assert here.hashes() == there.hashes()
     assert here.trace() == there.trace()
-    assert json.loads((here.attempts[-1] / "resumed.json").read_text())["step"] >= 1
+    assert json.loads((here.attempts[-1] / "started.json").read_text())["resumed"]["step"] >= 1
 
 
 def test_a_stage_folder_that_was_copied_out_goes_on_too(tmp_path: Path) -> None:

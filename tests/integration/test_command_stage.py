@@ -546,7 +546,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(recipe: str, tmp_path: Path) 
     done = refiner(*words)
     assert done.code == 0, done.stderr
     assert len(stage.attempts) == 2
-    resumed = json.loads((stage.attempts[-1] / "resumed.json").read_text())
+    resumed = json.loads((stage.attempts[-1] / "started.json").read_text())["resumed"]
     assert resumed["step"] >= 4
 
 
@@ -634,6 +634,6 @@ def test_a_death_in_the_middle_of_hugging_face_s_save_costs_that_save_alone(
     stage = Stage(tmp_path / "ws", "command")
     assert stage.folder is not None
     assert len(stage.attempts) == 2
-    assert json.loads((stage.attempts[-1] / "resumed.json").read_text())["step"] == 20
+    assert json.loads((stage.attempts[-1] / "started.json").read_text())["resumed"]["step"] == 20
     model = stage.folder / json.loads((stage.folder / "result.json").read_text())["output_dir"]
     assert sha256_of(model / "model") == hf_weights(tmp_path)

@@ -14,6 +14,7 @@ from flows.cli.main import main
 from flows.diffing import Difference, diff_sides, find_side
 from flows.diffing.text import difference_lines, next_commands
 from infra.attempt.attempt import AttemptRun
+from infra.store.sweep_records import note_trial, write_sweep
 from refiner_core.contract.records import Outcome
 from refiner_core.contract.sweep_records import SWEEP_VERSION, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow
@@ -215,13 +216,13 @@ def test_trials_are_named_by_sweep_arm_and_seed(
     run = RecordedRun(tmp_path, *TRAINED)
     stages = {s.name: s.id for s in run.plan.stages}
     trials = [TrialRecord("beta-0.1", seed, (), stages) for seed in (1, 2)]
-    run.workspace.write_sweep(
+    write_sweep(run.workspace, 
         SweepRecord(
             SWEEP_VERSION, 1, "kl", "tiny", "", "", (), "beta-0.1", (1, 2), tuple(trials), {}, {},
             {}, "0" * 16, "2026-01-01",
         )
     )  # fmt: skip
-    run.workspace.note_trial("kl", "beta-0.1/seed1", run.run.run)
+    note_trial(run.workspace, "kl", "beta-0.1/seed1", run.run.run)
     assert find_side(run.workspace, "kl:beta-0.1/seed1").run == run.run
     assert find_side(run.workspace, "kl:beta-0.1/seed1:sft").stages == {"sft": stages["sft"]}
     where = f"workspace={tmp_path}"

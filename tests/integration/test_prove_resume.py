@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from infra.store.proofs import read_proof
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
 
@@ -44,7 +45,7 @@ def test_grpo_that_is_killed_and_stopped_is_proven_bitwise(
     plan = refiner("plan", "tiny", f"workspace={workspace}", *small, words[0], "--json").json
     (stage,) = [s for s in plan["stages"] if s["stage"] == "grpo"]
     assert (stage["action"], stage["fingerprint"]) == ("run", proof["fingerprint"])
-    recorded = Workspace.read_only(workspace).read_proof(stage["id"])
+    recorded = read_proof(Workspace.read_only(workspace), stage["id"])
     assert recorded is not None
     assert recorded.verdict == "bitwise"
     assert list((workspace / "proofs" / "scratch").iterdir()) == []

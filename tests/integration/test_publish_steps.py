@@ -102,7 +102,9 @@ def test_an_export_has_the_bytes_that_training_would_have_left(
 ) -> None:
     grpo = Stage(workspace, "grpo")
     assert grpo.folder is not None
-    config = from_json(RecipeConfig, json.loads((grpo.attempts[-1] / "config.json").read_text()))
+    config = from_json(
+        RecipeConfig, json.loads((grpo.attempts[-1] / "intent.json").read_text())["config"]
+    )
     (checkpoint,) = grpo.folder.glob("checkpoints/step-*24")
     report = export_checkpoint(
         config,

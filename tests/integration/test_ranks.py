@@ -258,7 +258,7 @@ def test_two_nodes_of_a_cluster_train_one_model_and_save_when_slurm_asks_them_to
     first, second = sft.attempts
     outcome = json.loads((first / "outcome.json").read_text())["outcome"]
     assert outcome["failure"] == "interrupted", "asked, and not killed"
-    resumed = json.loads((second / "resumed.json").read_text())
+    resumed = json.loads((second / "started.json").read_text())["resumed"]
     assert resumed["step"] == len(read_metrics(first / "metrics.jsonl")), "nothing was lost"
     report = sft.result()["report"]
     assert (report["ranks"], report["nodes"], report["engine"]) == (2, 2, "torch")

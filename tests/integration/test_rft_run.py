@@ -49,7 +49,7 @@ def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
     assert len(sample.attempts) == 2
 
     # What was finished was not sampled again: the second attempt went on behind it.
-    resumed = json.loads((sample.attempts[-1] / "resumed.json").read_text())
+    resumed = json.loads((sample.attempts[-1] / "started.json").read_text())["resumed"]
     assert resumed["step"] >= 1
     assert [step for step, _ in sample.trace()] == list(range(1, 9))
 
@@ -59,7 +59,9 @@ def test_a_run_whose_sampling_is_killed_keeps_what_it_would_have_kept(
     assert f"{kept} of 128 attempts kept" in said
 
     # Without any interruption it is the same to the bit.
-    config = from_json(RecipeConfig, json.loads((sample.attempts[0] / "config.json").read_text()))
+    config = from_json(
+        RecipeConfig, json.loads((sample.attempts[0] / "intent.json").read_text())["config"]
+    )
     data = Stage(workspace, "data").attempts[-1] / "output"
     straight = tmp_path / "straight"
     straight.mkdir()

@@ -16,6 +16,7 @@ from infra.jobs.worker_command import WorkerCommand
 from infra.slurm.commands import SlurmUnavailable
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError
@@ -230,11 +231,9 @@ def test_a_crash_between_sbatch_and_the_note_loses_and_doubles_nothing(
     requests = campaign.submit(*(campaign.claim(seed) for seed in range(size)))
     ids = [campaign.job_id(r) for r in requests]
     for request, job_id in zip(requests, ids, strict=True):
-        campaign.workspace.layout.attempt(*request.ref).job.unlink()
-        batch = campaign.workspace.read_control(
-            campaign.workspace.layout.attempt(*request.ref).batch
-        )
-        assert batch is not None
+        paths = campaign.workspace.layout.attempt(*request.ref)
+        batch = campaign.workspace.part(paths, "batch")
+        atomic.write_json(paths.job, {"batch": batch})
         pickle = campaign.workspace.root / batch["folder"] / f"{job_id}_submitted.pkl"
         pickle.rename(pickle.with_name(f"unplaced-{job_id}.pkl"))
     campaign.dispatcher = campaign.another_dispatcher()

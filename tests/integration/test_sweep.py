@@ -18,6 +18,7 @@ import pytest
 
 from infra.host.processes import ProcessId
 from infra.store.layout import sweep_call
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from tests.support.command import (
     SMALL,
@@ -179,7 +180,7 @@ def test_a_failed_arm_stops_no_other_and_an_amended_sweep_runs_what_is_new(sweep
     after = sweep.attempts()
     assert {stage: after[stage] for stage in before} == before, "what was there was left alone"
     assert len(after) == len(before) + 3
-    assert sweep.records.read_sweep("ablation", 1).seeds == (1,), "and what it was is kept"
+    assert read_sweep(sweep.records, "ablation", 1).seeds == (1,), "and what it was is kept"
 
 
 def test_a_killed_orchestrator_is_followed_by_another_that_doubles_nothing(slow: Sweep) -> None:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.store.layout import AttemptPaths
+from infra.store.sweep_records import sweep_folder, write_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import digest
@@ -99,7 +100,7 @@ class RecordedSweep:
             started_at=AT,
             provenance={"commit": "c0ffee"},
         )
-        assert self.workspace.write_sweep(record)
+        assert write_sweep(self.workspace, record)
 
     def stages(self, arm: str, seed: int) -> dict[str, str]:
         """Name -> id; data and SFT are shared by all arms."""
@@ -133,7 +134,7 @@ class RecordedSweep:
         )
         paths = self.workspace.layout.run(run.run)
         _json(paths.record, to_json(run))
-        runs = self.workspace.sweep_folder(self.name) / "runs"
+        runs = sweep_folder(self.workspace, self.name) / "runs"
         _json(runs / f"{trial.name.replace('/', '--')}.json", {"trial": trial.name, "run": run.run})
 
     # ------------------------------------------------------------ stages
@@ -153,9 +154,8 @@ class RecordedSweep:
         job = Attempt(1, f"refiner-{stage}", "local", "here:1:1.00", AT)
         data = trial.stages["data"]
         for path, value in (
-            (attempt.intent, to_json(job)),
-            (attempt.config, self._config),
-            (attempt.inputs, {"data": data} if kind != "data" else {}),
+            (attempt.intent, {**to_json(job), "config": self._config,
+                              "inputs": {"data": data} if kind != "data" else {}}),
             (attempt.started, {"started_at": AT, "node": "n1"}),
             (attempt.outcome, {"outcome": {"failure": "none", "decision": "finish"},
                                "ended_at": AT, "seconds": 61.0}),

@@ -74,7 +74,7 @@ class Campaign:
         """End what still runs."""
         for ref in self.refs:
             note = self.workspace.read_control(self.workspace.layout.attempt(*ref).job)
-            if note is not None:
+            if note is not None and "job_id" in note:
                 RealSlurm().cancel(str(note["job_id"]))
 
     def submit(self, *requests: JobRequest) -> Sequence[JobRequest]:

@@ -21,6 +21,7 @@ from flows.certify.work import Order
 from flows.checking.speed import time_forecasts
 from flows.doctor import examine
 from flows.running.calls import make_recipe_plan
+from infra.store.proofs import read_certificate, read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.hardware import public_certificate
@@ -207,25 +208,25 @@ def certificate(**changes: Any) -> Certificate:
 
 def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
-    assert workspace.read_certificates() == []
-    workspace.write_certificate(certificate())
-    assert workspace.read_certificate("node17") == certificate()
-    assert workspace.read_certificates() == [certificate()]
+    assert read_certificates(workspace) == []
+    write_certificate(workspace, certificate())
+    assert read_certificate(workspace, "node17") == certificate()
+    assert read_certificates(workspace) == [certificate()]
     workspace.layout.certificate("node17").write_text('{"version": 1}')
     with pytest.raises(WorkspaceError, match="refiner certify"):
-        workspace.read_certificate("node17")
+        read_certificate(workspace, "node17")
     workspace.layout.certificate("node17").write_text('{"version": 99}')
     with pytest.raises(WorkspaceError, match="has version 99"):
-        workspace.read_certificates()
+        read_certificates(workspace)
 
 
 def test_a_plan_says_how_long_it_takes_by_the_certificate(tmp_path: Path) -> None:
     words = (f"workspace={tmp_path}/runs", "sft.max_train_steps=100", "sft.pack_length=1000")
     assert time_forecasts(make_recipe_plan("tiny", words)) == []
     workspace = Workspace.open(tmp_path / "runs")
-    workspace.write_certificate(certificate())
+    write_certificate(workspace, certificate())
     assert time_forecasts(make_recipe_plan("tiny", words)) == [], "a GPU says nothing of a CPU"
-    workspace.write_certificate(certificate(gpus=()))
+    write_certificate(workspace, certificate(gpus=()))
     plan = make_recipe_plan("tiny", (*words, "sft.gradient_accumulation_steps=4"))
     [sft, grpo] = time_forecasts(plan)
     # 100 steps x 4 packs x 1,000 tokens, at 10,000 tokens/s x 4e9 parameters over the tiny model's
@@ -245,13 +246,14 @@ def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path:
     assert next(finding(), None) is None, "no GPU, and nothing asks for one"
     workspace = Workspace.open(tmp_path / "runs")
     here = {"host": {"name": host_name()}, "versions": {"torch": versions()["torch"]}}
-    workspace.write_certificate(certificate(**here))
+    write_certificate(workspace, certificate(**here))
     assert next(finding()).state == "ok"
-    workspace.write_certificate(certificate(**{**here, "versions": {"torch": "1.0"}}))
+    write_certificate(workspace, certificate(**{**here, "versions": {"torch": "1.0"}}))
     old = next(finding())
     assert (old.state, "certified: 1.0" in old.what) == ("warning", True)
-    workspace.write_certificate(
-        certificate(**here, checks=(CertifiedCheck("planted hang", "fail", "not named"),))
+    write_certificate(
+        workspace,
+        certificate(**here, checks=(CertifiedCheck("planted hang", "fail", "not named"),)),
     )
     failed = next(finding())
     assert (failed.state, "failed: planted hang" in failed.what) == ("warning", True)
@@ -281,6 +283,6 @@ def test_a_plan_for_gpus_says_what_such_a_training_took_of_its_forecast(tmp_path
     words = (f"workspace={tmp_path}/runs", "sft.resources.gpus=1", "stages=[data,sft]")
     figures = {"tokens_per_s": 1e4, "parameters": 4e9, "memory_ratio": 0.9}
     made = certificate(checks=(CertifiedCheck("SFT throughput", "pass", "", figures),))
-    Workspace.open(tmp_path / "runs").write_certificate(made)
+    write_certificate(Workspace.open(tmp_path / "runs"), made)
     notes = time_notes(make_recipe_plan("tiny", words))
     assert any("on each GPU; a certified training took 90% of such a forecast" in n for n in notes)

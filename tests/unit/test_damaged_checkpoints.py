@@ -267,10 +267,10 @@ def test_one_that_is_passed_over_takes_what_was_logged_up_to_it_along(
     paths = workspace.layout.attempt(stage.id, 2)
     assert [m.step for m in read_metrics(paths.metrics)] == list(range(1, 3))
     assert [p.stem for p in list_rollouts(paths.rollouts)] == [step_name(s) for s in range(1, 3)]
-    assert json.loads(paths.resumed.read_text()) == {"step": 2, "from_attempt": 1}
+    assert json.loads(paths.started.read_text())["resumed"] == {"step": 2, "from_attempt": 1}
     io.pass_over(found, "nor can this one")
     assert io.latest_checkpoint() is None
-    assert not paths.resumed.exists()
+    assert json.loads(paths.started.read_text())["resumed"] is None
     assert read_metrics(paths.metrics) == []
     # What it says holds for the attempts after it, too.
     assert make_io(workspace, stage, 3).latest_checkpoint() is None

@@ -689,7 +689,7 @@ def test_a_save_that_was_cut_off_goes_first_once_its_trainer_has_ended(
 
 
 def own_config(workspace: Workspace, stage_id: str) -> RecipeConfig:
-    recorded = workspace.read_control(workspace.layout.attempt(stage_id, 1).config)
+    recorded = workspace.part(workspace.layout.attempt(stage_id, 1), "config")
     return from_json(RecipeConfig, recorded)
 
 

@@ -12,6 +12,7 @@ import pytest
 from flows.reporting.gather import gather
 from flows.reporting.samples import SamplesReader
 from flows.running.status import find_run
+from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.samples import load_samples, write_samples
@@ -110,7 +111,7 @@ def test_arms_that_were_made_with_different_code_are_warned_of(tmp_path: Path) -
     made = RecordedSweep(tmp_path, arms=("base", "more"), seeds=(1, 2), prompts=4)
     made.write()
     assert not make_report(gather(made.workspace, made.name)).warnings
-    trial = next(t for t in made.workspace.read_sweep(made.name).trials if t.arm == "more")
+    trial = next(t for t in read_sweep(made.workspace, made.name).trials if t.arm == "more")
     path = made.workspace.layout.stage(trial.stages["evaluate-grpo"]).result
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "provenance": {"code": "0" * 16}}))

@@ -234,7 +234,7 @@ def test_a_file_of_an_attempt_that_is_damaged_meanwhile_ends_nothing(
     stage = begun(workspace, plan)
     campaign = campaign_of(workspace, plan, Cluster(**RUNS))
     campaign.begin()
-    getattr(workspace.layout.attempt(stage.id, 1), name).write_text("{")
+    (workspace.layout.attempt(stage.id, 1).control / f"{name}.json").write_text("{")
     assert not campaign.step()
     assert not campaign.step()
     assert events(campaign, "outage") == []

@@ -301,7 +301,7 @@ def test_a_stage_works_with_the_configuration_of_its_protocol(tmp_path: Path) ->
     run.carry_out("data@mine")
     run.claim("evaluate-base@mine")
     paths = run.workspace.layout.attempt(run.stage("evaluate-base@mine").id, 1)
-    recorded = from_json(RecipeConfig, Workspace.open(tmp_path / "ws").read_control(paths.config))
+    recorded = from_json(RecipeConfig, Workspace.open(tmp_path / "ws").part(paths, "config"))
     assert recorded.evaluate.max_prompts == 3
     assert recorded == run.plan.config_of(run.stage("evaluate-base@mine"))
     assert check_config(recorded), "it can be read, and rescored, as a configuration of its own"

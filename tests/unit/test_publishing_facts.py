@@ -13,6 +13,7 @@ import pytest
 from flows.checking.sources import resolve_sources
 from flows.publishing import facts_of_stage
 from infra.attempt.attempt import AttemptRun
+from infra.store.proofs import write_proof
 from infra.store.workspace import Workspace
 from infra.tracking.tracker import ADDRESS_FILE
 from refiner_core.cards import build_card, lint_card, load_evidence
@@ -82,9 +83,9 @@ def test_a_proof_of_the_stage_is_told_in_its_card_and_one_of_another_stage_is_no
         "interruptions": (Interruption(3, "judge", "kill", 1, 2),),
         "comparisons": (Comparison("loss trace", 70),),
     }
-    run.workspace.write_proof(ResumeProof(**{**known, "fingerprint": "cd" * 32}))
+    write_proof(run.workspace, ResumeProof(**{**known, "fingerprint": "cd" * 32}))
     assert card_of(run, "card") == before
-    run.workspace.write_proof(ResumeProof(**known))
+    write_proof(run.workspace, ResumeProof(**known))
     assert "a run of 7 steps of this stage, interrupted 1 time by kill -9, was bitwise" in (
         card_of(run, "card")
     )
@@ -218,7 +219,7 @@ def test_hours_are_counted_over_all_attempts_and_those_that_were_repeated_apart(
     grpo = run.stage("grpo").id
     first = run.fail("grpo", Outcome("preempted", "resume", step=4), seconds=3600.0)
     second = run.begin("grpo")
-    run.workspace.layout.attempt(grpo, second).resumed.write_text('{"step": 3}')
+    run.workspace.layout.attempt(grpo, second).started.write_text('{"resumed": {"step": 3}}')
     run.workspace.close_attempt(grpo, second, Outcome("killed", "resume", step=3), 1800.0)
     run.train("grpo")
     run.carry_out("publish")

@@ -116,7 +116,7 @@ def test_a_report_says_what_earlier_parts_were_trained_on(tmp_path: Path) -> Non
         paths = stage.attempt(number)
         paths.control.mkdir(parents=True)
         atomic.write_json(paths.control / "ranks.json", used)
-    atomic.write_json(stage.attempt(3).resumed, {"step": 4, "from_attempt": 1})
+    atomic.write_json(stage.attempt(3).started, {"resumed": {"step": 4, "from_attempt": 1}})
     work = StageWork(
         spec=None,  # type: ignore[arg-type]
         config=plan.config,

@@ -16,6 +16,7 @@ import pytest
 
 from flows.cli.main import main
 from flows.sweeping.live import LOG, LivePage
+from infra.store.sweep_records import read_sweep, write_sweep
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.sweep_records import (
     SWEEP_VERSION,
@@ -205,7 +206,8 @@ def workspace(tmp_path: Path) -> Workspace:
     """A workspace with a sweep of which nothing has begun."""
     made = Workspace.open(tmp_path / "runs")
     arms = tuple(ArmRecord(a, {"weight": a[1:]}, {"reward.w": float(a[1:])}) for a in ("w0", "w1"))
-    made.write_sweep(
+    write_sweep(
+        made,
         SweepRecord(
             version=SWEEP_VERSION,
             number=1,
@@ -222,7 +224,7 @@ def workspace(tmp_path: Path) -> Workspace:
             forecast={},
             code="",
             started_at=now_text(),
-        )
+        ),
     )
     return made
 
@@ -271,9 +273,9 @@ def test_the_newest_sweep_is_the_one_that_was_launched_last(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not the one that was begun last: an older one may have been amended since."""
-    first = workspace.read_sweep("weights")
-    workspace.write_sweep(replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))
-    workspace.write_sweep(replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))
+    first = read_sweep(workspace, "weights")
+    write_sweep(workspace, replace(first, name="between", started_at="2027-01-01T00:00:00+00:00"))
+    write_sweep(workspace, replace(first, number=2, started_at="2027-01-02T00:00:00+00:00"))
     assert main(["report", f"workspace={workspace.root}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sweep"] == "weights"
 

@@ -30,6 +30,7 @@ from refiner_core.contract.types import Progress
 from tests.support.plans import OWNER, small_plan
 
 GONE = "elsewhere:1:1.00"
+FACTS = {"State": "NODE_FAIL"}
 
 
 def job(restart: int = 0, number: str = "7") -> SlurmJob:
@@ -89,6 +90,7 @@ def test_the_first_start_runs_what_it_was_told(workspace: Workspace, plan: Plan)
 def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     workspace: Workspace, stage: PlannedStage, plan: Plan
 ) -> None:
+    workspace.note_scheduler(stage.id, 1, FACTS)
     assert attempt_to_run(workspace, stage.id, 1, job(restart=1), silent) == 2
     record = workspace.read_record(stage.id)
     assert record is not None
@@ -100,6 +102,7 @@ def test_a_restart_closes_what_was_cut_short_and_claims_the_next(
     assert (new.job_id, new.restart, new.outcome) == ("7", 1, None)
     assert AttemptRun(workspace, stage.id, 2).config == plan.config
     noted = workspace.read_control(workspace.layout.attempt(stage.id, 2).job)
+    assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == FACTS
     assert noted == {"job_id": "7", "comment": "c", "restart": 1}, "it is the same job"
 
 

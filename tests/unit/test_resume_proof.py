@@ -19,6 +19,7 @@ from flows.proving import plan_proofs
 from flows.proving.interrupting import as_they_were
 from flows.proving.planning import PHASES, Asked, Trained, draw_points
 from flows.proving.text import exit_code, proof_lines, proofs_json
+from infra.store.proofs import keep_scratch, new_scratch, read_proof, write_proof
 from infra.store.workspace import Workspace
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
@@ -251,11 +252,11 @@ def proof(comparisons: tuple[Comparison, ...] = SAME, **changes: Any) -> ResumeP
 def test_a_record_comes_back_and_a_second_one_replaces_it(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
     first, second = proof(), proof(FAR)
-    assert workspace.read_proof(first.stage_id) is None
-    workspace.write_proof(first)
-    assert workspace.read_proof(first.stage_id) == first
-    workspace.write_proof(second)
-    read = workspace.read_proof(first.stage_id)
+    assert read_proof(workspace, first.stage_id) is None
+    write_proof(workspace, first)
+    assert read_proof(workspace, first.stage_id) == first
+    write_proof(workspace, second)
+    read = read_proof(workspace, first.stage_id)
     assert read is not None
     assert (read, read.verdict) == (second, "diverged")
 
@@ -274,19 +275,19 @@ def test_a_damaged_record_says_what_to_do(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"version": 1}')
     with pytest.raises(WorkspaceError, match="prove-resume"):
-        workspace.read_proof("grpo-1")
+        read_proof(workspace, "grpo-1")
 
 
 def test_scratch_of_the_dead_goes_and_what_was_kept_stays(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path / "runs")
-    dead, kept, alive = (workspace.new_scratch(name) for name in ("dead", "kept", "alive"))
+    dead, kept, alive = (new_scratch(workspace, name) for name in ("dead", "kept", "alive"))
     for folder in (dead, kept):
         owner = json.loads((folder / "owner.json").read_text())
         host, _, started = owner["process"].rsplit(":", 2)
         process = f"{host}:{2**22 + 1}:{started}"  # above any process number
         (folder / "owner.json").write_text(json.dumps({"process": process}))
-    workspace.keep_scratch(kept)
-    workspace.new_scratch("next")
+    keep_scratch(kept)
+    new_scratch(workspace, "next")
     assert (dead.exists(), kept.exists(), alive.exists()) == (False, True, True)
 
 

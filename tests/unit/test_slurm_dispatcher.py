@@ -109,7 +109,7 @@ def test_ids_are_noted_beside_their_attempts(campaign: Campaign) -> None:
     one = campaign.claim(1)
     campaign.submit(one)
     note = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).job)
-    batch = campaign.workspace.read_control(campaign.workspace.layout.attempt(*one.ref).batch)
+    batch = campaign.workspace.part(campaign.workspace.layout.attempt(*one.ref), "batch")
     assert note is not None
     assert batch is not None
     assert (note["job_id"], note["executor"], note["comment"]) == ("101", "slurm", one.comment)

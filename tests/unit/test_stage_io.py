@@ -73,7 +73,7 @@ def test_a_resumed_attempt_tells_the_whole_story_without_a_step_twice(
     assert [p.stem for p in list_rollouts(paths.rollouts)] == [
         f"step-{n:08d}" for n in range(1, 10)
     ]
-    assert json.loads(paths.resumed.read_text()) == {"step": 6, "from_attempt": 2}
+    assert json.loads(paths.started.read_text())["resumed"] == {"step": 6, "from_attempt": 2}
 
 
 def test_an_attempt_that_resumes_from_nothing_begins_anew(

@@ -23,6 +23,7 @@ from infra.orchestrator.member import Member
 from infra.store import atomic
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
+from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
@@ -102,7 +103,7 @@ def test_every_trial_is_a_run_that_knows_its_place(workspace: Workspace) -> None
     runs = [workspace.read_run(run_id) for run_id in workspace.run_ids()]
     places = {(r.provenance["sweep"]["arm"], r.provenance["sweep"]["seed"]) for r in runs}
     assert places == {(t.arm, t.seed) for t in plan.trials}
-    first = workspace.trial_run("small", plan.trials[0].name)
+    first = trial_run(workspace, "small", plan.trials[0].name)
     assert workspace.read_orchestrator(first)["state"] == "ended"
 
 
@@ -180,7 +181,7 @@ def test_a_trial_whose_stages_are_all_there_is_a_run_without_being_begun(
     again = bench(workspace, twin, SCRIPT)
     again.run()
     assert again.jobs.begun == []
-    run = workspace.read_run(workspace.trial_run("twin", plan.trials[0].name))
+    run = workspace.read_run(trial_run(workspace, "twin", plan.trials[0].name))
     assert run.provenance["sweep"]["name"] == "twin"
 
 
@@ -192,7 +193,7 @@ def test_a_trial_whose_stages_are_others_by_now_is_another_run(workspace: Worksp
     bench(workspace, other, SCRIPT).run()
     bench(workspace, now, SCRIPT).run()
     for trial in now.trials:
-        run = workspace.read_run(workspace.trial_run("small", trial.name))
+        run = workspace.read_run(trial_run(workspace, "small", trial.name))
         assert dict(run.stages) == {s.name: s.id for s in trial.plan.stages}
 
 
@@ -237,11 +238,11 @@ def test_what_failed_is_tried_again_by_the_next_call_as_a_new_run(workspace: Wor
     plan = small_sweep()
     bad = plan.trials[1].name
     bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)}).run()
-    before = workspace.trial_run("small", bad)
+    before = trial_run(workspace, "small", bad)
     again = bench(workspace, plan, SCRIPT)
     assert set(again.run().values()) == {"done"}
     assert again.jobs.begun == [f"{bad}/grpo"]
-    assert workspace.trial_run("small", bad) != before
+    assert trial_run(workspace, "small", bad) != before
 
 
 def test_an_error_in_one_trials_records_is_its_own_trouble(workspace: Workspace) -> None:
@@ -493,7 +494,7 @@ def test_a_version_is_written_only_when_something_has_changed(workspace: Workspa
     assert recorded(workspace, small_sweep()).number == first.number == 1
     assert recorded(workspace, small_sweep(seeds=(1, 2, 3))).number == 2
     assert recorded(workspace, small_sweep(seeds=(1, 2, 3), limits=Limits(gpu_hours=3))).number == 3
-    assert workspace.read_sweep("small", 1).seeds == (1, 2)
+    assert read_sweep(workspace, "small", 1).seeds == (1, 2)
 
 
 def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspace) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,8 @@ from infra.orchestrator.explain import explain_difference, observe_actions
 from infra.store import atomic, record_files
 from infra.store.ownership import SHARED
 from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.store.snapshot import _write, snapshot_code
+from infra.store.record_files import Part
+from infra.store.snapshot import _write, reads_parts_apart, snapshot_code
 from infra.store.workspace import FORMAT, Claim, Workspace
 from refiner_core.contract import planned
 from refiner_core.contract.config import GrpoConfig
@@ -31,7 +32,7 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome, OutputFile, StageResult
+from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
 from tests.support.plans import OWNER, SOURCES, claim, run_record, small_config, small_plan
 from tests.support.recorded_run import RecordedRun
 
@@ -376,7 +377,7 @@ def test_a_damaged_file_of_an_attempt_is_set_aside_and_the_rest_is_gone_on_with(
     workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "then"})
     atomic.write_json(paths.job, {"job_id": "7"})
     workspace.close_attempt(stage.id, 1, Outcome("preempted", "resume"))
-    path = getattr(paths, name)
+    path = paths.control / f"{name}.json"  # earlier versions had the last two
     path.write_text(damage)
 
     looked_at = Workspace.read_only(workspace.root).read_record(stage.id)
@@ -493,7 +494,10 @@ def test_what_is_known_of_an_attempt_is_put_together_from_all_who_know(
     attempt = workspace.read_attempt(stage.id, 1)
     assert attempt is not None
     assert (attempt.node, attempt.restart, attempt.seconds) == ("n1", 2, 12.5)
-    assert workspace.read_scheduler(stage.id, 1) == {"State": "NODE_FAIL", "node": "n9"}
+    assert workspace.part(workspace.layout.attempt(stage.id, 1), "scheduler") == {
+        "State": "NODE_FAIL",
+        "node": "n9",
+    }
 
 
 def test_the_node_of_a_worker_that_never_spoke_is_known_from_the_scheduler(
@@ -504,6 +508,68 @@ def test_the_node_of_a_worker_that_never_spoke_is_known_from_the_scheduler(
     attempt = workspace.read_attempt(stage.id, 1)
     assert attempt is not None
     assert attempt.node == "n9"
+
+
+#: All control files that an attempt may have (a server's also endpoint.json).
+FILES = {"intent.json", "job.json", "started.json", "heartbeat.json", "stop.json", "outcome.json"}
+
+
+def test_an_attempt_has_at_most_six_control_files(workspace: Workspace, plan: Plan) -> None:
+    """On NFS each one costs, for thousands of trials, round trips in each look."""
+    stage = claim(workspace, plan, "sft")
+    paths = workspace.layout.attempt(stage.id, 1)
+    atomic.write_json(paths.job, {"batch": {"index": 3}, "job_id": "7_3"})
+    workspace.start_attempt(stage.id, 1, {"process": OWNER, "started_at": "then"})
+    atomic.write_json(paths.heartbeat, {"seconds": 12.5})
+    workspace.ask_stop(stage.id, 1, "cancelled", "a test")
+    workspace.close_attempt(stage.id, 1, Outcome("cancelled", "stop"))
+    workspace.note_scheduler(stage.id, 1, {"State": "CANCELLED"})
+    assert {p.name for p in paths.control.glob("*.json")} == FILES
+    assert workspace.part(paths, "config") == to_json(plan.config)
+    assert workspace.part(paths, "inputs") == {"data": plan.by_name["data"].id}
+    assert workspace.part(paths, "batch") == {"index": 3}
+    assert workspace.part(paths, "resumed") == {}
+    before = paths.job.read_text()
+    assert not workspace.note_scheduler(stage.id, 1, {"State": "else"})
+    assert paths.job.read_text() == before
+
+
+def test_parts_that_an_earlier_version_kept_apart_are_read(
+    workspace: Workspace, plan: Plan
+) -> None:
+    stage = claim(workspace, plan, "data")
+    paths = workspace.layout.attempt(stage.id, 1)
+    intent = json.loads(paths.intent.read_text())
+    said = {"config": intent.pop("config"), "inputs": {"data": "data-1"}, "batch": {"index": 0}}
+    said |= {"scheduler": {"node": "n9"}, "resumed": {"step": 4, "from_attempt": 1}}
+    del intent["inputs"]
+    paths.intent.write_text(json.dumps(intent))
+    for name, value in said.items():
+        atomic.write_json(paths.control / f"{name}.json", value)
+    for name in get_args(Part):
+        assert workspace.part(paths, name) == said[name]
+    attempt = workspace.read_attempt(stage.id, 1)
+    assert attempt is not None
+    assert (attempt.node, attempt.resumed_from_step) == ("n9", 4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_job_of_earlier_code_finds_the_files_that_it_reads(
+    workspace: Workspace, plan: Plan, apart: bool
+) -> None:
+    """A run goes on with the code that it was begun with, whatever was installed since."""
+    code = workspace.layout.code / "abc" / "infra" / "store"
+    code.mkdir(parents=True)
+    if apart:
+        (code / "proof_records.py").touch()
+    assert reads_parts_apart(workspace, "abc") == apart
+    stage, inputs = plan.by_name["sft"], {"data": "data-1"}
+    workspace.claim_attempt(stage, plan.config, inputs, Claim(OWNER, "local", 0, apart))
+    folder = workspace.layout.attempt(stage.id, 1).control
+    assert (folder / "config.json").exists() == apart
+    if apart:
+        assert json.loads((folder / "config.json").read_text()) == to_json(plan.config)
+        assert json.loads((folder / "inputs.json").read_text()) == inputs
 
 
 # ---------------------------------------------------------------- atomic files

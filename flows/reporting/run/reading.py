@@ -7,7 +7,7 @@ its configuration. Whatever else a part of the report has to read goes through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
@@ -104,9 +104,9 @@ class RunReading:
         stage_id, attempts = self.run.stages[name], self.attempts(name)
         if not attempts:
             return self.config
-        path = self.workspace.layout.attempt(stage_id, attempts[-1].number).config
-        recorded: Mapping[str, Any] | None = self.workspace.read_control(path)
-        return self.config if recorded is None else from_json(RecipeConfig, recorded)
+        newest = self.workspace.layout.attempt(stage_id, attempts[-1].number)
+        recorded = self.workspace.part(newest, "config")
+        return from_json(RecipeConfig, recorded) if recorded else self.config
 
 
 def said(error: Exception) -> str:
