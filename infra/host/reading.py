@@ -71,6 +71,16 @@ def exists(path: Path) -> bool:
     return status_of(path) is not None
 
 
+def opens(path: Path) -> bool:
+    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
+    may go on believing in it for a minute, but not when it is opened."""
+    try:
+        again(path.open, "rb").close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def is_folder(path: Path) -> bool:
     """Whether it is there and a folder."""
     found = status_of(path)

@@ -173,6 +173,15 @@ class RecordFiles:
             return None
         return value
 
+    def glance(self, path: Path) -> dict[str, Any] | None:
+        """What a file says; None, and a warning, for one that is damaged or does not let itself be
+        read."""
+        try:
+            return self.read_control(path)
+        except WorkspaceError as error:
+            self.tell_once(path, str(error))
+            return None
+
     def tell_once(self, path: Path, text: str) -> None:
         """Log what is wrong with a file that is looked at again and again."""
         if path not in self._told:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.host.reading import again, exists, is_folder, make_folder, names_in, status_of
+from infra.host.reading import exists, is_folder, make_folder, names_in, opens, status_of
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.layout import AttemptPaths, Layout
@@ -62,6 +62,7 @@ class StageRecords(RecordFiles):
         super().__init__(layout)
         # Ended attempts that a later one has followed: they never change again.
         self._over: dict[tuple[str, int], Attempt] = {}
+        self._claimed: dict[Path, tuple[tuple[int, int, int] | None, Attempt]] = {}
 
     # ------------------------------------------------------------ reading
 
@@ -107,15 +108,15 @@ class StageRecords(RecordFiles):
 
     def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         paths = self.layout.attempt(stage_id, number)
-        intent = self.read_or_set_aside(paths.intent, lambda v: from_json(Attempt, v))
+        claimed = self._read_intent(paths)
         job = self.read_or_set_aside(paths.job, _restart) or {}
         started = self.read_or_set_aside(paths.started, _restart) or {}
         ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
-        if intent is None and not ended:
+        if claimed is None and not ended:
             ended = self._give_up_unknown(stage_id, number)
-        if intent is None and not ended:
+        if claimed is None and not ended:
             return None
-        attempt = from_json(Attempt, intent) if intent else Attempt(number, "", "", "", "")
+        attempt = claimed or Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
         seconds = ended.get("seconds")
         if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
@@ -131,8 +132,20 @@ class StageRecords(RecordFiles):
             restart=_restart(started) or _restart(job),
             node=str(node or ""),
             seconds=seconds,
-            has_room=attempt.has_room and _opens(paths.room),
+            has_room=attempt.has_room and opens(paths.room),
         )
+
+    def _read_intent(self, paths: AttemptPaths) -> Attempt | None:
+        """The claim; read once while its file is the same: it holds a whole configuration."""
+        found = status_of(paths.intent)
+        sign = None if found is None else (found.st_ino, found.st_mtime_ns, found.st_size)
+        kept = self._claimed.get(paths.intent)
+        if kept is None or kept[0] != sign:
+            value = self.read_or_set_aside(paths.intent, lambda v: from_json(Attempt, v))
+            if value is None:
+                return None
+            kept = self._claimed[paths.intent] = (sign, from_json(Attempt, value))
+        return kept[1]
 
     def _give_up_unknown(self, stage_id: str, number: int) -> dict[str, Any]:
         """End an attempt of which nobody can tell any more who claimed it, and where its job runs:
@@ -396,7 +409,7 @@ class StageRecords(RecordFiles):
         paths = self.layout.stage(stage_id)
         steps = (n for n in names_in(paths.checkpoints) if n.startswith("step-"))
         markers = (paths.checkpoints / name / MARKER for name in steps)
-        values = [(self._glance(path) or {}).get("seconds") for path in markers]
+        values = [(self.glance(path) or {}).get("seconds") for path in markers]
         for number in paths.attempt_numbers():
             values.append((self.read_heartbeat(stage_id, number) or {}).get("save_s"))
         return max((float(v) for v in values if v is not None), default=0.0)
@@ -406,16 +419,7 @@ class StageRecords(RecordFiles):
 
         It is the one file that is not made durable, so a power cut may leave it empty.
         """
-        return self._glance(self.layout.attempt(stage_id, number).heartbeat)
-
-    def _glance(self, path: Path) -> dict[str, Any] | None:
-        """What a file says; None, and a warning, for one that is damaged or does not let itself be
-        read."""
-        try:
-            return self.read_control(path)
-        except WorkspaceError as error:
-            self.tell_once(path, str(error))
-            return None
+        return self.glance(self.layout.attempt(stage_id, number).heartbeat)
 
 
 def _refuse_vanished(folder: Path) -> None:
@@ -430,16 +434,6 @@ def _restart(said: Mapping[str, Any]) -> int:
 
 def _outcome(said: Mapping[str, Any]) -> Outcome:
     return from_json(Outcome, said["outcome"])
-
-
-def _opens(path: Path) -> bool:
-    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
-    may go on believing in it for a minute, but not when it is opened."""
-    try:
-        again(path.open, "rb").close()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:

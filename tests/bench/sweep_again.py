@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from infra.store.workspace import Workspace
 from refiner_core.contract.plan import PlannedStage
@@ -56,18 +57,18 @@ def finish(root: Path, file: Path) -> int:
 
     plan = make_sweep_plan(str(file), [f"workspace={root}"])
     workspace = Workspace.open(root)
-    config = json.dumps(to_json(plan.trials[0].plan.config))
+    config = to_json(plan.trials[0].plan.config)
     for stage in plan.stages().values():
         _done(workspace, stage, config)
     return len(plan.trials)
 
 
-def _done(workspace: Workspace, stage: PlannedStage, config: str) -> None:
+def _done(workspace: Workspace, stage: PlannedStage, config: dict[str, Any]) -> None:
     paths = workspace.layout.stage(stage.id)
     attempt = paths.attempt(1)
     attempt.control.mkdir(parents=True)
-    attempt.config.write_text(config)
     intent = {"number": 1, "comment": "c", "executor": "local", "owner": "h:1:1.00"}
+    intent |= {"config": config, "inputs": {}}
     attempt.intent.write_text(json.dumps({**intent, "claimed_at": "2026-11-21T00:00:00+00:00"}))
     ended = {"outcome": {"failure": "none", "decision": "finish"}, "seconds": 10.0}
     attempt.outcome.write_text(json.dumps({**ended, "ended_at": "2026-11-21T01:00:00+00:00"}))
