@@ -40,7 +40,7 @@ from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.simulation.disk import GIB, SimDisk
 from tests.simulation.files import simulated_machine
 from tests.simulation.invariants import Watch
-from tests.simulation.slurm import Cluster, SimSlurm
+from tests.simulation.slurm import Cluster, SimJob, SimSlurm
 from tests.simulation.weather import draw_weather
 from tests.simulation.worker import Shape, Worker
 from tests.simulation.world import Process, Stalls, Violation, World
@@ -154,6 +154,15 @@ class Schedule:
         self._running: dict[int, Process] = {}
         world.stalls = Stalls(long=self.weather.long_stalls)
         world.after_event = self.watch.check
+        world.on_stall = self._stalled
+
+    def _stalled(self, process: Process, seconds: float) -> None:
+        """A job that stands still for so long is rightly taken for hung."""
+        if (
+            isinstance(process.job, SimJob)
+            and seconds > self.plan.config.dispatch.heartbeat_timeout_s
+        ):
+            self.watch.setback(process.job.request.stage_id, "stalled")
 
     def _shape(self, stage: PlannedStage) -> Shape:
         rng = self.world.random

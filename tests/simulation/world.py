@@ -87,6 +87,7 @@ class World:
         self.current: Process | None = None
         self.processes: dict[int, Process] = {}
         self.after_event: Callable[[], None] = lambda: None
+        self.on_stall: Callable[[Process, float], None] = lambda process, seconds: None
         self.failure: BaseException | None = None
         self._hub = getcurrent()
         self._queue: list[tuple[float, int, Process | None, Callable[[], None] | None]] = []
@@ -176,6 +177,7 @@ class World:
         elif self.chance(self.stalls.long):
             stall_s = self.random.random() * self.stalls.long_s
             self.tell(f"stalls for {stall_s:.0f} s at {label}")
+            self.on_stall(process, stall_s)
             self.sleep(stall_s)
 
     def _dies_now(self, process: Process, label: str) -> bool:
