@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import MODELS
 from refiner_core.contract.plan import Plan
 
 
@@ -46,8 +47,8 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
 def _place(model: str) -> tuple[int, int]:
     """Where a model stands among others: in the order of training, steps before the end."""
     family, _, step = model.partition("-step")
-    order = ("base", "sft", "rft", "grpo", "command")
-    return (order.index(family) if family in order else len(order), int(step) if step else 1 << 62)
+    place = MODELS.index(family) if family in MODELS else len(MODELS)
+    return (place, int(step) if step else 1 << 62)
 
 
 def _number(entry: Mapping[str, Any]) -> dict[str, Any]:

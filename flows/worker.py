@@ -73,14 +73,14 @@ def _say_no_room(workspace: Workspace, stage_id: str) -> None:
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
     from flows.stages.judge_prompts import planned_prompts
-    from flows.stages.kinds import STAGE_FUNCTIONS
     from flows.stages.rubric_sets import planned_rubrics
+    from flows.stages.work import run_stage
 
     refuse_other_code(attempt.workspace)
     attempt.check_inputs()
     spec, config = attempt.spec, attempt.config
     with planned_rubrics(spec, config), planned_prompts(spec, config):
-        return STAGE_FUNCTIONS[attempt.spec.kind](work_of(attempt))  # type: ignore[index]
+        return run_stage(work_of(attempt))
 
 
 def work_of(attempt: AttemptRun) -> StageWork:

@@ -15,6 +15,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, replace_fields
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, uses
 from sweeps.dormant import DORMANT, why_without_effect
@@ -121,7 +122,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
         deaf = _deaf_command(config)
         if not deaf and measured_stages(by_seed[0]) != measured_stages(by_seed[1]):
             continue
-        trains = [k for k in config.stages if k in (*STAGES, "command")]
+        trains = [k for k in config.stages if k in TRAINED]
         why = f"none of its stages ({', '.join(config.stages)}) is trained with a seed"
         if "command" in trains:
             why = deaf or "weights that were adopted have none"
@@ -135,7 +136,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
 
 def _deaf_command(config: RecipeConfig) -> str:
     """Why a recipe's only trainer never hears of the seed; empty where it does."""
-    trains = {*STAGES, "command"} & set(config.stages)
+    trains = {*TRAINED} & set(config.stages)
     if trains != {"command"} or config.command.adopted or uses(config.command, "seed"):
         return ""
     return "`command.run` does not name {seed}"

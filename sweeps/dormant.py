@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.placement import STAGES
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.plan import Plan
 
 
@@ -85,8 +85,8 @@ def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
         return rule.why
     section, _, name = field.rpartition(".")
     stages = plan.config.stages
-    owner = "rft" if section == "sample" else section
-    if owner in (*STAGES, "command", "publish", "evaluate") and owner not in stages:
+    owner = KINDS[section].entry if section in KINDS else ""
+    if owner and owner != "data" and owner not in stages:
         return f"belongs to a stage that the recipe does not have (`stages` is {', '.join(stages)})"
     if section == "publish":
         return "decides how a model is published, which no number depends on"

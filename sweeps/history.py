@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from refiner_core.contract.kinds import KINDS
+
 #: Stages that train on demonstrations, whose number of steps the data decide.
-FINE_TUNING = ("sft", "rft")
+FINE_TUNING = tuple(k.name for k in KINDS.values() if k.trains == "demonstrations")
 #: What decides how long a step or a sample takes, beside its size: per kind, dotted fields.
 _JUDGE = ("judge.kind", "judge.model", "judge.form", "reward.rubric_source",
           "reward.static_rubrics", "reward.apply_paper_citation_reward")  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 from flows.checking.model_files import ModelFiles, model_files
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.kinds import KINDS, kinds_of
 from refiner_core.contract.placement import STAGES
 
 #: Stages that tokenise or run the recipe's base model.
@@ -71,13 +72,13 @@ def check_model_files(config: RecipeConfig) -> None:
     _check_weights(config, model)
     if tokenizer is not None:
         _check_vocabulary(config, model, tokenizer)
-    if stages & {"rft", "grpo", "evaluate"}:
+    if any(KINDS[stage].on_prompts for stage in stages):
         _check_window(config, model)
     if stages & _TRAINERS:
         _check_layers(config, model)
-    for stage, section in (("rft", "sample"), ("grpo", "grpo")):
-        if stage in stages:
-            _check_sampling(config, model, section)
+    for kind in kinds_of(stages):
+        if kind.samples_with:
+            _check_sampling(config, model, kind.samples_with)
 
 
 # ---------------------------------------------------------------- tokenizer

@@ -14,7 +14,6 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.planned import StageKind
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
 
@@ -42,7 +41,7 @@ def check_server_programs(plan: Plan) -> None:
             )
 
 
-def _programs(config: RecipeConfig, kinds: Collection[StageKind]) -> Iterator[ServerProgram]:
+def _programs(config: RecipeConfig, kinds: Collection[str]) -> Iterator[ServerProgram]:
     grpo = "grpo" in kinds and config.grpo.generation_backend == "vllm"
     if grpo or ("sample" in kinds and config.sample.generation_backend == "vllm"):
         yield ServerProgram.of(config.grpo.rollout_server, "grpo.rollout_server", "vllm")

@@ -17,9 +17,10 @@ from flows.checking.names import check_names
 from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.plan import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
-from refiner_core.contract.services import JUDGE_WEIGHTS, engine_of, serves
+from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.environments.registry import environment_digest
 from refiner_core.generation.load import resolve_ref

@@ -14,8 +14,8 @@ from typing import Any
 
 from flows.diffing.sides import Half, Pair, Side
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import ABSENT, Mark, walk
-from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.services import CONSUMERS
 
@@ -110,7 +110,7 @@ def _touched(path: str, specs: Mapping[str, tuple[str, list[StageSpec]]]) -> tup
     """Stages whose own identity has the field; where none is recorded, whose kind has it."""
     found = []
     for name, (kind, recorded) in specs.items():
-        prefixes: tuple[str, ...] = STAGE_FIELDS.get(kind, ())  # type: ignore[call-overload]
+        prefixes = KINDS[kind].fields if kind in KINDS else ()
         by_kind = any(path == p or path.startswith(f"{p}.") for p in prefixes)
         if any(path in s.identity for s in recorded) or (not recorded and by_kind):
             found.append(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flows.diffing.sides import Half, Pair
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
-from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.proofs import MEASURED
 
 _COMPARED = ("sample", *TRAINED)

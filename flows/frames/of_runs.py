@@ -18,7 +18,7 @@ from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.evaluation.results import load_results
 

@@ -16,7 +16,7 @@ from flows.running.which import find_run, has_begun, newest_runs
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.sweep_records import trial_of
 from refiner_core.nightly.values import Checkpoint, Source

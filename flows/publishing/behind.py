@@ -15,6 +15,7 @@ from flows.stages.work import StageWork
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.records import (
     Attempt,
     RunRecord,
@@ -25,7 +26,9 @@ from refiner_core.contract.records import (
 )
 
 #: Kinds of stages that a model rests on, in their order.
-KINDS = ("data", "sft", "sample", "rft", "grpo", "command")
+BEHIND = tuple(
+    name for name in KINDS if name in TRAINED or any(KINDS[t].learns_from == name for t in TRAINED)
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def behind(workspace: Workspace, weights: str) -> Behind:
         hidden = ("stage", "attempt", "elapsed_s")
         reports[name] = {k: v for k, v in made.report.items() if k not in hidden}
         attempts[name] = _until_checkpoint(records[name], made.report)
-    order = {kind: position for position, kind in enumerate(KINDS)}
+    order = {kind: position for position, kind in enumerate(BEHIND)}
     names = sorted(records, key=lambda n: order.get(records[n].spec.kind, len(order)))
     return Behind(
         weights=weights,
@@ -202,7 +205,7 @@ def _chain(workspace: Workspace, trained: str) -> dict[str, StageRecord]:
     while waiting:
         stage_id = waiting.pop()
         record = workspace.read_record(stage_id)
-        if record is None or record.spec.name in found or record.spec.kind not in KINDS:
+        if record is None or record.spec.name in found or record.spec.kind not in BEHIND:
             continue
         found[record.spec.name] = record
         waiting += inputs_of(workspace, stage_id).values()

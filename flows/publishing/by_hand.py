@@ -22,8 +22,8 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import OF_A_PROTOCOL, Plan, PlannedStage, make_plan
 from refiner_core.contract.protocols import protocol_name, under
 from refiner_core.contract.publications import final_model, published_steps, publishes_final
@@ -118,7 +118,7 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
     recorded = workspace.runs(newest_first=True)
     for run in itertools.chain(newest_runs(workspace, models=True), recorded):
         trained = run.provenance.get("publishes")
-        if trained or {*STAGES, "command"} & run.stages.keys():
+        if trained or {*TRAINED} & run.stages.keys():
             return workspace.read_run(str(trained)) if trained else run
     raise ConfigurationError(
         f"No run in {workspace.root} has trained anything.",

@@ -34,8 +34,8 @@ from refiner_core.cards.facts import UNKNOWN
 from refiner_core.cards.hardware import public_certificate
 from refiner_core.cards.resume import public_proof
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import MODELS
 from refiner_core.contract.marks import walk
-from refiner_core.contract.planned import MODELS
 from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
 

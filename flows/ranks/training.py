@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flows.stages.environments import as_planned
 from infra.jobs.restart import AttemptClosed, job_of
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.nodes import OtherNodes
 from infra.store import atomic
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import (
     Placement,
     TrainingStage,
@@ -41,6 +43,8 @@ def run_training(work: StageWork) -> dict[str, Any]:
     RefinerError, Exception
         Why it ended otherwise, in whichever rank.
     """
+    if "environment" in KINDS[work.spec.kind].sources:
+        as_planned(work.spec.sources, work.config)
     stage = training_stage(work.spec.kind)
     placement = placement_of(work.config, stage)
     used = {

@@ -30,7 +30,7 @@ from infra.store.workspace import Workspace, now_text
 from infra.tracking.tracker import tracked_address
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
 from refiner_core.contract.fingerprint import canonical_json
-from refiner_core.contract.placement import STAGES
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
@@ -48,7 +48,6 @@ from refiner_core.report.sweep.evidence import (
     TrialEvidence,
 )
 
-_TRAINING = (*STAGES, "command")
 _EVALUATE = "evaluate-"
 _THREADS = 4
 
@@ -169,7 +168,7 @@ class _Read:
     def trial(self, trial: TrialRecord, standing: TrialStanding) -> TrialEvidence:
         """One trial, with what of it is there."""
         planned = {n: i for n, i in trial.stages.items() if n.startswith(_EVALUATE)}
-        trained = [n for n in _TRAINING if n in trial.stages and self._training(n, trial)]
+        trained = [n for n in TRAINED if n in trial.stages and self._training(n, trial)]
         return TrialEvidence(
             row=self._row(trial, standing),
             stages=trial.stages,
@@ -198,7 +197,7 @@ class _Read:
         use = standing.use
         published = self.result(trial.stages["publish"]) if "publish" in trial.stages else None
         target = str((published or {}).get("report", {}).get("target") or "")
-        trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in _TRAINING[::-1])
+        trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
         return TrialRow(
             arm=standing.arm,
             seed=standing.seed,

@@ -7,6 +7,7 @@ waits for a scheduler longer than it is told to: what it did not answer in time 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from infra.orchestrator.timeline import Incident, first_line
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.malformed import all_malformed
 from refiner_core.contract.records import RunRecord, StageRecord, from_json
 from refiner_core.contract.services import is_service
@@ -36,10 +38,6 @@ SCHEDULER_WAIT_S = 0.6
 #: Which of a stage's values is its main one, where it has it; else the first.
 _MAIN = ("reward", "rewards/mean", "loss", "format_valid")
 _ENDED_FULL = "its worker has ended without a word: there was no room on the disk"
-_KINDS = (
-    *("fetch", "data", "sft", "serve", "sample", "rft", "grpo", "command"),
-    *("export", "publish", "evaluate", "card"),
-)
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ def stage_names(run: RunRecord) -> list[str]:
 def _order(stage_id: str) -> int:
     """Position of a stage's kind in a plan; stage ids begin with the kind."""
     kind = stage_id.rpartition("-")[0]
-    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+    return KINDS[kind].order if kind in KINDS else sys.maxsize
 
 
 def _kind(name: str) -> str:

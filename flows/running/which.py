@@ -14,12 +14,12 @@ from infra.store.sweep_records import read_sweep, sweep_names, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.placement import STAGES
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 from refiner_core.contract.services import is_service
 
 #: Kinds of stages whose outputs are weights, or weights for others.
-_OF_MODELS = (*STAGES, "command", "export", "publish")
+_OF_MODELS = (*TRAINED, "export", "publish")
 
 
 def newest_runs(

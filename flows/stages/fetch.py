@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.stages.work import StageWork
 from infra.store import atomic
 from infra.store.room import is_no_space, no_space_error
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
+from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
-from refiner_core.contract.services import JUDGE_WEIGHTS
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import resolve_ref
 
@@ -45,6 +46,11 @@ class Wanted:
     revision: str
     kind: Literal["model", "dataset"]
     split: str = ""
+
+
+def run_fetch(work: StageWork) -> dict[str, Any]:
+    """Models and data sets of a Hub into this machine's cache."""
+    return fetch(work.config, work.spec.sources, output_dir=work.output_dir, io=work.io)
 
 
 def fetch(

@@ -1,13 +1,22 @@
-"""The work of a stage function: its spec, configuration, inputs and output folder."""
+"""The work of a stage, and how it is carried out.
+
+A stage function gets a :class:`StageWork` (what it is, where its inputs lie, where to write) and
+returns a JSON-ready report; outputs are whatever files it leaves in ``output_dir``. No stage calls
+another. Each kind names its function, and a function imports what it needs, so that a publish job
+does not pay for torch.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import StageIO
 
@@ -40,3 +49,10 @@ class StageWork:
             if role in self.inputs:
                 return str(self.inputs[role] / "model")
         return self.config.model.name_or_path
+
+
+def run_stage(work: StageWork) -> dict[str, Any]:
+    """Carry out a stage by the function that its kind names; its report."""
+    module, _, function = KINDS[work.spec.kind].run.partition(":")
+    report: dict[str, Any] = getattr(importlib.import_module(module), function)(work)
+    return report

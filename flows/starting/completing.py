@@ -231,10 +231,10 @@ def _runs(typed: _Typed, incomplete: str) -> Iterator[str]:
 def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
     """Those of the newest run; `explain` is about any recipe."""
     from infra.store.workspace import Workspace
-    from refiner_core.contract.planned import STAGE_FIELDS
+    from refiner_core.contract.kinds import KINDS
 
     if typed.path == ["explain"]:
-        yield from STAGE_FIELDS
+        yield from KINDS
     root = _workspace(typed)
     if root is None:
         return

@@ -14,6 +14,7 @@ from typing import Any
 
 from refiner_core.contract.field_facts import FieldFacts, facts_of
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.origins import Setting, settings
 from refiner_core.contract.protocols import configs_under
@@ -63,9 +64,7 @@ class InRecipe:
 
     def kinds_of(self, facts: FieldFacts) -> list[str]:
         """The kinds of this recipe's stages whose fingerprints a field enters."""
-        stages = self.values.stages
-        belongs = {"sample": "rft", "export": "publish", "card": "publish"}
-        return [kind for kind in facts.kinds if belongs.get(kind, kind) in stages]
+        return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
     def measured_with(self, path: str) -> dict[str, Any]:
         """What it is under protocol files that fix it otherwise."""

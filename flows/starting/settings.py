@@ -13,6 +13,7 @@ from typing import Any
 from flows.starting.questions import SYNTHETIC, TAU2, Asked
 from flows.starting.rows import look_at_rows
 from refiner_core.contract.fields import field_info
+from refiner_core.contract.kinds import TRAINED_HERE, kinds_of
 from refiner_core.contract.loading import load_recipe
 
 #: Sizes for rows of one's own where the shipped recipe is made for made-up ones.
@@ -23,7 +24,6 @@ _OWN_SIZES = {
     "grpo.max_token_length": 9216,
     "grpo.pack_length": 9216,
 }
-_TRAINING = ("sft", "sample", "rft", "grpo")
 
 
 @dataclass
@@ -187,22 +187,24 @@ def _sizes(draft: Draft, asked: Asked, gpus: int) -> None:
     if gpus == 0 or draft.include == "refiner-gpt54":
         draft.set("model.attn_implementation", "sdpa", "flash_attention_2 is quicker, if installed")
     stages, _ = draft.fields.get("stages", (list(load_recipe(draft.include).stages), ""))
-    used = [s for s in _TRAINING if s in stages or (s == "sample" and "rft" in stages)]
-    for stage in (*used, *(["evaluate"] if "evaluate" in stages else [])):
+    for kind in kinds_of(stages):
+        stage = kind.name
+        if stage not in TRAINED_HERE and not kind.asks_judge:
+            continue
         most = min(gpus, 1) if stage == "evaluate" else gpus
         draft.set(f"{stage}.resources.gpus", most)
         draft.set(f"{stage}.resources.cpus", max(4, 8 * most))
         draft.set(f"{stage}.resources.memory_gb", max(32, 64 * most))
-        if stage in ("sft", "rft", "grpo"):
+        if stage in TRAINED_HERE:
             zero = 3 if gpus > 1 else None
             draft.set(f"{stage}.deepspeed_stage", zero, "none: plain torch, one process")
-        if stage in ("sft", "rft"):
+        if kind.trains == "demonstrations":
             packs = getattr(load_recipe(draft.include), stage).gradient_accumulation_steps
             why = "packs of a step, spread over the GPUs"
             draft.set(f"{stage}.gradient_accumulation_steps", max(packs, gpus), why)
-        if stage in ("sample", "grpo") and gpus < 2:
+        if kind.samples_with and gpus < 2:
             draft.set(f"{stage}.generation_backend", "transformers", "no servers beside it")
-    if "grpo" in used and gpus > 1:
+    if "grpo" in stages and gpus > 1:
         draft.set("grpo.vllm_num_engines", gpus // 2, "half of the GPUs sample")
 
 

@@ -16,8 +16,8 @@ from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.traces import MetricsLine, read_metrics
 from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.plan import PlannedStage
-from refiner_core.contract.planned import TRAINED
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
 

@@ -16,10 +16,10 @@ from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_betw
 from infra.store import atomic
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import StageRecord, from_json
 
 _HOUR_S = 3600.0
-_SECTIONS = {"card": "publish", "export": "publish", "serve": "judge", "fetch": "data"}
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class UseReader:
         newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
         config = self.workspace.part(newest, "config")
         kind = record.spec.kind
-        asked = (config.get(_SECTIONS.get(kind, kind)) or {}).get("resources") or {}
+        asked = (config.get(section_name(kind)) or {}).get("resources") or {}
         nodes = int(asked.get("nodes") or 1)
         return int(asked.get("gpus") or 0) * nodes, int(asked.get("cpus") or 1) * nodes
 

@@ -19,7 +19,7 @@ from refiner_core.cards import Evidence, facts_to_json, record_of
 from refiner_core.cards.facts import finite
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.planned import TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import StageRecord
 from refiner_core.evaluation.samples import METRICS
 
@@ -156,7 +156,7 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
             if record.spec.model == "base":
                 nights = _night_checkpoints(workspace) if nights is None else nights
                 figures = _called(nights.get(stage_id, ""), figures)
-        elif record.spec.kind in ("sft", "sample", "rft", "grpo", "command"):
+        elif record.spec.kind in ("sample", *TRAINED):
             figures = _of_training(workspace, stage_id, record, query)
             if record.spec.kind == "sample" and record.result is not None:
                 sampled = _of_sampling(stage_id, record.result.report, query)

@@ -29,7 +29,7 @@ from infra.disk.judged import (
 from infra.disk.modelsize import STATE_BYTES, ModelSize
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
-from refiner_core.contract.placement import STAGES, placement_of, section_of, training_stage
+from refiner_core.contract.placement import STAGES, placement_of, section_of, sft_section
 from refiner_core.contract.plan import Plan, PlannedStage
 
 #: What a stage's records, log and metrics take, and how many files they are.
@@ -280,7 +280,7 @@ def _training_need(
     stage: PlannedStage, plan: Plan, model: ModelSize, history: History
 ) -> StageNeed:
     config = plan.config
-    section = section_of(config, training_stage(stage.kind))
+    section = section_of(config, stage.kind)
     dtype, parameters = config.model.dtype, model.parameters or 0
     one = history.checkpoint_bytes or _checkpoint_bytes(stage.kind, config, parameters)
     output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
@@ -316,7 +316,7 @@ def _training_need(
 
 def _checkpoint_bytes(kind: str, config: RecipeConfig, parameters: int) -> int:
     """A checkpoint: the state of each parameter, and batches that were sampled ahead."""
-    section = section_of(config, training_stage(kind))
+    section = section_of(config, kind)
     is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
     each = STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
     ahead = config.grpo.async_steps * _rollout_step_bytes(config) if kind == "grpo" else 0
@@ -324,7 +324,7 @@ def _checkpoint_bytes(kind: str, config: RecipeConfig, parameters: int) -> int:
 
 
 def _checkpoint_inodes(kind: str, config: RecipeConfig) -> int:
-    world = placement_of(config, training_stage(kind)).world
+    world = placement_of(config, kind).world
     return _CHECKPOINT_INODES + world * _RANK_INODES
 
 
@@ -347,7 +347,7 @@ def _steps(kind: str, config: RecipeConfig) -> int:
     """Optimiser steps; 0 where only the data will tell."""
     if kind == "grpo":
         return config.grpo.num_training_steps
-    return (config.rft if kind == "rft" else config.sft).max_train_steps or 0
+    return sft_section(config, kind).max_train_steps or 0
 
 
 def _rollout_step_bytes(config: RecipeConfig) -> int:
@@ -434,7 +434,7 @@ def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
 
 
 def _saving_options(config: RecipeConfig, kind: str) -> list[_Option]:
-    section = section_of(config, training_stage(kind))
+    section = section_of(config, kind)
     found = [_AS_IT_IS]
     for keep in range(section.keep - 1, 1, -1):
         found.append(

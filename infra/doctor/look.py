@@ -23,6 +23,7 @@ from infra.doctor.finding import Finding, State
 from infra.host.environment import environment
 from infra.slurm.profiles import Profile, load_profile
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.placement import STAGES, section_of
 from refiner_core.contract.plan import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
@@ -114,11 +115,9 @@ class Look:
         if not self.recipe:
             given = config.grpo.rollout_server != RecipeConfig().grpo.rollout_server
             return "grpo" if given or config.grpo.generation_backend == "vllm" else ""
-        if "grpo" in config.stages and config.grpo.generation_backend == "vllm":
-            return "grpo"
-        if "rft" in config.stages and config.sample.generation_backend == "vllm":
-            return "sample"
-        return ""
+        sampling = [k.samples_with for k in kinds_of(config.stages) if k.samples_with]
+        vllm = [s for s in sampling if getattr(config, s).generation_backend == "vllm"]
+        return vllm[-1] if vllm else ""
 
     @property
     def serves_here(self) -> bool:

@@ -13,10 +13,8 @@ from typing import Any
 
 from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
 from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import section_name
 from refiner_core.contract.records import RunRecord
-
-#: Kinds of stages whose section of a recipe has another name.
-_SECTIONS = {"card": "publish", "export": "publish", "serve": "judge"}
 
 
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
@@ -44,7 +42,7 @@ def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHisto
 
 def devices_of(config: Mapping[str, Any], kind: str) -> int:
     """GPUs of all nodes that a recipe gives to a kind of stage; 0 for one on CPUs."""
-    section = config.get(_SECTIONS.get(kind, kind))
+    section = config.get(section_name(kind))
     resources = (section or {}).get("resources") or {}
     return int(resources.get("gpus") or 0) * int(resources.get("nodes") or 1)
 

@@ -28,27 +28,14 @@ from refiner_core.cards.settings import grpo_flags, own_settings
 from refiner_core.cards.setup import before_lines, earlier_stages, setup_lines
 from refiner_core.cards.template import render
 from refiner_core.cards.usage import output_format, usage_code
+from refiner_core.contract.kinds import KINDS, TRAINED, card_words
 from refiner_core.contract.planned import stage_changes
 
-_ALGORITHMS = {
-    "sft": "Supervised fine-tuning (SFT)",
-    "rft": "Rejection fine-tuning (RFT)",
-    "grpo": "Group-relative policy optimisation (GRPO)",
-    "command": "that of another trainer",
-}
-_SHORT_NAMES = {"command": "Externally trained"}
-_TAGS = {"sft": ["sft"], "rft": ["rft"], "grpo": ["grpo", "rlhf"]}
 _BUILTIN = "builtin:"
 _REFINING = (
     "given an agent's reasoning, a question and raw search-tool output, write a concise answer "
     "whose claims cite that output"
 )
-_SECTIONS = {
-    "grpo": ("model", "reward", "judge", "data"),
-    "sft": ("model", "sft", "data", "seed"),
-    "rft": ("model", "sample", "rft", "reward", "judge", "data", "seed"),
-    "command": ("command", "seed"),
-}
 
 
 def build_card(facts: CardFacts) -> str:
@@ -72,7 +59,7 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         ),
         "name": facts.name,
         "repo_id": facts.repo_id,
-        "short_name": _SHORT_NAMES.get(facts.stage, facts.stage.upper()),
+        "short_name": card_words(facts.stage).short,
         "step": facts.step,
         "steps": facts.config.grpo.num_training_steps if grpo else None,
         "final": facts.final,
@@ -82,7 +69,7 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "agent": is_agent(facts),
         "task": TASK if is_agent(facts) else _REFINING,
         "base_model": _base_in_words(facts),
-        "algorithm": _ALGORITHMS.get(facts.stage, facts.stage),
+        "algorithm": card_words(facts.stage).algorithm,
         "setup": setup_lines(facts),
         "before": before_lines(facts),
         "earlier": earlier_stages(facts),
@@ -104,14 +91,16 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
 
 def _sections(facts: CardFacts) -> tuple[str, ...]:
     """Sections of the configuration that shaped this model."""
-    sections = _SECTIONS.get(facts.stage, _SECTIONS["sft"])
+    sections = card_words(facts.stage).sections
     if is_agent(facts):
         judged = facts.config.environment.nl_assertions == "judge"
         sections = tuple(s for s in sections if judged or s not in ("reward", "judge"))
         sections = (*sections, "environment", *(["grpo"] if facts.stage == "grpo" else []))
-    made = ("sft", "sample", "rft")
+    if not KINDS[facts.stage].on_prompts:
+        return sections
+    made = [k.name for k in KINDS.values() if k.trains == "demonstrations" or k.name == "sample"]
     before = [s for s in made if s in facts.reports and s not in sections and facts.stage != s]
-    return (*sections, *before) if facts.stage in ("rft", "grpo") else sections
+    return (*sections, *before)
 
 
 def _summary(facts: CardFacts) -> str:
@@ -130,14 +119,8 @@ def _summary(facts: CardFacts) -> str:
 def _how(facts: CardFacts) -> str:
     """By what stages the model was made, in words."""
     agent = is_agent(facts)
-    learned = "conversations with tools" if agent else "demonstrations of cited answers"
-    rewarded = "what its episodes achieved" if agent else "judged rubrics and citations"
-    own = "its own best attempts" if agent else "its own best answers"
-    words = {
-        "sft": f"fine-tuned on {learned}",
-        "rft": f"fine-tuned on {own} (rejection fine-tuning)",
-        "grpo": f"trained with group-relative policy optimisation on {rewarded}",
-    }
+    cards = {name: card_words(name) for name in TRAINED}
+    words = {n: c.made_by_agents if agent else c.made for n, c in cards.items() if c.made}
     if facts.stage not in words:
         return f"trained by the stage `{facts.stage}`"
     made = [stage for stage in words if stage in facts.reports or stage == facts.stage]
@@ -148,11 +131,11 @@ def _how(facts: CardFacts) -> str:
 def front_matter(facts: CardFacts) -> dict[str, Any]:
     """The card's metadata, in the order in which cards have it."""
     data = facts.config.data
-    pinned = [(data.sft_path, data.sft_revision), (data.rl_path, data.rl_revision)]
-    used = {"rft": pinned, "grpo": pinned, "command": []}.get(facts.stage, pinned[:1])
+    sets = card_words(facts.stage).data_sets
+    used = [(getattr(data, f"{s}_path"), getattr(data, f"{s}_revision")) for s in sets]
     datasets = list(dict.fromkeys(path for path, rev in used if rev and is_hub_id(path)))
     subject = ["tool-use", "agents"] if is_agent(facts) else ["citations"]
-    tags = [*_TAGS.get(facts.stage, [facts.stage]), "refiner", *subject]
+    tags = [*card_words(facts.stage).tags, "refiner", *subject]
     if "qwen3" in facts.base.lower():
         tags.append("qwen3")
     matter: dict[str, Any] = {

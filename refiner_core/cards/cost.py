@@ -5,16 +5,13 @@ In: the provenance and cost of :class:`CardFacts`. Out: lines of the section "Ha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from refiner_core.cards.facts import CardFacts, finite
 from refiner_core.cards.printed import Line, counted, joined, number, quoted
-
-_ORDER = (
-    *("fetch", "data", "sft", "sample", "rft", "grpo", "command"),
-    *("export", "evaluate", "publish"),
-)
+from refiner_core.contract.kinds import KINDS
 
 
 def cost_lines(facts: CardFacts) -> list[Line]:
@@ -115,7 +112,7 @@ def _times(seconds: Any, path: str) -> Line | None:
 
 
 def _place(stage: str) -> int:
-    return _ORDER.index(stage) if stage in _ORDER else len(_ORDER)
+    return KINDS[stage].order if stage in KINDS else sys.maxsize
 
 
 def duration(seconds: float) -> str:

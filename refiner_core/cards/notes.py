@@ -20,16 +20,9 @@ from refiner_core.cards.settings import flag_of, shown
 from refiner_core.cards.setup import rubric_source
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import STAGES
-
-#: Sections of the configuration that say nothing about a model of another kind of stage.
-_OF_OTHER_STAGES = {
-    "grpo": ("command.", "publish.", "evaluate."),
-    "sft": ("grpo.", "reward.", "judge.", "command.", "publish.", "evaluate."),
-    "rft": ("grpo.", "command.", "publish.", "evaluate."),
-    "command": ("grpo.", "reward.", "judge.", "sft.", "publish.", "evaluate."),
-}
 
 _FAILURES = {
     "interrupted": "it was stopped on request",
@@ -253,7 +246,7 @@ def _later_fields(facts: CardFacts) -> list[Line]:
     """Options that came after the run, with the value that it had in effect."""
     if facts.recorded_fields is None:
         return []
-    others = _OF_OTHER_STAGES.get(facts.stage, _OF_OTHER_STAGES["sft"])
+    others = card_words(facts.stage).silent
     notes = []
     for path, info in walk(RecipeConfig):
         if info.legacy_value is ABSENT or path in facts.recorded_fields or path.startswith(others):

@@ -22,6 +22,7 @@ from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.checks.secrets import is_secret_name
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import FieldInfo, walk
 from refiner_core.contract.protocols import parse_protocol, protocol_text
 
@@ -171,7 +172,8 @@ def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[st
     file what it fixes is left.
     """
     idle = () if config.environment.name else ONLY_OF_AGENTS
-    idle = idle if "rft" in stages else (*idle, "sample.", "rft.")
+    hidden = (k for k in KINDS.values() if k.shown_where_used and k.entry not in stages)
+    idle = (*idle, *(f"{kind.section}." for kind in hidden))
     return {
         path: _public_value(path, get_field(config, path))
         for path, info in walk(RecipeConfig)

@@ -24,7 +24,8 @@ from refiner_core.cards.agent_results import (
 )
 from refiner_core.cards.facts import CardFacts, finite, public_name
 from refiner_core.cards.printed import MISSING, Line, number
-from refiner_core.contract.planned import TRAINED, stage_changes
+from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.planned import stage_changes
 from refiner_core.evaluation.metrics import higher_is_better, of_tasks
 from refiner_core.evaluation.names import domain_of
 
@@ -33,10 +34,7 @@ _LABELS = {
     "base": "base",
     "random_copier": "random copier (floor)",
     "do_nothing": "ends at once (floor)",
-    "sft": "SFT",
-    "rft": "RFT",
-    "grpo": "GRPO",
-    "command": "external",
+    **{name: KINDS[name].label for name in TRAINED},
 }
 _TASKS = {False: "citation-grounded refinement", True: "tool use over several turns"}
 _STEP = re.compile(r"(\w+)-step(\d+)")

@@ -20,6 +20,8 @@ from refiner_core.cards.printed import Line, as_line, counted, joined, number
 from refiner_core.cards.rejection import sampling_lines
 from refiner_core.cards.settings import shown
 from refiner_core.contract.config import DataConfig, RewardConfig
+from refiner_core.contract.kinds import KINDS, TRAINED_HERE
+from refiner_core.contract.placement import sft_section
 
 _AGGREGATION = {
     "weighted_mean": "their mean, weighted by |weight|",
@@ -79,10 +81,10 @@ class Earlier(NamedTuple):
 
 def earlier_stages(facts: CardFacts) -> list[Earlier]:
     """The stages of the same run that this one started from, the last first."""
-    order = ("sft", "rft", "grpo")
-    if facts.stage not in order:
+    if facts.stage not in TRAINED_HERE:
         return []
-    before = [s for s in order[: order.index(facts.stage)] if s in facts.reports]
+    earlier = TRAINED_HERE[: TRAINED_HERE.index(facts.stage)]
+    before = [s for s in earlier if s in facts.reports]
     found: list[Earlier] = []
     for stage in reversed(before):
         lines = [
@@ -104,19 +106,19 @@ def before_lines(facts: CardFacts) -> list[Line]:
 
 def _fine_tuned(facts: CardFacts, stage: str) -> list[Line]:
     """SFT, or rejection sampling and SFT on what was kept."""
-    if stage != "rft":
+    if KINDS[stage].learns_from != "sample":
         return sft_lines(facts)
     scored: list[str] = []
-    if facts.stage == "rft":  # a GRPO stage that came after says it already
+    if facts.stage == stage:  # a GRPO stage that came after says it already
         scored = environment_lines(facts) if is_agent(facts) else _reward_lines(facts)
-    return [*map(as_line, scored), *sampling_lines(facts), *sft_lines(facts, "rft")]
+    return [*map(as_line, scored), *sampling_lines(facts), *sft_lines(facts, stage)]
 
 
 def data_lines(facts: CardFacts) -> list[Line]:
     """Which rows went in, with counts where the data stage reported them."""
     report, data = facts.reports.get("data", {}), facts.config.data
     lines = []
-    on_prompts = facts.stage in ("rft", "grpo")
+    on_prompts = KINDS[facts.stage].on_prompts
     kinds = [("rl", "Prompts")] if on_prompts else []
     if not on_prompts or "sft" in facts.reports:
         kinds.append(("sft", "Demonstrations"))
@@ -341,7 +343,7 @@ def _sft_done(facts: CardFacts, stage: str) -> list[Line]:
 
 
 def _sft_settings(facts: CardFacts, stage: str) -> list[str]:
-    sft = facts.config.rft if stage == "rft" else facts.config.sft
+    sft = sft_section(facts.config, stage)
     zero = "plain torch" if sft.deepspeed_stage is None else f"ZeRO-{sft.deepspeed_stage}"
     rates = f"`lr = {shown(sft.learning_rate)}`"
     name = "AdamW"

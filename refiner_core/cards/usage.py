@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from refiner_core.cards.agents import agent_format, agent_usage, is_agent
 from refiner_core.cards.facts import CardFacts
+from refiner_core.contract.kinds import KINDS
 
 _ANSWER_ONLY = "answer_only"
 _EVIDENCE = """\
@@ -61,7 +62,7 @@ def _modes(facts: CardFacts) -> tuple[str, ...]:
     """Modes of the rows that were kept; empty where nobody has counted."""
     if facts.config.data.refiner_mode is not None:
         return (facts.config.data.refiner_mode,)
-    which = "rl" if facts.stage in ("rft", "grpo") else "sft"
+    which = "rl" if KINDS[facts.stage].on_prompts else "sft"
     counts = (facts.reports.get("data", {}).get(which) or {}).get("modes") or {}
     return tuple(sorted(mode for mode, count in counts.items() if count))
 

@@ -5,11 +5,15 @@ See :mod:`refiner_core.contract.config`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from refiner_core.contract.marks import execution, identity, section
 from refiner_core.contract.resources import Resources
+
+#: Doubled braces, the shell's own ``${…}``, or a placeholder.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
 
 
 @dataclass(frozen=True)
@@ -76,3 +80,14 @@ class CommandConfig:
     )
     needs_network: bool = execution(False, doc="whether it must run where the internet is")
     resources: Resources = section(Resources, doc="resources of its job")
+
+
+def uses(command: CommandConfig, placeholder: str) -> bool:
+    """Whether a command's texts name ``{placeholder}``."""
+    texts = (command.run, command.resume_arguments, command.companions, *command.env)
+    return any(placeholder in placeholders(text) for text in texts)
+
+
+def placeholders(text: str) -> list[str]:
+    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]

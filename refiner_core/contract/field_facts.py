@@ -17,16 +17,16 @@ from typing import Any, Literal
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, suggest
+from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.kinds.evaluate import ONLY_OF_EPISODES
 from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     NAMED_BY_SOURCE,
     NOT_IN_A_STAGE,
     ONLY_OF_A_SERVED_JUDGE,
-    ONLY_OF_EPISODES,
     ONLY_OF_THE_BEST,
     SHIPPED_OR_FILE,
-    STAGE_FIELDS,
 )
 
 #: Where the fields that lie in no section are listed.
@@ -201,7 +201,7 @@ def _kinds(path: str) -> tuple[str, ...]:
         return ()
     if path in ONLY_OF_THE_BEST:
         return ("publish",)
-    found = [k for k, fields in STAGE_FIELDS.items() if _is_below(path, fields)]
+    found = [k.name for k in KINDS.values() if _is_below(path, k.fields)]
     of_episodes = path in ONLY_OF_EPISODES or path.startswith("environment.user.")
     if of_episodes and "evaluate" not in found:
         found.append("evaluate")

@@ -13,20 +13,27 @@ said when a plan is made. Processes take the first GPUs of a node and servers th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds import TRAINED_HERE
 
 #: Stages that move weights, in the order in which a recipe has them.
-TrainingStage = Literal["sft", "rft", "grpo"]
-STAGES: tuple[TrainingStage, ...] = ("sft", "rft", "grpo")
+TrainingStage = str
+STAGES = TRAINED_HERE
 
 
 def section_of(config: RecipeConfig, stage: TrainingStage) -> SftConfig | GrpoConfig:
     """The configuration of a training stage."""
     section: SftConfig | GrpoConfig = getattr(config, stage)
     return section
+
+
+def sft_section(config: RecipeConfig, stage: str) -> SftConfig:
+    """The configuration of a stage that fine-tunes on demonstrations; of any other, that of
+    ``sft``."""
+    found = getattr(config, stage, None)
+    return found if isinstance(found, SftConfig) else config.sft
 
 
 def training_stage(kind: str) -> TrainingStage:

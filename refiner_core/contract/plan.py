@@ -37,21 +37,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from refiner_core.contract.command_config import PLACEHOLDER as PLACEHOLDER
+from refiner_core.contract.command_config import placeholders as placeholders
+from refiner_core.contract.command_config import uses as uses
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.placement import STAGES as TRAINED_HERE
+from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
 from refiner_core.contract.plan_builder import OF_A_PROTOCOL as OF_A_PROTOCOL
 from refiner_core.contract.plan_builder import Builder, stage_values
 from refiner_core.contract.plan_builder import judge_service as judge_service
 from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.planned import HUB_DIGEST as HUB_DIGEST
-from refiner_core.contract.planned import PLACEHOLDER as PLACEHOLDER
-from refiner_core.contract.planned import STAGE_FIELDS as STAGE_FIELDS
-from refiner_core.contract.planned import STAGE_VERSIONS as STAGE_VERSIONS
 from refiner_core.contract.planned import PlannedStage as PlannedStage
-from refiner_core.contract.planned import StageKind as StageKind
-from refiner_core.contract.planned import placeholders as placeholders
-from refiner_core.contract.planned import uses as uses
 from refiner_core.contract.protocols import configs_under
 from refiner_core.contract.publications import add_publications
 
@@ -115,7 +112,7 @@ class Plan:
 
 def _measuring(config: RecipeConfig) -> dict[str, Any]:
     """What decides what an evaluation measures."""
-    return stage_values(config, {}, (*STAGE_FIELDS["evaluate"], "data"), False)
+    return stage_values(config, {}, (*KINDS["evaluate"].fields, "data"), False)
 
 
 def make_plan(
@@ -175,21 +172,14 @@ def _add_training(builder: Builder) -> dict[str, str]:
     """The stages that train, one on the other: model name -> stage name (empty for the base)."""
     config = builder.config
     models: dict[str, str] = {"base": ""}
-    for kind in TRAINED_HERE:
-        if kind not in config.stages:
+    for name in TRAINED:
+        if name not in config.stages:
             continue
-        inputs = {"data": "data"}
-        if newest := next(reversed(models.values())):
-            inputs["policy"] = newest
-        if kind == "rft":
-            inputs["data"] = builder.add("sample", "sample", inputs)
-        models[kind] = builder.add(kind, kind, inputs, model=kind)
-    if "command" in config.stages:
-        inputs = {"data": "data"} if uses(config.command, "data") else {}
-        newest = next(reversed(models.values()))
-        if newest and uses(config.command, "model"):
-            inputs["policy"] = newest
-        models["command"] = builder.add("command", "command", inputs, model="command")
+        kind, newest = KINDS[name], next(reversed(models.values()))
+        inputs = kind.inputs(config, newest)
+        if KINDS[kind.learns_from].entry == name:  # it comes along with the training
+            inputs["data"] = builder.add(kind.learns_from, kind.learns_from, inputs)
+        models[name] = builder.add(name, name, inputs, model=name)
     return models
 
 
@@ -201,20 +191,21 @@ def _check_stage_list(config: RecipeConfig) -> None:
             expected="each stage at most once, and at least one",
             fix="correct `stages:`",
         )
-    reads_data = bool({*TRAINED_HERE, "evaluate"} & set(stages))
-    if "command" in stages:
-        reads_data = reads_data or uses(config.command, "data")
-    if "data" not in stages and (reads_data or "command" not in stages):
+    trained = [KINDS[name] for name in TRAINED if name in stages]
+    reads_data = any("data" in kind.inputs(config, "") for kind in trained)
+    reads_data = reads_data or "evaluate" in stages or not trained
+    if "data" not in stages and reads_data:
         raise ConfigurationError(
             f"`stages` of recipe {config.recipe} has no `data`.",
             expected="`data` first: every other stage reads what it prepares (a `command` does "
             "where it names {data})",
             fix="add `data` to `stages:` (it is skipped where its outputs are there already)",
         )
-    if "publish" in stages and not {*TRAINED_HERE, "command"} & set(stages):
+    if "publish" in stages and not trained:
         raise ConfigurationError(
             f"Recipe {config.recipe} publishes, but trains nothing.",
-            expected="`sft`, `rft`, `grpo` or `command` beside `publish`",
+            expected=f"{', '.join(f'`{name}`' for name in TRAINED[:-1])} or `{TRAINED[-1]}` beside "
+            "`publish`",
             fix="add a training stage to `stages:`, or drop `publish`",
         )
     trains = {*TRAINED_HERE} & set(stages)

@@ -19,29 +19,22 @@ from refiner_core.contract.fingerprint import (
     identity_values,
     stage_fingerprint,
 )
+from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,
-    HUB_READS,
     NAMED_BY_SOURCE,
     NOT_IN_A_STAGE,
     ONLY_OF_A_SERVED_JUDGE,
-    ONLY_OF_EPISODES,
     ONLY_OF_THE_BEST,
     SHIPPED_OR_FILE,
-    STAGE_FIELDS,
-    STAGE_SOURCES,
-    STAGE_VERSIONS,
     PlannedStage,
-    StageKind,
-    stage_version,
-    uses,
 )
 from refiner_core.contract.protocols import AT, configs_under, under
 from refiner_core.contract.services import (
     JUDGE_SERVICE,
-    JUDGE_WEIGHTS,
     asks_judge,
     has_service,
     serves,
@@ -53,7 +46,7 @@ class _Wanted(NamedTuple):
     """A stage that is to be added; see :class:`PlannedStage`."""
 
     name: str
-    kind: StageKind
+    kind: str
     inputs: Mapping[str, str]
     protocol: str = ""
     model: str = ""
@@ -90,7 +83,7 @@ class Builder:
     def add(
         self,
         name: str,
-        kind: StageKind,
+        kind: str,
         inputs: Mapping[str, str],
         *,
         model: str = "",
@@ -106,15 +99,9 @@ class Builder:
     def _stage(self, stage: _Wanted) -> PlannedStage:
         name, kind, inputs, protocol, model, at_step, after = stage
         config, sources = self.under.get(protocol, (self.config, self.sources))
-        fields, needed = STAGE_FIELDS[kind], STAGE_SOURCES[kind]
-        if kind == "command" and config.command.adopted:
-            fields = ("command.adopted",)  # the weights are what they are, whatever made them
-        elif kind == "command" and self._starts_at_base(inputs):
-            fields, needed = (*fields, "model.name_or_path", "model.revision"), ("model",)
-        elif kind == "evaluate" and config.environment.name:
-            own_user = bool(config.evaluate.user.model)
-            fields = (*fields, *ONLY_OF_EPISODES, *(() if own_user else ("environment.user",)))
-        section = getattr(config, "publish" if kind in ("card", "export") else kind)
+        of_kind = KINDS[kind]
+        fields, needed = of_kind.reads(of_kind, config, inputs)
+        section = getattr(config, of_kind.section)
         wanted = {k: sources[k] for k in needed if k in sources}
         fingerprints = {role: self.stages[n].fingerprint for role, n in inputs.items()}
         parts, best = self._number(protocol, fields), name == "publish-best"
@@ -126,7 +113,7 @@ class Builder:
 
         def make() -> PlannedStage:
             identity, text = self.memo.once(("identity", parts, best, *steps.items()), identify)
-            version = stage_version(kind, agents=bool(config.environment.name))
+            version = of_kind.version_for(agents=bool(config.environment.name))
             return PlannedStage(
                 name=name,
                 kind=kind,
@@ -139,7 +126,7 @@ class Builder:
                 input_fingerprints=fingerprints,
                 resources=section.resources,
                 model=model,
-                needs_network=self._needs_network(kind),
+                needs_network=of_kind.needs_network(self.config),
                 after=after,
                 at_step=dict(at_step),
                 protocol=protocol,
@@ -253,14 +240,14 @@ class Builder:
         fetch = PlannedStage(
             name="fetch",
             kind="fetch",
-            fingerprint=stage_fingerprint("fetch", STAGE_VERSIONS["fetch"], {}, wanted, {}),
+            fingerprint=stage_fingerprint("fetch", KINDS["fetch"].version, {}, wanted, {}),
             identity={},
             sources=wanted,
             inputs={},
             input_fingerprints={},
             resources=replace(self.config.data.resources, gpus=0, nodes=1),
             needs_network=True,
-            version=STAGE_VERSIONS["fetch"],
+            version=KINDS["fetch"].version,
         )
         others = (
             self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
@@ -271,7 +258,7 @@ class Builder:
     def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
         """What it reads of a Hub: digests by source."""
         config, sources = self.under.get(stage.protocol, (self.config, self.sources))
-        names: tuple[str, ...] = HUB_READS.get(stage.kind, ())
+        names = KINDS[stage.kind].hub_reads
         if asks_judge(config, stage.kind) and not has_service(config):
             names = (*names, JUDGE_WEIGHTS)  # of a server beside it
         if stage.kind == "command" and "model" in stage.sources:
@@ -279,14 +266,6 @@ class Builder:
         hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
         own = {k for k, digest in hub.items() if self.sources.get(k) != digest}
         return {under(k, stage.protocol) if k in own else k: v for k, v in hub.items()}
-
-    def _starts_at_base(self, inputs: Mapping[str, str]) -> bool:
-        return "policy" not in inputs and uses(self.config.command, "model")
-
-    def _needs_network(self, kind: StageKind) -> bool:
-        if kind == "command":
-            return self.config.command.needs_network
-        return kind in ("publish", "card") and self.config.publish.target == "hub"
 
 
 def stage_values(
@@ -372,12 +351,12 @@ def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | No
     return PlannedStage(
         name=under(JUDGE_SERVICE, protocol),
         kind="serve",
-        fingerprint=stage_fingerprint("serve", STAGE_VERSIONS["serve"], values, {}, {}),
+        fingerprint=stage_fingerprint("serve", KINDS["serve"].version, values, {}, {}),
         identity=values,
         sources={},
         inputs={},
         input_fingerprints={},
         resources=config.judge.resources,
         protocol=protocol,
-        version=STAGE_VERSIONS["serve"],
+        version=KINDS["serve"].version,
     )

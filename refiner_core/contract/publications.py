@@ -24,6 +24,7 @@ from typing import Protocol
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import without_protocol
 
@@ -61,7 +62,7 @@ class Adder(Protocol):
 
 def final_model(config: RecipeConfig) -> str:
     """The last model that a recipe makes: ``sft``, ``grpo``, ``command``; ``base`` for none."""
-    made = [m for m in (*STAGES, "command") if m in config.stages]
+    made = [m for m in TRAINED if m in config.stages]
     return made[-1] if made else "base"
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds import KINDS, kinds_of
 
 #: Name of the stage that serves the judge, and how ids of such stages begin.
 JUDGE_SERVICE = "judge"
 _PREFIX = "serve-"
-#: The source that names the weights of a judge that refiner serves.
-JUDGE_WEIGHTS = "judge.weights"
 #: Kinds of stages that may ask a judge; see :func:`asks_judge`.
-CONSUMERS = ("sample", "grpo", "evaluate")
+CONSUMERS = tuple(k.name for k in KINDS.values() if k.asks_judge)
 
 
 def is_service(stage_id: str) -> bool:
@@ -35,7 +34,7 @@ def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
     language (``environment.nl_assertions``).
     """
     wanted = CONSUMERS if kind is None else (kind,)
-    there = {*config.stages, *(("sample",) if "rft" in config.stages else ())}
+    there = {kind.name for kind in kinds_of(config.stages)}
     if kind is None and not there.intersection(wanted):
         return False
     if not set(CONSUMERS).intersection(wanted):

@@ -22,12 +22,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HealthStop
+from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.placement import sft_section
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.limits import check_positions
@@ -51,9 +53,6 @@ from refiner_core.training.steps.boundary import Boundary, curve, require_finite
 from refiner_core.training.steps.health import HealthMonitor
 from refiner_core.training.support import refuse_unsupported
 
-#: Stages that fine-tune on demonstrations, and where these come from.
-FineTuning = Literal["sft", "rft"]
-_SOURCE: dict[FineTuning, str] = {"sft": "data", "rft": "sample"}
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
 
@@ -65,7 +64,7 @@ def train_sft(
     output_dir: Path,
     io: StageIO | None,
     ranks: Ranks | None = None,
-    stage: FineTuning = "sft",
+    stage: str = "sft",
 ) -> dict[str, Any]:
     """Train on demonstrations; resumes from ``io.latest_checkpoint()`` where there is one.
 
@@ -117,15 +116,15 @@ class _SftRun:
     def __init__(
         self,
         config: RecipeConfig,
-        stage: FineTuning,
+        stage: str,
         data_dir: Path,
         model_ref: str,
         io: StageIO | None,
         ranks: Ranks,
     ) -> None:
-        sft = config.sft if stage == "sft" else config.rft
+        sft = sft_section(config, stage)
         set_threads(config.model)
-        self.stage: FineTuning = stage
+        self.stage: str = stage
         self.sft, self.io, self.ranks = sft, RanksIO(io, ranks), ranks
         rows = load_demonstrations(data_dir / TRAIN_FILE)
         self.samples = _samples(rows, sft.pack_length, stage)
@@ -281,9 +280,7 @@ def _split(times: Mapping[str, float], step_s: float) -> dict[str, float]:
     return {**times, "time/step_s": step_s, "time/idle_s": idle}
 
 
-def _plan(
-    seed: int, sft: SftConfig, rows: Sequence[DemonstrationRow], stage: FineTuning
-) -> list[SftStep]:
+def _plan(seed: int, sft: SftConfig, rows: Sequence[DemonstrationRow], stage: str) -> list[SftStep]:
     steps = sft_steps(
         seed,
         [len(row.input_ids) for row in rows],
@@ -297,12 +294,13 @@ def _plan(
             f"There is nothing to train on: {len(rows)} demonstrations, "
             f"{sft.num_train_epochs} epochs, max_train_steps {sft.max_train_steps}",
             expected="at least one optimiser step",
-            fix=f"look at the counts of `{_SOURCE[stage]}`, or raise {stage}.num_train_epochs",
+            fix=f"look at the counts of `{KINDS[stage].learns_from}`, or raise "
+            f"{stage}.num_train_epochs",
         )
     return steps
 
 
-def _samples(rows: Sequence[DemonstrationRow], pack_length: int, stage: FineTuning) -> list[Sample]:
+def _samples(rows: Sequence[DemonstrationRow], pack_length: int, stage: str) -> list[Sample]:
     long = [row for row in rows if len(row.input_ids) > pack_length]
     if long:
         longest = max(long, key=lambda row: len(row.input_ids))
@@ -315,7 +313,7 @@ def _samples(rows: Sequence[DemonstrationRow], pack_length: int, stage: FineTuni
     return [Sample((), row.input_ids, row.loss_mask) for row in rows]
 
 
-def _validation_packs(path: Path, sft: SftConfig, stage: FineTuning) -> list[Pack]:
+def _validation_packs(path: Path, sft: SftConfig, stage: str) -> list[Pack]:
     if not path.exists():
         return []
     samples = _samples(load_demonstrations(path), sft.pack_length, stage)

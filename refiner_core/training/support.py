@@ -8,6 +8,7 @@ loaded (:func:`refiner_core.generation.load.device_for`).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
@@ -23,7 +24,7 @@ def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None)
     UnsupportedError
         Names the field: ``*.deepspeed_stage`` without DeepSpeed.
     """
-    checked = config.stages if config.dispatch.executor == "local" else ()
+    checked: Collection[str] = config.stages if config.dispatch.executor == "local" else ()
     if stage is not None:
         checked = (stage,)
     for name in STAGES:

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from flows import worker
-from flows.stages import kinds as stages
+from flows.stages import work as stages
 from flows.stages.judging import judge_for
 from flows.stages.work import StageWork
 from refiner_core.contract.errors import Interrupted
@@ -42,9 +42,14 @@ def ask(work: StageWork) -> dict[str, Any]:
 
 def main() -> int:
     """Run one attempt."""
-    for kind in stages.STAGE_FUNCTIONS:
-        if kind != "serve":
-            stages.STAGE_FUNCTIONS[kind] = ask if kind in CONSUMERS else lambda _: {}
+    run_stage = stages.run_stage
+
+    def run(work: StageWork) -> dict[str, Any]:
+        if work.spec.kind == "serve":
+            return run_stage(work)
+        return ask(work) if work.spec.kind in CONSUMERS else {}
+
+    stages.run_stage = run
     return worker.main()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.running.calls import make_recipe_plan
-from flows.stages.kinds import STAGE_FUNCTIONS
+from flows.stages.work import run_stage
 from flows.worker import work_of
 from infra.attempt.attempt import AttemptRun
 from infra.store.stage_records import Claim
@@ -154,10 +154,9 @@ class RecordedRun:
 
     def carry_out(self, name: str) -> Mapping[str, Any]:
         """A stage by its real function."""
-        stage = self.stage(name)
 
         def work(attempt: AttemptRun) -> dict[str, Any]:
-            return STAGE_FUNCTIONS[stage.kind](work_of(attempt))
+            return run_stage(work_of(attempt))
 
         self.do(name, work)
         return self.report(name)

@@ -18,8 +18,8 @@ from refiner_core.cards import (
 )
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import walk
-from refiner_core.contract.plan import STAGE_FIELDS
 from refiner_core.contract.recipes.protocol_files import load_protocol
 from tests.support.card_facts import full_facts, sft_facts
 
@@ -148,7 +148,7 @@ def test_every_fact_is_seen_in_the_card_or_there_is_a_reason_why_not() -> None:
 
 
 def test_every_identity_setting_behind_a_model_is_among_the_facts_that_are_seen() -> None:
-    used = {p for kind in ("data", "sft", "grpo") for p in STAGE_FIELDS[kind]}
+    used = {p for kind in ("data", "sft", "grpo") for p in KINDS[kind].fields}
     behind = [
         path
         for path, info in walk(RecipeConfig)

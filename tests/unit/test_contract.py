@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import pytest
 
-from refiner_core.contract import planned
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, RefinerError
@@ -22,8 +21,9 @@ from refiner_core.contract.fingerprint import (
     identity_values,
     stage_fingerprint,
 )
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import FieldInfo, identity, walk
-from refiner_core.contract.plan import STAGE_FIELDS, make_plan
+from refiner_core.contract.plan import make_plan
 from refiner_core.contract.seeds import derive_seed
 
 FIELDS = dict(walk(RecipeConfig))
@@ -234,7 +234,7 @@ def test_a_field_added_later_keeps_old_fingerprints_at_its_legacy_value() -> Non
     assert "reward.instance_rubrics_only" in legacy
     for path in legacy:
         values = identity_values(
-            replace_fields(RecipeConfig(), {path: FIELDS[path].legacy_value}), STAGE_FIELDS["grpo"]
+            replace_fields(RecipeConfig(), {path: FIELDS[path].legacy_value}), KINDS["grpo"].fields
         )
         assert path not in values
 
@@ -354,7 +354,8 @@ def test_shipped_recipes_keep_their_fingerprints() -> None:
 
 
 def test_nothing_but_versions_has_changed_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "STAGE_VERSIONS", dict.fromkeys(planned.STAGE_VERSIONS, 1))
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(KINDS, name, dataclasses.replace(kind, version=1))
     config = dataclasses.replace(RecipeConfig(), judge=JudgeConfig(prompt="v1"))
     assert {n: f[:12] for n, f in fingerprints(config).items()} == PINNED_AT_FIRST
 

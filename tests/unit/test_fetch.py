@@ -22,7 +22,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from flows.api import make_recipe_plan
-from flows.stages.kinds import run_fetch
+from flows.stages.fetch import run_fetch
 from refiner_core.contract.errors import RefinerError
 from tests.support.stage_io import FolderStageIO
 

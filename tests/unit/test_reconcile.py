@@ -27,7 +27,8 @@ from infra.orchestrator.reconcile import Observed, Policy, Seen
 from infra.orchestrator.reconcile import reconcile as reconcile_union
 from infra.orchestrator.union import Union, stages_by_id
 from refiner_core.contract.config import JudgeConfig, RetryConfig
-from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
+from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,
@@ -49,7 +50,7 @@ FINAL = [c for c, rule in CLASSES.items() if rule.decision == "stop"]
 
 def spec(stage: PlannedStage) -> StageSpec:
     return StageSpec(
-        *(1, stage.name, stage.kind, stage.fingerprint, stage.model, STAGE_VERSIONS[stage.kind]),
+        *(1, stage.name, stage.kind, stage.fingerprint, stage.model, KINDS[stage.kind].version),
         *(stage.identity, stage.sources, stage.input_fingerprints),
     )
 

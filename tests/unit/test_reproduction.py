@@ -20,7 +20,8 @@ from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
-from refiner_core.contract.plan import STAGE_VERSIONS, Plan, PlannedStage, make_plan
+from refiner_core.contract.kinds import KINDS
+from refiner_core.contract.plan import Plan, PlannedStage, make_plan
 from refiner_core.contract.recipes.recipe_files import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
 from refiner_core.judges import prompting
@@ -35,7 +36,7 @@ def spec_of(stage: PlannedStage) -> StageSpec:
         kind=stage.kind,
         fingerprint=stage.fingerprint,
         model=stage.model,
-        stage_version=STAGE_VERSIONS[stage.kind],
+        stage_version=KINDS[stage.kind].version,
         identity=stage.identity,
         sources=stage.sources,
         input_fingerprints=stage.input_fingerprints,

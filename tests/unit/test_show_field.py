@@ -23,9 +23,9 @@ from refiner_core.contract.field_facts import (
 )
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.planned import STAGE_FIELDS
 from refiner_core.contract.recipes.recipe_files import shipped_recipes
 
 #: A recipe in which every kind of stage has a place, and values that none has by default.
@@ -181,7 +181,7 @@ def test_scripts_get_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kinds_that_are_named_are_kinds_of_stages() -> None:
-    assert {kind for path in field_paths() for kind in facts_of(path).kinds} <= set(STAGE_FIELDS)
+    assert {kind for path in field_paths() for kind in facts_of(path).kinds} <= set(KINDS)
 
 
 @pytest.mark.parametrize(

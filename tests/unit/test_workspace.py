@@ -23,13 +23,13 @@ from infra.store.provenance import checkout_of, host, limited_diff, masked_comma
 from infra.store.record_files import Part
 from infra.store.snapshot import _write, reads_parts_apart, snapshot_code
 from infra.store.workspace import FORMAT, Claim, Workspace
-from refiner_core.contract import planned
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     NoSpaceError,
     WorkspaceError,
 )
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import Outcome, OutputFile, StageResult, to_json
@@ -841,7 +841,8 @@ def test_a_run_of_an_older_version_opens_and_says_why_it_cannot_go_on(
 ) -> None:
     """What it has recorded stays as it is; going on by other rules would mix two of them."""
     with monkeypatch.context() as before:
-        before.setattr(planned, "STAGE_VERSIONS", dict.fromkeys(planned.STAGE_VERSIONS, 1))
+        for name, kind in KINDS.items():
+            before.setitem(KINDS, name, replace(kind, version=1))
         older = RecordedRun(tmp_path / "runs", "judge.prompt=v1")
         older.data()
         older.train("sft")

@@ -16,6 +16,7 @@ import numpy as np
 from flows.reporting.run.reading import RunReading
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.report.curves import SHOWN
 from refiner_core.report.run.document import MetricCurve
 
@@ -36,7 +37,7 @@ Points = tuple[tuple[int, ...], tuple[float | None, ...]]
 def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
     """The curves of all training stages, in the order of work."""
     found: list[MetricCurve] = []
-    for name, history in reading.of_kind("sft", "rft", "grpo", "command"):
+    for name, history in reading.of_kind(*TRAINED):
         foreign = history.record.spec.kind == "command"
         only = None if foreign else (*SHOWN, *_ALSO)
         what = f"The metrics of {name}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.reporting.run.reading import RunReading
-from refiner_core.contract.planned import MODELS
+from refiner_core.contract.kinds import MODELS
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import StageResult
 from refiner_core.evaluation.compare import compare_results

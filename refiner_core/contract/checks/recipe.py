@@ -36,6 +36,7 @@ from refiner_core.contract.config import (
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.judge_config import LEXICAL_MODELS
+from refiner_core.contract.kinds import KINDS, kinds_of
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
@@ -58,7 +59,7 @@ _OWN_OF_BODY = frozenset(
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Sections of jobs.
-_WITH_RESOURCES = (*("data", "sft", "sample", "rft", "grpo"), *("command", "publish", "evaluate"))
+_WITH_RESOURCES = tuple(dict.fromkeys(k.section for k in KINDS.values() if k.section != "judge"))
 _AT_LEAST_ONE = (
     "data.max_prompt_token_length",
     "data.synthetic_sft_rows",
@@ -278,7 +279,7 @@ CHECKS: tuple[Check, ...] = (
         lambda c: (
             not (
                 c.data.rl_path is None
-                and {"rft", "grpo", "evaluate"} & set(c.stages)
+                and any(kind.on_prompts for kind in kinds_of(c.stages))
                 and not c.environment.name
             )
         ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from refiner_core.contract.checks.training import check_flash
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.kinds import KINDS, kinds_of
 from refiner_core.contract.placement import sampling_servers
 
 
@@ -21,7 +22,7 @@ def check_sampling(config: RecipeConfig) -> None:
     ConfigurationError
         With the numbers and the field.
     """
-    if "rft" not in config.stages:
+    if KINDS["sample"] not in kinds_of(config.stages):
         return
     _check_attempts(config)
     _check_lengths(config)
@@ -30,7 +31,7 @@ def check_sampling(config: RecipeConfig) -> None:
 
 def sampling_notes(config: RecipeConfig) -> list[str]:
     """What works, and is hardly meant."""
-    if "rft" not in config.stages:
+    if KINDS["sample"] not in kinds_of(config.stages):
         return []
     rule, notes = config.sample, list[str]()
     if rule.generation_backend == "transformers" and rule.resources.gpus > 1:

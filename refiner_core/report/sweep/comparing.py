@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from refiner_core.contract.planned import MODELS
+from refiner_core.contract.kinds import MODELS
 from refiner_core.evaluation.power import Components, detectable_effect, variance_components
 from refiner_core.report.curves import make_curves
 from refiner_core.report.sweep.attempts import make_attempts

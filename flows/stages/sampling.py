@@ -1,0 +1,51 @@
+"""``sample``: a model's attempts at the training prompts, and those that are worth learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from flows.stages.environments import as_planned
+from flows.stages.work import StageWork
+from refiner_core.contract.types import Generator, Progress
+
+
+def run_sample(work: StageWork) -> dict[str, Any]:
+    """A model's attempts at the training prompts, and those of them that are worth learning."""
+    from flows.stages.judging import judge_for
+    from refiner_core.rejection.stage import sample_attempts
+
+    as_planned(work.spec.sources, work.config)
+    servers = work.config.sample.generation_backend == "vllm"
+    with judge_for(work) as (judge, io):
+        return sample_attempts(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+            open_generator=partial(_sampling_servers, work) if servers else None,
+        )
+
+
+def _sampling_servers(
+    work: StageWork, tokenizer: Any, on_step: Callable[[int, int], None]
+) -> AbstractContextManager[Generator]:
+    """The stage's own vLLM servers, as children of this process, on a model that does not move."""
+    from infra.rollouts.opening import open_sampler
+
+    def tell(seconds: float) -> None:
+        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
+
+    return open_sampler(
+        work.config,
+        work.model_ref,
+        tokenizer,
+        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
+        should_stop=work.io.should_stop,
+        tell=tell,
+        on_step=on_step,
+    )

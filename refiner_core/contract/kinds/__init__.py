@@ -1,0 +1,63 @@
+"""Kinds of stages, one module each.
+
+In: the modules of this package; each has a :class:`~refiner_core.contract.kinds.kind.Kind` by the
+name of ``KIND``. Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something
+of a kind asks it; nobody lists kinds. A new one is a module here, its section in
+:class:`~refiner_core.contract.config.RecipeConfig`, and its function in ``flows/stages``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Collection
+
+from refiner_core.contract.kinds.kind import CardWords, Kind
+
+__all__ = [
+    "KINDS",
+    "MODELS",
+    "TRAINED",
+    "TRAINED_HERE",
+    "CardWords",
+    "Kind",
+    "card_words",
+    "kinds_of",
+    "section_name",
+]
+
+
+def _found() -> dict[str, Kind]:
+    modules = (
+        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    )
+    kinds = [module.KIND for module in modules if hasattr(module, "KIND")]
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
+
+
+KINDS: dict[str, Kind] = _found()
+#: Kinds that make a model, which bears their name.
+TRAINED = tuple(k.name for k in KINDS.values() if k.trains)
+#: Those of them whose weights are moved here.
+TRAINED_HERE = tuple(k.name for k in KINDS.values() if k.trains in ("demonstrations", "rewards"))
+#: Models that a run may measure, in the order in which they come.
+MODELS = ("base", *TRAINED)
+
+
+def card_words(name: str) -> CardWords:
+    """What cards say of a model that a kind has made; of one that says nothing, what its name
+    tells."""
+    own = KINDS[name].card if name in KINDS else None
+    if own is not None:
+        return own
+    return CardWords(name, name.upper(), (name,), sections=("model", name, "data", "seed"))
+
+
+def section_name(kind: str) -> str:
+    """The section of a recipe that has the resources of a kind, known or not."""
+    return KINDS[kind].section if kind in KINDS else kind
+
+
+def kinds_of(stages: Collection[str]) -> list[Kind]:
+    """The kinds that come with entries of a recipe's ``stages``, in the order of work."""
+    return [kind for kind in KINDS.values() if kind.entry in stages]
