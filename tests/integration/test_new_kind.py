@@ -1,0 +1,142 @@
+"""A newcomer adds a kind of stage: two modules and its section of the configuration, no more.
+
+The packages are copied, the three files written there, and a recipe with the new kind planned, run,
+shown, reported and published, as with any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import ROOT, SMALL
+
+KIND = '''"""``merge``: weights between a model and the one that its training started from."""
+
+from refiner_core.contract.kinds.kind import MODEL_READS, CardWords, Kind
+
+KIND = Kind(
+    "merge",
+    order=65,
+    run="flows.stages.merge:run_merge",
+    fields=("model", "merge"),
+    sources=("model",),
+    hub_reads=MODEL_READS,
+    trains="elsewhere",
+    label="merged",
+    card=CardWords(
+        algorithm="Merging", short="Merged", tags=("merge",), made="merged with its start",
+        made_by_agents="merged with its start", sections=("model", "merge"),
+    ),
+)
+'''
+FUNCTION = '''"""``merge``: weights between a model and the one that its training started from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.stages.work import StageWork
+
+
+def run_merge(work: StageWork) -> dict[str, Any]:
+    """Weights between the recipe's base and the newest model."""
+    from refiner_core.generation.load import load_model, load_tokenizer
+
+    config = work.config.model
+    tuned = load_model(work.model_ref, config)
+    base = load_model(config.name_or_path, config).state_dict()
+    share = work.config.merge.share
+    state = {n: base[n] + share * (w - base[n]) for n, w in tuned.state_dict().items()}
+    tuned.load_state_dict(state)
+    tuned.save_pretrained(work.output_dir / "model")
+    load_tokenizer(work.model_ref, config).save_pretrained(work.output_dir / "model")
+    return {"steps": 1}
+'''
+SECTION = '''@dataclass(frozen=True)
+class MergeConfig:
+    """Merging of weights."""
+
+    share: float = identity(0.5, doc="of the way from the base to the model", legacy_value=0.5)
+    resources: Resources = section(Resources, doc="resources of the merging job")
+
+
+'''
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages with one kind more."""
+    folder = tmp_path_factory.mktemp("house")
+    for package in ("flows", "sweeps", "refiner_core", "infra"):
+        left_out = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=left_out)
+    contract = folder / "refiner_core" / "contract"
+    (contract / "kinds" / "merge.py").write_text(KIND)
+    (folder / "flows" / "stages" / "merge.py").write_text(FUNCTION)
+    config = contract / "config.py"
+    text = config.read_text()
+    for before, after in (
+        ('"grpo", "command"', '"grpo", "merge", "command"'),
+        (
+            "@dataclass(frozen=True)\nclass RecipeConfig",
+            f"{SECTION}@dataclass(frozen=True)\nclass RecipeConfig",
+        ),
+        (
+            "    command: CommandConfig",
+            '    merge: MergeConfig = section(MergeConfig, doc="merging")\n'
+            "    command: CommandConfig",
+        ),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    config.write_text(text)
+    return folder
+
+
+def refiner(house: Path, *args: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli.main", *args],
+        capture_output=True, text=True, check=False, cwd=house,
+        env={**os.environ, "PYTHONPATH": str(house)}, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, (args, done.stdout, done.stderr)
+    return json.loads(done.stdout) if "--json" in args else done.stdout
+
+
+STAGES = ("stages=[data,sft,merge,publish,evaluate]", "evaluate.models=[base,merge]")
+RECIPE = ("tiny", *SMALL, *STAGES, "workspace=runs")
+
+
+def test_it_is_planned_and_its_field_makes_its_models_others(house: Path) -> None:
+    plan = {s["name"]: s for s in refiner(house, "plan", *RECIPE, "--json")["stages"]}
+    assert list(plan)[:3] == ["data", "sft", "merge"]
+    assert "evaluate-merge" in plan
+    other = refiner(house, "plan", *RECIPE, "merge.share=0.25", "--json")["stages"]
+    changed = {s["name"] for s in other if s["fingerprint"] != plan[s["name"]]["fingerprint"]}
+    assert changed == {"merge", "evaluate-merge", "publish", "card"}
+    assert "share" in refiner(house, "show", "merge")
+    assert "merge" in refiner(house, "explain", "merge", *RECIPE)
+
+
+def test_it_runs_and_all_that_shows_a_run_knows_it(house: Path) -> None:
+    run = refiner(house, "run", *RECIPE, "--no-server", "--json")
+    assert {s["stage"]: s["state"] for s in run["stages"]}["merge"] == "done"
+    assert "merge" in {e["stage"] for e in run["evaluations"]}
+    status = refiner(house, "status", run["run"], "workspace=runs", "--json")
+    names = [s["name"] for s in status["stages"]]
+    assert names.index("sft") < names.index("merge") < names.index("publish")
+    page = refiner(house, "report", run["run"], "workspace=runs", "--out", "page", "--json")
+    assert "merge" in {row["model"] for row in page["numbers"]}
+    (card,) = (house / "runs" / "published").glob("*/*/README.md")
+    text = card.read_text()
+    assert "Merging" in text
+    assert "merged with its start" in text
+    assert refiner(house, "run", *RECIPE, "--no-server", "--json")["run"] != run["run"]
