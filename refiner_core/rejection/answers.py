@@ -38,7 +38,7 @@ from refiner_core.rejection.attempts import Attempt
 from refiner_core.rejection.lane import Begun, Keep, OnFinished, OnJudged, demonstration_id
 from refiner_core.rejection.selection import Flaw
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.rewards.combine import aggregate_rubrics, total_reward
+from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics.select import select_rubrics
 
 
@@ -49,13 +49,15 @@ def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
         (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
         for rubric in select_rubrics(prompt.rubrics, reward=reward)
     ]
-    return total_reward(
-        reward,
-        judge=aggregate_rubrics(ideal, reward.rubric_aggregation),
-        citation=1.0 if parse_evidence(prompt.prompt_text) else 0.0,
-        bonus=1.0,
-        stopped=True,
-    )
+    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
+    components = {
+        "rubric": judged or 0.0,
+        "no_rubrics": float(judged is None),
+        "citation": float(bool(parse_evidence(prompt.prompt_text))),
+        "format_bonus": 1.0,
+    }
+    best = {term.name: 1.0 for term in reward_terms(components, reward)}
+    return total_reward({**best, **components}, reward, stopped=True)
 
 
 def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> None:

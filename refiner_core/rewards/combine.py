@@ -4,7 +4,7 @@ In: rubric scores with polarity and weight, format facts, the citation score. Ou
 Every formula has its alternatives in :class:`~refiner_core.contract.config.RewardConfig`.
 
 Stored rollouts come in at two places: their judgements (:func:`judged_rubrics`) and their
-components (:func:`recompute_total`). What a reward would be under another aggregation, citation
+components (:func:`total_reward`). What a reward would be under another aggregation, citation
 weight, gate or scale costs no judgement.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from refiner_core.answers import ParsedAnswer
 from refiner_core.contract.config import RewardConfig
@@ -77,51 +77,55 @@ def _outside(answer: ParsedAnswer, refiner_mode: str) -> bool:
     return refiner_mode == ANSWER_ONLY and answer.outside
 
 
-def total_reward(
-    reward: RewardConfig,
-    *,
-    judge: float | None,
-    citation: float,
-    bonus: float,
-    stopped: bool,
-) -> float:
-    """The number that the policy is trained on.
+class Term(NamedTuple):
+    """A term of the reward: the component ``name``, times ``gate``, counts with ``weight``."""
 
-    ``verification_reward * [(1-w) judge + w citation]``, or ``judge + w citation`` if additive; w
-    is 0 with the citation reward off. A gate multiplies the judge term by the format bonus. Without
-    a judge term (``judge`` None: no rubrics) the score is the citation term alone, and 0 if that is
-    off. Last of all, ``non_stop_penalty`` replaces the number of a completion that did not stop.
+    name: str
+    weight: float
+    gate: float = 1.0
+
+
+def reward_terms(components: Mapping[str, float | None], reward: RewardConfig) -> list[Term]:
+    """The terms of a rollout's score, in the order in which they are added.
+
+    ``(1-w) rubric + w citation``, or ``rubric + w citation`` if additive; w is 0 with the citation
+    reward off. A gate multiplies the rubric term by the format bonus. Without rubrics the score is
+    the citation term alone, and 0 if that is off.
+
+    A further term is an entry here (where it has weight: older rollouts have no such component), a
+    component in :mod:`refiner_core.rewards.compute` and a weight in :class:`RewardConfig`. Totals,
+    stored rollouts and the report's taking apart of a reward go by this list.
     """
-    if reward.non_stop_penalty and not stopped:
-        return reward.non_stop_penalty_value
-    weight = reward.paper_citation_weight if reward.apply_paper_citation_reward else 0.0
-    if judge is None:
-        score = citation if reward.apply_paper_citation_reward else 0.0
-    else:
-        term = judge * bonus if reward.gate_judge_score_with_format_bonus else judge
-        kept = 1.0 if reward.combination == "additive" else 1.0 - weight
-        score = kept * term + weight * citation
-    return reward.verification_reward * score
+    cites = reward.apply_paper_citation_reward
+    weight = reward.paper_citation_weight if cites else 0.0
+    kept = 1.0 if reward.combination == "additive" else 1.0 - weight
+    gate = 1.0
+    if components.get("no_rubrics"):
+        kept, weight = 0.0, 1.0 if cites else 0.0
+    elif reward.gate_judge_score_with_format_bonus:
+        bonus = components.get("format_bonus")
+        gate = math.nan if bonus is None else bonus
+    return [Term("rubric", kept, gate), Term("citation", weight)]
 
 
-def recompute_total(
+def total_reward(
     components: Mapping[str, float | None], reward: RewardConfig, stopped: bool
 ) -> float:
-    """The total of a stored rollout under ``reward``, without any judgement.
+    """The number that the policy is trained on: ``verification_reward`` times the sum of
+    :func:`reward_terms`; ``non_stop_penalty`` replaces that of a completion that did not stop.
 
-    With the configuration that the rollout was rewarded under, this is its own total to the last
-    bit. Every field of the total may differ: ``verification_reward``, the citation reward and its
-    weight, ``combination``, the gate, the non-stop penalty. The rubric term is taken as it is
-    stored; for another ``rubric_aggregation`` replace ``rubric`` first (:func:`judged_rubrics`,
-    :func:`aggregate_rubrics`).
+    Of a stored rollout it is, under the configuration that it was rewarded under, its own total to
+    the last bit, without any judgement. Every field of the total may differ. The rubric term is
+    taken as it is stored; for another ``rubric_aggregation`` replace ``rubric`` first
+    (:func:`judged_rubrics`, :func:`aggregate_rubrics`).
 
     Parameters
     ----------
     components
-        As :func:`~refiner_core.rewards.compute.compute_rewards` names them: ``rubric``,
-        ``citation``, ``format_bonus`` and ``no_rubrics``; others are not looked at.
+        As :func:`~refiner_core.rewards.compute.compute_rewards` names them: those of the terms,
+        ``format_bonus`` and ``no_rubrics``; others are not looked at.
     reward
-        The settings to recompute under.
+        The settings to compute under.
     stopped
         Whether the completion ended by itself.
 
@@ -131,9 +135,9 @@ def recompute_total(
         A component is missing (or None, or NaN): the rollout is unscored, since its judge failed,
         and has no total under any setting.
     """
-    names = ("rubric", "citation", "format_bonus", "no_rubrics")
-    values = {name: components.get(name) for name in names}
-    known = {n: v for n, v in values.items() if v is not None and not math.isnan(v)}
+    terms = reward_terms(components, reward)
+    names = ("no_rubrics", "format_bonus", *(term.name for term in terms))
+    known = {n: v for n in names if (v := components.get(n)) is not None and not math.isnan(v)}
     if len(known) < len(names):
         lacking = ", ".join(name for name in names if name not in known)
         raise DataError(
@@ -141,13 +145,10 @@ def recompute_total(
             expected="the components of a scored or malformed rollout",
             fix="leave unscored rollouts out: their judge failed",
         )
-    return total_reward(
-        reward,
-        judge=None if known["no_rubrics"] else known["rubric"],
-        citation=known["citation"],
-        bonus=known["format_bonus"],
-        stopped=stopped,
-    )
+    if reward.non_stop_penalty and not stopped:
+        return reward.non_stop_penalty_value
+    score = sum((t.weight * (known[t.name] * t.gate) for t in terms), 0.0)
+    return reward.verification_reward * score
 
 
 def judged_rubrics(judgements: Iterable[Mapping[str, Any]]) -> list[tuple[Rubric, float]]:

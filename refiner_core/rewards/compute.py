@@ -243,14 +243,8 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     judged = aggregate_rubrics([(r, j.score or 0.0) for r, j in scored], reward.rubric_aggregation)
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
     citation = score_citations(plan.answer, plan.evidence, asked)
-    total = total_reward(
-        reward,
-        judge=judged,
-        citation=citation.reward,
-        bonus=components["format_bonus"],
-        stopped=plan.item.stopped,
-    )
-    components |= {"rubric": judged or 0.0, "total": total, **_citation_components(citation)}
+    components |= {"rubric": judged or 0.0, "total": 0.0, **_citation_components(citation)}
+    total = components["total"] = total_reward(components, reward, plan.item.stopped)
     return RewardResult("malformed" if malformed else "scored", total, components, details)
 
 

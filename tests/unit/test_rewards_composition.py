@@ -18,7 +18,8 @@ from refiner_core.contract.types import JudgeRequest
 from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.rewards.citations import citation_format, plan_citations, score_citations
-from refiner_core.rewards.combine import aggregate_rubrics, format_bonus, total_reward
+from refiner_core.rewards.combine import aggregate_rubrics, format_bonus
+from refiner_core.rewards.combine import total_reward as total_of_components
 from refiner_core.rubrics import Rubric, load_rubric_set
 from refiner_core.training.rollouts.advantages import group_advantages
 from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout
@@ -50,6 +51,19 @@ VECTORS: dict[tuple[float, bool, str, bool], float] = {
     (0.2, False, "additive", False): 6.0,
     (0.2, False, "additive", True): 4.5,
 }
+
+
+def total_reward(
+    reward: RewardConfig, *, judge: float | None, citation: float, bonus: float, stopped: bool
+) -> float:
+    """The total of components; ``judge`` None: there are no rubrics."""
+    components = {
+        "rubric": judge or 0.0,
+        "no_rubrics": float(judge is None),
+        "citation": citation,
+        "format_bonus": bonus,
+    }
+    return total_of_components(components, reward, stopped)
 
 
 @pytest.mark.parametrize("settings", VECTORS)

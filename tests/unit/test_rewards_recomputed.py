@@ -13,7 +13,7 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import RewardResult
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.combine import aggregate_rubrics, judged_rubrics, recompute_total
+from refiner_core.rewards.combine import aggregate_rubrics, judged_rubrics, total_reward
 from tests.support.rewarding import ScriptedJudge, hashed_judge, rollout
 
 PROMPT = "<tool_output><snippet id=a>one</snippet><snippet id=b>two</snippet></tool_output>"
@@ -66,7 +66,7 @@ def test_under_its_own_settings_a_rollout_has_its_own_total(
 ) -> None:
     result = rewarded(rollout(text, rubrics, prompt, stopped), reward, hashed_judge(seed))
     stored = json.loads(json.dumps(dict(result.components)))
-    assert recompute_total(stored, reward, stopped) == result.total == stored["total"]
+    assert total_reward(stored, reward, stopped) == result.total == stored["total"]
 
 
 @settings(deadline=None)
@@ -88,7 +88,7 @@ def test_other_settings_give_what_they_would_have_given(
     term = aggregate_rubrics(judged, second.rubric_aggregation)
     components["rubric"] = term or 0.0
     expected = rewarded(rollout(text, rubrics, prompt, stopped), second, hashed_judge(seed))
-    assert recompute_total(components, second, stopped) == expected.total
+    assert total_reward(components, second, stopped) == expected.total
 
 
 def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
@@ -97,10 +97,10 @@ def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
     result = rewarded(rollout(text, rubrics, PROMPT), RewardConfig(), ScriptedJudge(lambda r: None))
     assert result.total is None
     with pytest.raises(DataError, match=r"rubric, citation.*unscored"):
-        recompute_total(result.components, RewardConfig(), True)
+        total_reward(result.components, RewardConfig(), True)
     padded = {**result.components, "rubric": None, "citation": float("nan")}  # as tables hold it
     with pytest.raises(DataError, match=r"rubric, citation.*unscored"):
-        recompute_total(padded, RewardConfig(), True)
+        total_reward(padded, RewardConfig(), True)
     with pytest.raises(DataError, match="'d' failed"):
         judged_rubrics(result.judgements)
 

@@ -88,13 +88,7 @@ COMPONENTS = {"rubric": 0.75, "citation": 0.5, "format_bonus": 0.5, "no_rubrics"
 
 def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
     components = {**COMPONENTS, **changes}
-    total = total_reward(
-        reward,
-        judge=None if components["no_rubrics"] else components["rubric"],
-        citation=components["citation"],
-        bonus=components["format_bonus"],
-        stopped=True,
-    )
+    total = total_reward(components, reward, stopped=True)
     return {
         **{"step": 3, "sample_id": "a", "sample_index": 0, "response_text": "<answer/>"},
         **{"finish_reason": "stop", "status": "scored", "reward": total, "advantage": -0.5},

@@ -18,6 +18,7 @@ from refiner_core.evaluation.metrics import EPISODE_METRICS
 from refiner_core.evaluation.samples import METRICS
 from refiner_core.report.run.document import RewardPart, Said
 from refiner_core.rewards.citations import F1_SHARE, FORMAT_SHARE
+from refiner_core.rewards.combine import reward_terms
 
 #: Characters of an answer, of a prompt, and of each text of an episode or judgement that a report
 #: keeps.
@@ -108,22 +109,18 @@ def _citation(f1: float | None, form: float | None) -> float | None:
 def _parts(
     row: Mapping[str, Any], components: Mapping[str, float | None], reward: RewardConfig
 ) -> tuple[RewardPart, ...]:
-    """The judge's and the citations' part, weighed as the total has them."""
+    """The terms of the reward, weighed as the total has them."""
     total = _finite(row.get("reward"))
     if reward.non_stop_penalty and row.get("finish_reason") != "stop":
         value = reward.non_stop_penalty_value
         return (RewardPart("did not stop", 1.0, value, value),)
-    rubric, citation = components.get("rubric"), components.get("citation")
-    without = bool(components.get("no_rubrics")) or rubric is None
+    without = bool(components.get("no_rubrics")) or components.get("rubric") is None
+    known = {**components, "no_rubrics": float(without)}
     scale = reward.verification_reward
-    cited = reward.paper_citation_weight if reward.apply_paper_citation_reward else 0.0
-    kept = 1.0 if reward.combination == "additive" else 1.0 - cited
-    if reward.gate_judge_score_with_format_bonus:
-        bonus = components.get("format_bonus")
-        kept = math.nan if bonus is None else kept * bonus
-    if without:
-        kept, cited = 0.0, 1.0 if reward.apply_paper_citation_reward else 0.0
-    parts = [_part("rubric", rubric, scale * kept), _part("citation", citation, scale * cited)]
+    parts = [
+        _part(term.name, known.get(term.name), scale * term.weight * term.gate)
+        for term in reward_terms(known, reward)
+    ]
     return _checked(parts, total)
 
 

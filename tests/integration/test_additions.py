@@ -1,7 +1,7 @@
-"""A newcomer adds a kind of stage: two modules and its section of the configuration, no more.
+"""A newcomer adds a kind of stage in three files, and a term of the reward in three.
 
-The packages are copied, the three files written there, and a recipe with the new kind planned, run,
-shown, reported and published, as with any other.
+The packages are copied and the files written there. A recipe with the new kind is planned, run,
+shown, reported and published, as with any other; the term counts, and the report takes it apart.
 """
 
 from __future__ import annotations
@@ -68,37 +68,81 @@ class MergeConfig:
     resources: Resources = section(Resources, doc="resources of the merging job")
 
 
+@dataclass(frozen=True)
 '''
+
+
+TERM = """
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.types import PromptRow
+from refiner_core.judges.lexical import LexicalJudge
+from refiner_core.rewards import RewardInput, compute_rewards
+from flows.reporting.run.said import said_in_training
+
+row = PromptRow("1", "What is it?", "Tell me what it is.", (1,), "{}")
+said = RewardInput(row, "<answer>It is that.</answer>", True)
+for reward in (RewardConfig(), RewardConfig(brevity_weight=0.5)):
+    (found,) = compute_rewards([said], reward, LexicalJudge())
+    stored = {f"reward/{k}": v for k, v in found.components.items()}
+    stored |= {"response_text": said.text, "reward": found.total, "step": 1, "status": found.status}
+    parts = {p.name: p.share for p in said_in_training(stored, reward).parts}
+    print(found.total, parts.get("brevity"), found.components["brevity"])
+"""
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages with one kind more."""
+    """The packages with one kind of stage more, and one term of the reward."""
     folder = tmp_path_factory.mktemp("house")
     for package in ("flows", "sweeps", "refiner_core", "infra"):
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / package, ignore=left_out)
-    contract = folder / "refiner_core" / "contract"
-    (contract / "kinds" / "merge.py").write_text(KIND)
+    core = folder / "refiner_core"
+    (core / "contract" / "kinds" / "merge.py").write_text(KIND)
     (folder / "flows" / "stages" / "merge.py").write_text(FUNCTION)
-    config = contract / "config.py"
-    text = config.read_text()
-    for before, after in (
+    edit(
+        core / "contract" / "config.py",
         ('"grpo", "command"', '"grpo", "merge", "command"'),
-        (
-            "@dataclass(frozen=True)\nclass RecipeConfig",
-            f"{SECTION}@dataclass(frozen=True)\nclass RecipeConfig",
-        ),
+        ("@dataclass(frozen=True)\nclass RecipeConfig", f"{SECTION}class RecipeConfig"),
         (
             "    command: CommandConfig",
             '    merge: MergeConfig = section(MergeConfig, doc="merging")\n'
             "    command: CommandConfig",
         ),
-    ):
+    )
+    weight = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
+    edit(
+        core / "contract" / "judge_config.py",
+        (
+            "    combination: Literal",
+            f"    brevity_weight: float = {weight}\n    combination: Literal",
+        ),
+    )
+    edit(
+        core / "rewards" / "combine.py",
+        (
+            'Term("citation", weight)]',
+            'Term("citation", weight)] + (\n'
+            '        [Term("brevity", reward.brevity_weight)] if reward.brevity_weight else []\n    )',
+        ),
+    )
+    edit(
+        core / "rewards" / "compute.py",
+        (
+            '        "format_bonus": format_bonus',
+            '        "brevity": 1 / (1 + len(plan.item.text.split())),\n'
+            '        "format_bonus": format_bonus',
+        ),
+    )
+    return folder
+
+
+def edit(path: Path, *changes: tuple[str, str]) -> None:
+    text = path.read_text()
+    for before, after in changes:
         assert before in text
         text = text.replace(before, after)
-    config.write_text(text)
-    return folder
+    path.write_text(text)
 
 
 def refiner(house: Path, *args: str) -> Any:
@@ -140,3 +184,28 @@ def test_it_runs_and_all_that_shows_a_run_knows_it(house: Path) -> None:
     assert "Merging" in text
     assert "merged with its start" in text
     assert refiner(house, "run", *RECIPE, "--no-server", "--json")["run"] != run["run"]
+
+
+def test_a_term_of_the_reward_counts_where_it_has_weight_and_is_shown(house: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TERM], capture_output=True, text=True, check=False, cwd=house,
+        env={**os.environ, "PYTHONPATH": str(house)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    without, counted = (line.split() for line in done.stdout.splitlines())
+    assert without[1] == "None"
+    brevity = float(counted[2])
+    assert float(counted[0]) - float(without[0]) == pytest.approx(10 * 0.5 * brevity)
+    assert float(counted[1]) == pytest.approx(10 * 0.5 * brevity)
+
+
+def test_a_weight_of_the_reward_is_a_field_as_any_other(house: Path) -> None:
+    plain = ("tiny", "workspace=runs")
+    plans = [
+        {s["name"]: s["fingerprint"] for s in refiner(house, "plan", *call, "--json")["stages"]}
+        for call in (plain, (*plain, "reward.brevity_weight=0.5"))
+    ]
+    changed = {name for name in plans[0] if plans[0][name] != plans[1][name]}
+    assert {"grpo", "evaluate-grpo"} <= changed
+    assert not changed & {"data", "sft"}
+    assert "short answers" in refiner(house, "show", "reward.brevity_weight")
