@@ -1,4 +1,4 @@
-"""A newcomer adds a kind of stage in three files, and a term of the reward in three.
+"""A newcomer adds a kind of stage, a term of the reward, a state of Slurm, as README.md says.
 
 The packages are copied and the files written there. A recipe with the new kind is planned, run,
 shown, reported and published, as with any other; the term counts, and the report takes it apart.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,50 +91,75 @@ for reward in (RewardConfig(), RewardConfig(brevity_weight=0.5)):
 """
 
 
+STATE = """
+from infra.slurm.states import facts_of, sight_of
+
+for state in ("EXPEDITED", "UNHEARD_OF"):
+    facts = facts_of({"state": state, "id": "7"}, "squeue")
+    sight = sight_of(facts, True, lambda: "")
+    print(sight.sight, sight.running, facts.rule.words, sep="|")
+"""
+_WEIGHT = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
+_COMBINATION = "    combination: Literal"
+_STATE = '"RUNNING": StateRule(False, True, None, ""),'
+#: What is written, by addition and file: a whole file, or edits of one that is there. README.md
+#: names the same files.
+ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
+    "a kind of stage": {
+        "refiner_core/contract/kinds/merge.py": KIND,
+        "refiner_core/contract/config.py": [
+            ('"grpo", "command"', '"grpo", "merge", "command"'),
+            ("@dataclass(frozen=True)\nclass RecipeConfig", f"{SECTION}class RecipeConfig"),
+            (
+                "    command: CommandConfig",
+                '    merge: MergeConfig = section(MergeConfig, doc="merging")\n'
+                "    command: CommandConfig",
+            ),
+        ],
+        "flows/stages/merge.py": FUNCTION,
+    },
+    "a term of the reward": {
+        "refiner_core/contract/judge_config.py": [
+            (_COMBINATION, f"    brevity_weight: float = {_WEIGHT}\n{_COMBINATION}")
+        ],
+        "refiner_core/rewards/compute.py": [
+            (
+                '        "format_bonus": format_bonus',
+                '        "brevity": 1 / (1 + len(plan.item.text.split())),\n'
+                '        "format_bonus": format_bonus',
+            )
+        ],
+        "refiner_core/rewards/combine.py": [
+            (
+                'Term("citation", weight)]',
+                'Term("citation", weight)] + (\n'
+                '        [Term("brevity", reward.brevity_weight)]\n'
+                "        if reward.brevity_weight else []\n    )",
+            )
+        ],
+    },
+    "a state of Slurm's jobs": {
+        "infra/slurm/states.py": [
+            (_STATE, f'{_STATE}\n    "EXPEDITED": StateRule(False, True, None, "goes first"),')
+        ],
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages with one kind of stage more, and one term of the reward."""
+    """The packages with one kind of stage more, one term of the reward, one state of Slurm."""
     folder = tmp_path_factory.mktemp("house")
     for package in ("flows", "sweeps", "refiner_core", "infra"):
         left_out = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / package, ignore=left_out)
-    core = folder / "refiner_core"
-    (core / "contract" / "kinds" / "merge.py").write_text(KIND)
-    (folder / "flows" / "stages" / "merge.py").write_text(FUNCTION)
-    edit(
-        core / "contract" / "config.py",
-        ('"grpo", "command"', '"grpo", "merge", "command"'),
-        ("@dataclass(frozen=True)\nclass RecipeConfig", f"{SECTION}class RecipeConfig"),
-        (
-            "    command: CommandConfig",
-            '    merge: MergeConfig = section(MergeConfig, doc="merging")\n'
-            "    command: CommandConfig",
-        ),
-    )
-    weight = 'identity(0.0, doc="of the term for short answers", legacy_value=0.0)'
-    edit(
-        core / "contract" / "judge_config.py",
-        (
-            "    combination: Literal",
-            f"    brevity_weight: float = {weight}\n    combination: Literal",
-        ),
-    )
-    edit(
-        core / "rewards" / "combine.py",
-        (
-            'Term("citation", weight)]',
-            'Term("citation", weight)] + (\n'
-            '        [Term("brevity", reward.brevity_weight)] if reward.brevity_weight else []\n    )',
-        ),
-    )
-    edit(
-        core / "rewards" / "compute.py",
-        (
-            '        "format_bonus": format_bonus',
-            '        "brevity": 1 / (1 + len(plan.item.text.split())),\n'
-            '        "format_bonus": format_bonus',
-        ),
-    )
+    for addition in ADDITIONS.values():
+        for name, changes in addition.items():
+            path = folder / name
+            if isinstance(changes, str):
+                path.write_text(changes)
+            else:
+                edit(path, *changes)
     return folder
 
 
@@ -153,6 +179,15 @@ def refiner(house: Path, *args: str) -> Any:
     )  # fmt: skip
     assert done.returncode == 0, (args, done.stdout, done.stderr)
     return json.loads(done.stdout) if "--json" in args else done.stdout
+
+
+def python(house: Path, code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=house,
+        env={**os.environ, "PYTHONPATH": str(house)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 STAGES = ("stages=[data,sft,merge,publish,evaluate]", "evaluate.models=[base,merge]")
@@ -187,12 +222,7 @@ def test_it_runs_and_all_that_shows_a_run_knows_it(house: Path) -> None:
 
 
 def test_a_term_of_the_reward_counts_where_it_has_weight_and_is_shown(house: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TERM], capture_output=True, text=True, check=False, cwd=house,
-        env={**os.environ, "PYTHONPATH": str(house)}, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    without, counted = (line.split() for line in done.stdout.splitlines())
+    without, counted = (line.split() for line in python(house, TERM).splitlines())
     assert without[1] == "None"
     brevity = float(counted[2])
     assert float(counted[0]) - float(without[0]) == pytest.approx(10 * 0.5 * brevity)
@@ -209,3 +239,17 @@ def test_a_weight_of_the_reward_is_a_field_as_any_other(house: Path) -> None:
     assert {"grpo", "evaluate-grpo"} <= changed
     assert not changed & {"data", "sft"}
     assert "short answers" in refiner(house, "show", "reward.brevity_weight")
+
+
+def test_a_state_of_slurm_is_a_line_of_one_table(house: Path) -> None:
+    said = python(house, STATE).splitlines()
+    assert said[0] == "live|True|goes first"
+    assert said[1] == "live|False|a state that this version does not know"
+
+
+@pytest.mark.parametrize("addition", ADDITIONS)
+def test_the_readme_names_the_files_of_an_addition(addition: str) -> None:
+    rows = (line.split("|") for line in (ROOT / "README.md").read_text().splitlines())
+    (named,) = [row[2] for row in rows if len(row) > 2 and row[1].strip() == addition]
+    files = {name.replace("NAME", "merge") for name in re.findall(r"`([^`]+)`", named)}
+    assert files == set(ADDITIONS[addition])
