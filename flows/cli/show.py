@@ -30,14 +30,22 @@ class _Asked(NamedTuple):
 @click.argument("words", nargs=-1, metavar="[FIELD] [RECIPE] [KEY=VALUE]...")
 @click.option("--all", "every", is_flag=True, help="every field, with a line each")
 @click.option("--search", metavar="WORD", default="", help="fields that speak of WORD")
+@click.option("--schema", is_flag=True, help="the JSON Schema of a recipe file, for editors")
 @json_option
-def show_command(words: tuple[str, ...], every: bool, search: str, as_json: bool) -> None:
+def show_command(
+    words: tuple[str, ...], every: bool, search: str, schema: bool, as_json: bool
+) -> None:
     """Explain FIELD: `grpo.beta`, a last part such as `beta`, or a section such as `grpo`.
 
     Its type, default and mark: an identity field decides what is computed (with another value
     stages run again), an execution field only where and how. With RECIPE, its value there, and the
     file and line, or the override, that has set it. Without FIELD, list the sections.
     """
+    if schema:
+        from refiner_core.contract.schema import recipe_schema
+
+        print_json(recipe_schema())
+        return
     asked = _sorted_out(words, every, search)
     from flows.api import explain_fields
 

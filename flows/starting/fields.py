@@ -79,6 +79,7 @@ def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, An
         "field": facts.path,
         "type": facts.type,
         "choices": list(facts.choices),
+        "range": facts.range,
         "mark": facts.mark,
         "default": to_json(facts.default),
         "doc": facts.doc,
@@ -102,6 +103,8 @@ def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
     """All that is known of one field."""
     lines = [facts.path, *_filled("", facts.doc, "  "), ""]
     lines += _filled("type", _type(facts))
+    if facts.range:
+        lines += _filled("range", facts.range)
     lines += _filled("default", value_text(facts.default))
     lines += _filled("mark", f"{facts.mark}: {_meaning(facts, found)}")
     for note in facts.notes:

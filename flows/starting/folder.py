@@ -17,9 +17,10 @@ from flows.starting.texts import CLUSTER, RECIPE, SWEEP
 from infra.store.room import no_space_guard
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
+from refiner_core.contract.schema import SCHEMA_FILE
 
 #: Whatever may be made.
-NAMES = (RECIPE, CLUSTER, SWEEP, ".gitignore", "README.md")
+NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")
 
 
 def refuse_what_is_there(folder: Path) -> None:

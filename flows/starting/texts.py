@@ -5,6 +5,7 @@ In: answers and the recipe drafted from them. Out: file name -> text.
 
 from __future__ import annotations
 
+import json
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from flows.starting.questions import Asked
 from flows.starting.settings import Draft, metric_of, sweep_factors
 from refiner_core.contract.overrides import override_text
+from refiner_core.contract.schema import EDITOR_LINE, SCHEMA_FILE, recipe_schema
 
 RECIPE, CLUSTER, SWEEP = "recipe.yaml", "cluster.yaml", "sweep.yaml"
 _COMMENT = 62
@@ -26,6 +28,7 @@ def file_texts(draft: Draft, asked: Asked) -> dict[str, str]:
         files[CLUSTER] = _cluster_text(asked)
     if asked["sweep"] == "yes":
         files[SWEEP] = _sweep_text(asked)
+    files[SCHEMA_FILE] = json.dumps(recipe_schema(), indent=1) + "\n"
     files[".gitignore"] = "/runs/\n*.log\n"
     files["README.md"] = _readme_text(draft, asked, files)
     return files
@@ -34,6 +37,7 @@ def file_texts(draft: Draft, asked: Asked) -> dict[str, str]:
 def recipe_text(draft: Draft) -> str:
     """The recipe, with a comment on each line."""
     lines = [
+        EDITOR_LINE,
         f"# What differs from the shipped recipe {draft.include}; all else is as there. For any",
         "# field, what it is, which stages it concerns, its value here and where that comes from:",
         "#   refiner show FIELD recipe.yaml",

@@ -59,7 +59,7 @@ class CommandConfig:
         "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
         "long)",
     )
-    keep: int = execution(2, doc="complete checkpoints kept when room is short, at least 1")
+    keep: int = execution(2, ge=1, doc="complete checkpoints kept when room is short, at least 1")
     heartbeat: Literal["output", "files"] = execution(
         "output", doc="sign of life: something printed, or something written below `{output}`"
     )

@@ -90,7 +90,9 @@ class ModelConfig:
     )
     gradient_checkpointing: bool = execution(False, doc="recompute activations to save memory")
     cpu_threads: int = identity(
-        1, doc="threads of one CPU process; sums are taken in another order with another number"
+        1,
+        ge=1,
+        doc="threads of one CPU process; sums are taken in another order with another number",
     )
 
 
@@ -113,18 +115,23 @@ class DataConfig:
         0.1, doc="share of questions kept from training, for evaluation (0 < x < 1)"
     )
     validation_fraction: float = identity(
-        0.05, doc="share of demonstrations kept for the SFT validation loss (0 <= x < 1)"
+        0.05,
+        ge=0,
+        le=1,
+        doc="share of demonstrations kept for the SFT validation loss (0 <= x < 1)",
     )
     max_prompt_token_length: int = identity(
-        6144, doc="longer prompts are dropped and counted, never cut (tokens)"
+        6144, ge=1, doc="longer prompts are dropped and counted, never cut (tokens)"
     )
     refiner_mode: str | None = identity(
         None, doc="keep only rows of this mode, e.g. `answer_only`; none keeps all"
     )
-    max_sft_rows: int | None = identity(None, doc="use at most this many demonstrations")
-    max_rl_rows: int | None = identity(None, doc="use at most this many prompts")
-    synthetic_sft_rows: int = identity(3000, doc="rows that `builtin:synthetic` makes for SFT")
-    synthetic_rl_rows: int = identity(1000, doc="rows that `builtin:synthetic` makes for RL")
+    max_sft_rows: int | None = identity(None, ge=1, doc="use at most this many demonstrations")
+    max_rl_rows: int | None = identity(None, ge=1, doc="use at most this many prompts")
+    synthetic_sft_rows: int = identity(
+        3000, ge=1, doc="rows that `builtin:synthetic` makes for SFT"
+    )
+    synthetic_rl_rows: int = identity(1000, ge=1, doc="rows that `builtin:synthetic` makes for RL")
     split_seed: int = identity(
         0, doc="seed of the split; not the run seed, so that all seeds of an arm share prompts"
     )
@@ -219,24 +226,30 @@ class EvaluateConfig:
     )
     max_prompts: int | None = identity(
         None,
+        ge=1,
         doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
         "by its share",
     )
-    num_samples: int = identity(4, doc="samples per prompt of the sampled decoding")
-    temperature: float = identity(1.0, doc="temperature of the sampled decoding")
-    top_p: float = identity(1.0, doc="nucleus sampling of the sampled decoding; 1 is off")
+    num_samples: int = identity(4, ge=1, doc="samples per prompt of the sampled decoding")
+    temperature: float = identity(1.0, ge=0, doc="temperature of the sampled decoding")
+    top_p: float = identity(
+        1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
+    )
     top_k: int = identity(
         0,
+        ge=0,
         doc="the sampled decoding draws from the likeliest tokens only; 0 is off",
         legacy_value=0,
     )
     user: UserConfig = section(
         UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
     )
-    bootstrap_samples: int = identity(2000, doc="resamples behind each interval of a mean")
+    bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
     seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
     batch_size: int = identity(
-        256, doc="samples decoded together; sums are taken in another order with another number"
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
     )
     occasion: str = identity(
         "",

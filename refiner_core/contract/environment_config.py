@@ -155,20 +155,23 @@ class CurriculumConfig:
 class SampleConfig:
     """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
 
-    attempts: int = identity(8, doc="attempts per prompt or task")
-    temperature: float = identity(0.8, doc="sampling temperature")
-    top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
-    top_k: int = identity(0, doc="sample from the likeliest tokens only; 0 is off")
+    attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
+    temperature: float = identity(0.8, ge=0, doc="sampling temperature")
+    top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
+    top_k: int = identity(0, ge=0, doc="sample from the likeliest tokens only; 0 is off")
     success: float = identity(
         1.0,
+        gt=0,
+        le=1,
         doc="least reward of a full success, as a share of the highest possible reward",
     )
     min_partial: float = identity(
         0.6,
+        ge=0,
         doc="of a prompt without a full success its best attempt is kept from this score on (the "
         "partial score of an episode, the share of the reward of an answer); above 1: none",
     )
-    max_kept: int | None = identity(None, doc="keep at most this many attempts of one prompt")
+    max_kept: int | None = identity(None, ge=1, doc="keep at most this many attempts of one prompt")
     distinct: Literal["none", "text", "tools"] = identity(
         "tools",
         doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
@@ -180,8 +183,11 @@ class SampleConfig:
     )
     generation_batch_size: int = identity(
         256,
+        ge=1,
         doc="samples decoded together; sums are taken in another order with another number",
     )
-    save_freq: int = execution(1, doc="batches between checkpoints; finished attempts are kept")
-    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
+    save_freq: int = execution(
+        1, ge=1, doc="batches between checkpoints; finished attempts are kept"
+    )
+    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
     resources: Resources = section(Resources, doc="resources of the sampling job")

@@ -52,6 +52,8 @@ class FieldFacts:
         Kinds of stages whose fingerprint it enters; stages that read theirs follow.
     notes
         On what else that depends.
+    range
+        What a number must be, in words; empty where any will do.
     """
 
     path: str
@@ -63,6 +65,7 @@ class FieldFacts:
     doc: str
     kinds: tuple[str, ...]
     notes: tuple[str, ...]
+    range: str
 
     @property
     def always_there(self) -> bool:
@@ -87,6 +90,7 @@ def facts_of(path: str) -> FieldFacts:
         default=info.default,
         legacy=info.legacy_value,
         doc=info.doc,
+        range=info.range.words,
         kinds=_kinds(path) if info.mark == "identity" else (),
         notes=_notes(path) if info.mark == "identity" else (),
     )

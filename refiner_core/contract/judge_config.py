@@ -19,9 +19,9 @@ LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 class RewardConfig:
     """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
 
-    verification_reward: float = identity(10.0, doc="scale of the [0, 1] score")
+    verification_reward: float = identity(10.0, gt=0, doc="scale of the [0, 1] score")
     apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
-    paper_citation_weight: float = identity(0.2, doc="w of the citation term, 0 to 1")
+    paper_citation_weight: float = identity(0.2, ge=0, le=1, doc="w of the citation term, 0 to 1")
     combination: Literal["convex", "additive"] = identity(
         "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
     )
@@ -82,10 +82,10 @@ class ServeConfig:
         (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
     )
     start_timeout_s: float = execution(
-        1800.0, doc="how long it may take from its start until it answers, seconds"
+        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
     )
     idle_timeout_s: float = execution(
-        600.0, doc="it ends when nobody has held a lease for this long, seconds"
+        600.0, ge=0, doc="it ends when nobody has held a lease for this long, seconds"
     )
 
 
@@ -117,9 +117,11 @@ class JudgeConfig:
         legacy_value="none",
     )
     temperature: float | None = identity(
-        0.0, doc="sampling temperature of the judge; null is not sent"
+        0.0, ge=0, doc="sampling temperature of the judge; null is not sent"
     )
-    max_tokens: int = identity(512, doc="longest judgement; one that ends by length is a failure")
+    max_tokens: int = identity(
+        512, ge=1, doc="longest judgement; one that ends by length is a failure"
+    )
     extra_body: str = identity(
         "",
         doc="further fields of each request, a mapping or JSON text, e.g. "
@@ -127,7 +129,10 @@ class JudgeConfig:
         legacy_value="",
     )
     max_failed_share: float = identity(
-        0.2, doc="stop (resumable) when more than this share of a step's rollouts is unscored"
+        0.2,
+        ge=0,
+        le=1,
+        doc="stop (resumable) when more than this share of a step's rollouts is unscored",
     )
     base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
     base_urls: tuple[str, ...] = execution(
@@ -139,23 +144,25 @@ class JudgeConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = execution(
         "max_tokens", doc="what the server calls the limit; newer OpenAI models take the second"
     )
-    concurrency: int = execution(256, doc="requests in flight")
+    concurrency: int = execution(256, ge=1, doc="requests in flight")
     timeout_s: float = execution(
-        120.0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
+        120.0, gt=0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
     )
     batch_timeout_s: float = execution(
         3600.0,
+        gt=0,
         doc="deadline of what is asked together (in training, a rollout's judgements), seconds; "
         "pauses do not count",
     )
-    max_retries: int = execution(5, doc="tries after a retryable failure")
+    max_retries: int = execution(5, ge=0, doc="tries after a retryable failure")
     outage_patience_s: float = execution(
         900.0,
+        ge=0,
         doc="how long a step waits for servers that are all gone, seconds; then the attempt ends "
         "as `judge outage` and is taken up again later",
     )
     cache_gb: float = execution(
-        1.0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
+        1.0, ge=0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
     )
     serve_command: str | None = execution(
         None,

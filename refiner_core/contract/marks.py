@@ -3,7 +3,8 @@
 *Identity* fields decide what is computed and enter a stage's fingerprint. *Execution* fields decide
 where and how it is computed and never enter it. A field that is added to an existing section later
 declares ``legacy_value``: the value that all older runs had in effect. A field at its legacy value
-is left out of the fingerprint, so adding an option never invalidates finished work.
+is left out of the fingerprint, so adding an option never invalidates finished work. The range of a
+number stands in its declaration, too.
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
@@ -36,6 +37,33 @@ ABSENT = _Absent()
 _KEY = "refiner"
 
 
+class Range(NamedTuple):
+    """What a number must be: at least ``ge``, above ``gt``, at most ``le``."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies in it."""
+        above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        return above and (self.le is None or value <= self.le)
+
+    @property
+    def words(self) -> str:
+        """For people; empty where every number will do."""
+        if (self.ge, self.le) == (0, 1):
+            return "a share between 0 and 1"
+        if self.gt is not None:
+            above = {0.0: "zero", 1.0: "one"}.get(self.gt, f"{self.gt:g}")
+            return (
+                f"a number above {above}{f', at most {self.le:g}' if self.le is not None else ''}"
+            )
+        if self.ge is None or self.ge == 0:
+            return "" if self.ge is None else "zero or more"
+        return "zero or more, or -1 for no limit" if self.ge == -1 else f"at least {self.ge:g}"
+
+
 class FieldInfo(NamedTuple):
     """What is known of one configuration field."""
 
@@ -45,6 +73,7 @@ class FieldInfo(NamedTuple):
     legacy_value: Any
     type: Any
     default: Any
+    range: Range
 
 
 def _marked(
@@ -53,8 +82,14 @@ def _marked(
     doc: str,
     legacy_value: Any,
     default_factory: Callable[[], Any] | None,
+    limits: Range,
 ) -> Any:
-    metadata = {_KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value}}
+    bounds = {name: value for name, value in limits._asdict().items() if value is not None}
+    metadata = {
+        _KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value, "range": limits},
+        # In pydantic's words, for the JSON Schema.
+        **{"description": doc, "json_schema_extra": {"x-mark": mark}, **bounds},
+    }
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,9 +101,13 @@ def identity(
     doc: str,
     legacy_value: Any = ABSENT,
     default_factory: Callable[[], Any] | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
 ) -> Any:
     """A field whose value decides what is computed; part of the fingerprint."""
-    return _marked("identity", default, doc, legacy_value, default_factory)
+    limits = Range(ge, gt, le)
+    return _marked("identity", default, doc, legacy_value, default_factory, limits)
 
 
 def execution(
@@ -76,14 +115,18 @@ def execution(
     *,
     doc: str,
     default_factory: Callable[[], Any] | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
 ) -> Any:
     """A field that decides where or how something runs; never part of the fingerprint."""
-    return _marked("execution", default, doc, ABSENT, default_factory)
+    return _marked("execution", default, doc, ABSENT, default_factory, Range(ge, gt, le))
 
 
 def section(kind: type, *, doc: str) -> Any:
     """A nested section; its own fields carry the marks."""
-    return dataclasses.field(default_factory=kind, metadata={_KEY: {"mark": None, "doc": doc}})
+    metadata = {_KEY: {"mark": None, "doc": doc}, "description": doc}
+    return dataclasses.field(default_factory=kind, metadata=metadata)
 
 
 def is_section(value_type: Any) -> bool:
@@ -122,6 +165,12 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         yield (
             path,
             FieldInfo(
-                f.name, meta["mark"], meta["doc"], meta["legacy_value"], hints[f.name], default
+                name=f.name,
+                mark=meta["mark"],
+                doc=meta["doc"],
+                legacy_value=meta["legacy_value"],
+                type=hints[f.name],
+                default=default,
+                range=meta["range"],
             ),
         )

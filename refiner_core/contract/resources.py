@@ -11,8 +11,8 @@ from refiner_core.contract.marks import execution
 class Resources:
     """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
 
-    gpus: int = execution(0, doc="GPUs per node")
-    nodes: int = execution(1, doc="number of nodes")
-    cpus: int = execution(1, doc="CPU cores per node")
-    memory_gb: int = execution(4, doc="host memory per node, GiB")
-    time_limit_min: int = execution(60, doc="wall-clock limit of one attempt, minutes")
+    gpus: int = execution(0, ge=0, doc="GPUs per node")
+    nodes: int = execution(1, ge=1, doc="number of nodes")
+    cpus: int = execution(1, ge=1, doc="CPU cores per node")
+    memory_gb: int = execution(4, ge=1, doc="host memory per node, GiB")
+    time_limit_min: int = execution(60, ge=1, doc="wall-clock limit of one attempt, minutes")

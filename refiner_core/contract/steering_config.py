@@ -33,26 +33,36 @@ class RetryConfig:
     cancelled) are never tried again.
     """
 
-    preempted: int = execution(-1, doc="the scheduler gave the node to somebody else")
-    time_limit: int = execution(2, doc="the job's time was up")
-    node_failure: int = execution(10, doc="the node died; it is avoided from then on")
-    launch_failure: int = execution(5, doc="the scheduler could not start the job")
-    system_outage: int = execution(-1, doc="the scheduler or the file system did not answer")
-    killed: int = execution(2, doc="the worker was gone without a word")
-    hung: int = execution(2, doc="no progress for `dispatch.hung_after_s`")
-    out_of_memory: int = execution(1, doc="the host's memory did not suffice")
-    gpu_out_of_memory: int = execution(1, doc="the GPU's memory did not suffice")
-    gpu_error: int = execution(3, doc="CUDA or NCCL failed; the node is avoided from then on")
-    disk_full: int = execution(-1, doc="no room (it waits for room first, see `disk.wait_min`)")
-    judge_outage: int = execution(20, doc="the judge did not answer often enough")
+    preempted: int = execution(-1, ge=-1, doc="the scheduler gave the node to somebody else")
+    time_limit: int = execution(2, ge=-1, doc="the job's time was up")
+    node_failure: int = execution(10, ge=-1, doc="the node died; it is avoided from then on")
+    launch_failure: int = execution(5, ge=-1, doc="the scheduler could not start the job")
+    system_outage: int = execution(-1, ge=-1, doc="the scheduler or the file system did not answer")
+    killed: int = execution(2, ge=-1, doc="the worker was gone without a word")
+    hung: int = execution(2, ge=-1, doc="no progress for `dispatch.hung_after_s`")
+    out_of_memory: int = execution(1, ge=-1, doc="the host's memory did not suffice")
+    gpu_out_of_memory: int = execution(1, ge=-1, doc="the GPU's memory did not suffice")
+    gpu_error: int = execution(
+        3, ge=-1, doc="CUDA or NCCL failed; the node is avoided from then on"
+    )
+    disk_full: int = execution(
+        -1, ge=-1, doc="no room (it waits for room first, see `disk.wait_min`)"
+    )
+    judge_outage: int = execution(20, ge=-1, doc="the judge did not answer often enough")
     judge_unusable: int = execution(
-        1, doc="the judge's answers were no judgements (another scale, no score, cut by length)"
+        1,
+        ge=-1,
+        doc="the judge's answers were no judgements (another scale, no score, cut by length)",
     )
     environment_outage: int = execution(
-        20, doc="an environment or its user failed in too many episodes"
+        20, ge=-1, doc="an environment or its user failed in too many episodes"
     )
-    hub_outage: int = execution(20, doc="the Hub did not answer, or asked to wait for too long")
-    bug: int = execution(1, doc="an error that no rule knows; the same one at one step stops")
+    hub_outage: int = execution(
+        20, ge=-1, doc="the Hub did not answer, or asked to wait for too long"
+    )
+    bug: int = execution(
+        1, ge=-1, doc="an error that no rule knows; the same one at one step stops"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,21 +75,24 @@ class DispatchConfig:
     profile: str | None = execution(
         None, doc="the cluster: a shipped profile's name or a YAML file (with executor=slurm)"
     )
-    poll_s: float = execution(0.5, doc="seconds between looks at the workspace, at least")
-    scheduler_poll_s: float = execution(10.0, doc="seconds between queries to the scheduler")
-    grace_s: float = execution(60.0, doc="seconds a job gets to save after a request to stop")
-    heartbeat_timeout_s: float = execution(900.0, doc="no heartbeat for this long counts as hung")
-    hung_after_s: float = execution(
-        7200.0, doc="a heartbeat without any progress for this long counts as hung, too"
+    poll_s: float = execution(0.5, ge=0, doc="seconds between looks at the workspace, at least")
+    scheduler_poll_s: float = execution(10.0, gt=0, doc="seconds between queries to the scheduler")
+    grace_s: float = execution(60.0, ge=0, doc="seconds a job gets to save after a request to stop")
+    heartbeat_timeout_s: float = execution(
+        900.0, gt=0, doc="no heartbeat for this long counts as hung"
     )
-    max_parallel: int = execution(2, doc="local jobs at a time")
+    hung_after_s: float = execution(
+        7200.0, gt=0, doc="a heartbeat without any progress for this long counts as hung, too"
+    )
+    max_parallel: int = execution(2, ge=1, doc="local jobs at a time")
     nice: int = execution(
         10,
+        ge=0,
         doc="how far local jobs that export, publish, or evaluate a step give way to training "
         "(0: not at all, 19: most)",
     )
     backoff_s: float = execution(
-        30.0, doc="pause before an attempt after a judge outage or launch failure; doubles"
+        30.0, ge=0, doc="pause before an attempt after a judge outage or launch failure; doubles"
     )
     retries: RetryConfig = section(RetryConfig, doc="attempts per failure class")
 
@@ -100,12 +113,14 @@ class DiskConfig:
     )
     limit_gb: float | None = execution(None, doc="a limit of your own for the workspace, GiB")
     inode_limit: int | None = execution(None, doc="a limit of your own on files and folders")
-    margin_gb: float = execution(0.0, doc="room that is always left free, GiB")
-    watch_s: float = execution(30.0, doc="seconds between looks at the room that is left")
-    warn_share: float = execution(0.9, doc="warn when more than this share is used")
+    margin_gb: float = execution(0.0, ge=0, doc="room that is always left free, GiB")
+    watch_s: float = execution(30.0, gt=0, doc="seconds between looks at the room that is left")
+    warn_share: float = execution(0.9, ge=0, le=1, doc="warn when more than this share is used")
     reclaim: bool = execution(True, doc="delete what the policy allows when there is too little")
     wait_min: float = execution(
-        1440.0, doc="minutes that a paused stage waits for room before it is given up (resumable)"
+        1440.0,
+        ge=0,
+        doc="minutes that a paused stage waits for room before it is given up (resumable)",
     )
     too_small: Literal["refuse", "wait"] = execution(
         "refuse",
@@ -113,7 +128,9 @@ class DiskConfig:
         "anything starts, or let it `wait` for a larger one",
     )
     hold_s: float = execution(
-        60.0, doc="seconds that a running job waits for room before a save, then it ends resumable"
+        60.0,
+        ge=0,
+        doc="seconds that a running job waits for room before a save, then it ends resumable",
     )
     ledger: str | None = execution(
         None, doc="folder of the reservations, to share it between workspaces on one quota"

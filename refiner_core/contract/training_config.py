@@ -34,12 +34,12 @@ class HealthConfig:
         legacy_value="warn",
     )
     spike_factor: float = identity(
-        10.0, doc="with loss_spike: times the mean of the last 20 updates", legacy_value=10.0
+        10.0, gt=1, doc="with loss_spike: times the mean of the last 20 updates", legacy_value=10.0
     )
     entropy_collapse: HealthPolicy = identity(
         "warn", doc="mean entropy per token falls below `min_entropy` (GRPO)", legacy_value="warn"
     )
-    min_entropy: float = identity(0.01, doc="with entropy_collapse: nats", legacy_value=0.01)
+    min_entropy: float = identity(0.01, ge=0, doc="with entropy_collapse: nats", legacy_value=0.01)
     zero_reward_variance: HealthPolicy = identity(
         "warn", doc="no group of a step has any spread of rewards (GRPO)", legacy_value="warn"
     )
@@ -49,14 +49,17 @@ class HealthConfig:
         legacy_value="warn",
     )
     max_truncated_share: float = identity(
-        0.9, doc="with length_explosion: share of a step's samples", legacy_value=0.9
+        0.9, ge=0, le=1, doc="with length_explosion: share of a step's samples", legacy_value=0.9
     )
     kl_blow_up: HealthPolicy = identity(
         "warn", doc="mean KL to the reference exceeds `max_kl` (GRPO)", legacy_value="warn"
     )
-    max_kl: float = identity(10.0, doc="with kl_blow_up: nats per token (kl3)", legacy_value=10.0)
+    max_kl: float = identity(
+        10.0, gt=0, doc="with kl_blow_up: nats per token (kl3)", legacy_value=10.0
+    )
     patience: int = identity(
         3,
+        ge=1,
         doc="steps in a row before a collapsed entropy, lengths, KL or missing spread counts",
         legacy_value=3,
     )
@@ -96,18 +99,21 @@ class RolloutServerConfig:
         False, doc="servers share the GPUs of the trainer instead of having their own"
     )
     start_timeout_s: float = execution(
-        1800.0, doc="how long one may take from its start until it answers, seconds"
+        1800.0, gt=0, doc="how long one may take from its start until it answers, seconds"
     )
     request_timeout_s: float = execution(
-        1800.0, doc="how long one batch of requests may take before its server counts as hung"
+        1800.0, gt=0, doc="how long one batch of requests may take before its server counts as hung"
     )
     canary_tolerance: float | None = execution(
         None,
+        gt=0,
         doc="largest difference of a fixed prompt's log-probabilities between server and trainer "
         "after new weights; none is 1e-3 in float32 and 0.1 in bfloat16",
     )
     max_restarts: int = execution(
-        3, doc="how often in a stage a dead or poisoned server is replaced before the stage fails"
+        3,
+        ge=0,
+        doc="how often in a stage a dead or poisoned server is replaced before the stage fails",
     )
 
 
@@ -115,9 +121,9 @@ class RolloutServerConfig:
 class SftConfig:
     """Supervised fine-tuning on assistant tokens only."""
 
-    learning_rate: float = identity(1e-5, doc="peak learning rate of AdamW")
+    learning_rate: float = identity(1e-5, ge=0, doc="peak learning rate of AdamW")
     muon_learning_rate: float = identity(
-        0.01, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
+        0.01, ge=0, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
     )
     optimizer: Literal["adamw", "muon"] = identity(
         "adamw", doc="`muon`: Muon on hidden matrices, AdamW on the rest"
@@ -125,25 +131,28 @@ class SftConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
         "cosine", doc="schedule after the warm-up"
     )
-    warmup_ratio: float = identity(0.03, doc="share of steps in linear warm-up")
-    num_train_epochs: float = identity(2.0, doc="passes over the demonstrations")
-    max_train_steps: int | None = identity(None, doc="stop after this many optimiser steps")
-    pack_length: int = identity(8192, doc="tokens in one pack")
-    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
-    gradient_accumulation_steps: int = identity(1, doc="forward passes per optimiser step")
-    weight_decay: float = identity(0.0, doc="AdamW weight decay")
+    warmup_ratio: float = identity(0.03, ge=0, le=1, doc="share of steps in linear warm-up")
+    num_train_epochs: float = identity(2.0, gt=0, doc="passes over the demonstrations")
+    max_train_steps: int | None = identity(None, ge=1, doc="stop after this many optimiser steps")
+    pack_length: int = identity(8192, ge=1, doc="tokens in one pack")
+    per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
+    gradient_accumulation_steps: int = identity(1, ge=1, doc="forward passes per optimiser step")
+    weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
-    eval_freq: int = execution(50, doc="steps between validation losses")
-    save_freq: int = execution(200, doc="steps between checkpoints")
+    eval_freq: int = execution(50, ge=1, doc="steps between validation losses")
+    save_freq: int = execution(200, ge=1, doc="steps between checkpoints")
     first_save: int | None = execution(
-        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+        None,
+        ge=1,
+        doc="save after this step, too: a sweep's first trial shows early what a save takes",
     )
-    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
+    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
     deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
         None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
     )
     nproc_per_node: int | None = execution(
         None,
+        ge=1,
         doc="training processes per node (torchrun); none is one per GPU that no rollout server "
         "takes, and one on the CPU",
     )
@@ -162,38 +171,39 @@ class SftConfig:
 class GrpoConfig:
     """Group-relative policy optimisation; names and seed values of the reference trainer."""
 
-    num_training_steps: int = identity(1000, doc="optimiser steps of the whole run")
-    num_unique_prompts_rollout: int = identity(32, doc="prompts per step")
+    num_training_steps: int = identity(1000, ge=1, doc="optimiser steps of the whole run")
+    num_unique_prompts_rollout: int = identity(32, ge=1, doc="prompts per step")
     num_samples_per_prompt_rollout: int = identity(8, doc="samples per prompt: the group size")
     temperature: float = identity(
-        1.0, doc="sampling temperature; logits are divided by it in the loss too"
+        1.0, ge=0, doc="sampling temperature; logits are divided by it in the loss too"
     )
-    top_p: float = identity(1.0, doc="nucleus sampling; 1 is off")
-    response_length: int = identity(1024, doc="largest number of sampled tokens")
+    top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
+    response_length: int = identity(1024, ge=1, doc="largest number of sampled tokens")
     max_token_length: int = identity(
         8192,
+        ge=1,
         doc="prompt and response together (tokens); the reference's flag bounds prompt and labels",
     )
-    pack_length: int = identity(8192, doc="tokens in one pack")
+    pack_length: int = identity(8192, ge=1, doc="tokens in one pack")
     stop_strings: tuple[str, ...] = identity(
         (), doc="sampling ends after one of these; they stay in the text"
     )
-    learning_rate: float = identity(5e-6, doc="peak learning rate of AdamW")
+    learning_rate: float = identity(5e-6, ge=0, doc="peak learning rate of AdamW")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
         "constant", doc="schedule after the warm-up"
     )
-    warmup_ratio: float = identity(0.0, doc="share of steps in linear warm-up")
-    weight_decay: float = identity(0.0, doc="AdamW weight decay")
+    warmup_ratio: float = identity(0.0, ge=0, le=1, doc="share of steps in linear warm-up")
+    weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
-    per_device_train_batch_size: int = identity(1, doc="packs in one forward pass")
-    num_mini_batches: int = identity(1, doc="optimiser steps per batch of rollouts")
-    num_epochs: int = identity(1, doc="passes over one batch of rollouts")
-    beta: float = identity(0.001, doc="KL coefficient; 0 keeps no reference model in memory")
+    per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
+    num_mini_batches: int = identity(1, ge=1, doc="optimiser steps per batch of rollouts")
+    num_epochs: int = identity(1, ge=1, doc="passes over one batch of rollouts")
+    beta: float = identity(0.001, ge=0, doc="KL coefficient; 0 keeps no reference model in memory")
     kl_estimator: Literal["kl1", "kl2", "kl3", "kl4"] = identity(
         "kl3", doc="per-token KL estimator"
     )
-    clip_lower: float = identity(0.2, doc="ratio is clipped below at 1 - clip_lower")
-    clip_higher: float = identity(0.2, doc="ratio is clipped above at 1 + clip_higher")
+    clip_lower: float = identity(0.2, ge=0, doc="ratio is clipped below at 1 - clip_lower")
+    clip_higher: float = identity(0.2, ge=0, doc="ratio is clipped above at 1 + clip_higher")
     loss_aggregation: Literal["token", "sequence", "constant"] = identity(
         "token",
         doc="mean over all tokens of the step, per sample then mean, or a constant denominator",
@@ -213,7 +223,9 @@ class GrpoConfig:
     )
     entropy_coefficient: float = identity(0.0, doc="loss - c * entropy")
     truncated_importance_sampling_ratio_cap: float = identity(
-        2.0, doc="upper clamp of trainer/sampler probability ratio; 0 turns the correction off"
+        2.0,
+        ge=0,
+        doc="upper clamp of trainer/sampler probability ratio; 0 turns the correction off",
     )
     old_logprobs: Literal["recomputed", "sampler"] = identity(
         "recomputed",
@@ -223,6 +235,7 @@ class GrpoConfig:
     )
     async_steps: int = identity(
         0,
+        ge=0,
         doc="how many steps older than the update the sampling policy is: batches that are sampled "
         "while the steps before them train; 0 samples with the newest weights",
         legacy_value=0,
@@ -234,6 +247,7 @@ class GrpoConfig:
     )
     active_sampling_max_rounds: int = identity(
         3,
+        ge=1,
         doc="with active_sampling: rounds of a step, the first included; then it trains on less",
         legacy_value=3,
     )
@@ -244,18 +258,23 @@ class GrpoConfig:
         "transformers", doc="what samples the rollouts"
     )
     generation_batch_size: int = identity(
-        256, doc="samples decoded together; sums are taken in another order with another number"
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
     )
-    save_freq: int = execution(50, doc="steps between checkpoints")
+    save_freq: int = execution(50, ge=1, doc="steps between checkpoints")
     first_save: int | None = execution(
-        None, doc="save after this step, too: a sweep's first trial shows early what a save takes"
+        None,
+        ge=1,
+        doc="save after this step, too: a sweep's first trial shows early what a save takes",
     )
-    keep: int = execution(2, doc="resume checkpoints kept; the newest complete one always is")
+    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
     deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
         None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
     )
     nproc_per_node: int | None = execution(
         None,
+        ge=1,
         doc="training processes per node (torchrun); none is one per GPU that no rollout server "
         "takes, and one on the CPU",
     )
@@ -266,8 +285,8 @@ class GrpoConfig:
     async_save: bool = execution(
         True, doc="write checkpoints while training goes on; costs their size in host memory"
     )
-    vllm_num_engines: int = execution(1, doc="rollout servers of the vllm backend")
-    vllm_tensor_parallel_size: int = execution(1, doc="GPUs per rollout server")
+    vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of the vllm backend")
+    vllm_tensor_parallel_size: int = execution(1, ge=1, doc="GPUs per rollout server")
     rollout_server: RolloutServerConfig = section(
         RolloutServerConfig, doc="servers of the vllm backend"
     )

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -30,13 +30,12 @@ from refiner_core.contract.config import (
     EvaluateConfig,
     JudgeConfig,
     RecipeConfig,
-    RetryConfig,
     RewardConfig,
 )
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.judge_config import LEXICAL_MODELS
-from refiner_core.contract.kinds import KINDS, kinds_of
+from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
@@ -58,138 +57,6 @@ _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Sections of jobs.
-_WITH_RESOURCES = tuple(dict.fromkeys(k.section for k in KINDS.values() if k.section != "judge"))
-_AT_LEAST_ONE = (
-    "data.max_prompt_token_length",
-    "data.synthetic_sft_rows",
-    "data.synthetic_rl_rows",
-    "sft.pack_length",
-    "sft.per_device_train_batch_size",
-    "sft.gradient_accumulation_steps",
-    "sft.eval_freq",
-    "sft.save_freq",
-    "sft.keep",
-    "sample.attempts",
-    "sample.max_kept",
-    "sample.generation_batch_size",
-    "sample.save_freq",
-    "sample.keep",
-    "rft.pack_length",
-    "rft.per_device_train_batch_size",
-    "rft.gradient_accumulation_steps",
-    "rft.eval_freq",
-    "rft.save_freq",
-    "rft.keep",
-    "grpo.num_training_steps",
-    "grpo.num_unique_prompts_rollout",
-    "grpo.response_length",
-    "grpo.max_token_length",
-    "grpo.pack_length",
-    "grpo.per_device_train_batch_size",
-    "grpo.num_mini_batches",
-    "grpo.num_epochs",
-    "grpo.generation_batch_size",
-    "grpo.save_freq",
-    "grpo.keep",
-    "grpo.active_sampling_max_rounds",
-    "grpo.vllm_num_engines",
-    "grpo.vllm_tensor_parallel_size",
-    "evaluate.num_samples",
-    "evaluate.batch_size",
-    "evaluate.bootstrap_samples",
-    "judge.max_tokens",
-    "judge.concurrency",
-    "model.cpu_threads",
-    "command.keep",
-    "dispatch.max_parallel",
-    # None, where a field allows it, is "no limit" and not a number.
-    "data.max_sft_rows",
-    "data.max_rl_rows",
-    "sft.max_train_steps",
-    "rft.max_train_steps",
-    *(
-        f"{stage}.{name}"
-        for stage in STAGES
-        for name in ("first_save", "nproc_per_node", "health.patience")
-    ),
-    "evaluate.max_prompts",
-    *(
-        f"{stage}.resources.{name}"
-        for stage in (*_WITH_RESOURCES, "judge")
-        for name in ("nodes", "cpus", "memory_gb", "time_limit_min")
-    ),
-)
-_NOT_NEGATIVE = (
-    "sft.learning_rate",
-    "sft.muon_learning_rate",
-    "sft.weight_decay",
-    "sample.temperature",
-    "sample.top_k",
-    "sample.min_partial",
-    "rft.learning_rate",
-    "rft.muon_learning_rate",
-    "rft.weight_decay",
-    "grpo.learning_rate",
-    "grpo.weight_decay",
-    "grpo.temperature",
-    "grpo.beta",
-    "grpo.clip_lower",
-    "grpo.clip_higher",
-    "grpo.truncated_importance_sampling_ratio_cap",
-    "grpo.async_steps",
-    "grpo.rollout_server.max_restarts",
-    *(f"{stage}.health.min_entropy" for stage in STAGES),
-    "evaluate.temperature",
-    "evaluate.top_k",
-    "judge.temperature",
-    "judge.cache_gb",
-    "judge.outage_patience_s",
-    "judge.serve.idle_timeout_s",
-    "dispatch.poll_s",
-    "dispatch.grace_s",
-    "dispatch.backoff_s",
-    "dispatch.nice",
-    "disk.margin_gb",
-    "disk.wait_min",
-    "disk.hold_s",
-    "judge.max_retries",
-    *(f"{stage}.resources.gpus" for stage in (*_WITH_RESOURCES, "judge")),
-)
-_ABOVE_ZERO = (
-    "reward.verification_reward",
-    "sft.num_train_epochs",
-    "rft.num_train_epochs",
-    "sample.success",
-    "sample.top_p",
-    "grpo.top_p",
-    "grpo.rollout_server.start_timeout_s",
-    "grpo.rollout_server.request_timeout_s",
-    "grpo.rollout_server.canary_tolerance",
-    *(f"{stage}.health.max_kl" for stage in STAGES),
-    "evaluate.top_p",
-    "judge.timeout_s",
-    "judge.batch_timeout_s",
-    "judge.serve.start_timeout_s",
-    "dispatch.heartbeat_timeout_s",
-    "dispatch.hung_after_s",
-    "dispatch.scheduler_poll_s",
-    "disk.watch_s",
-)
-_ABOVE_ONE = tuple(f"{stage}.health.spike_factor" for stage in STAGES)
-_RETRIES = tuple(f"dispatch.retries.{f.name}" for f in fields(RetryConfig))
-_SHARES = (
-    "data.validation_fraction",
-    "reward.paper_citation_weight",
-    "judge.max_failed_share",
-    "disk.warn_share",
-    *(f"{stage}.warmup_ratio" for stage in STAGES),
-    "sample.success",
-    "sample.top_p",
-    "grpo.top_p",
-    "evaluate.top_p",
-    *(f"{stage}.health.max_truncated_share" for stage in STAGES),
-)
 
 CHECKS: tuple[Check, ...] = (
     Check(
@@ -372,32 +239,21 @@ def _repository(config: RecipeConfig) -> str | None:
         return None
 
 
-class _Range(NamedTuple):
-    """What each of some fields must be where it is a number; read at once, for many trials."""
-
-    paths: tuple[str, ...]
-    read: Callable[[RecipeConfig], tuple[Any, ...]]
-    holds: Callable[[Any], bool]
-    expected: str
+_FIELDS = dict(walk(RecipeConfig))
+_FLOATS = attrgetter(*_FIELDS)
+_LIMITED = {path: info.range for path, info in _FIELDS.items() if info.range.words}
+_NUMBERS = attrgetter(*_LIMITED)
 
 
-def _range(paths: tuple[str, ...], holds: Callable[[Any], bool], expected: str) -> _Range:
-    return _Range(paths, attrgetter(*paths), holds, expected)
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-_RANGES = (
-    _range(tuple(path for path, _ in walk(RecipeConfig)), _is_finite, "a finite number"),
-    _range(_AT_LEAST_ONE, lambda v: v >= 1, "at least 1"),
-    _range(_NOT_NEGATIVE, lambda v: v >= 0, "zero or more"),
-    _range(_RETRIES, lambda v: v >= -1, "zero or more, or -1 for no limit"),
-    _range(_ABOVE_ZERO, lambda v: v > 0, "a number above zero"),
-    _range(_ABOVE_ONE, lambda v: v > 1, "a number above one"),
-    _range(_SHARES, lambda v: 0.0 <= v <= 1.0, "a share between 0 and 1"),
-)
+def _check_ranges(config: RecipeConfig) -> None:
+    """Every number is one, and lies in the range that its declaration says."""
+    for path, value in zip(_FIELDS, _FLOATS(config), strict=True):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _number(path, value, "a finite number")
+    for (path, limits), value in zip(_LIMITED.items(), _NUMBERS(config), strict=True):
+        # None, where a field allows it, is "no limit" and not a number.
+        if value is not None and not limits.holds(value):
+            raise _number(path, value, limits.words)
 
 
 def check_config(config: RecipeConfig) -> RecipeConfig:
@@ -409,10 +265,7 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         A value or a combination of values is impossible, or is a secret.
     """
     check_secrets(config)  # before the others, whose refusals repeat values
-    for paths, read, holds, expected in _RANGES:
-        for path, value in zip(paths, read(config), strict=True):
-            if value is not None and not holds(value):
-                raise _number(path, value, expected)
+    _check_ranges(config)
     for check in CHECKS:
         if not check.holds(config):
             raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)

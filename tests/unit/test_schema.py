@@ -1,0 +1,104 @@
+"""The JSON Schema of recipes: editors complete and refuse by it what refiner takes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from omegaconf import OmegaConf
+
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.marks import walk
+from refiner_core.contract.schema import recipe_schema
+from tests.support.command import ROOT, refiner
+
+SCHEMA = recipe_schema()
+RECIPES = sorted((ROOT / "flows" / "recipes").glob("*.yaml"))
+
+
+def errors(values: Any) -> list[str]:
+    """What the schema has against a recipe."""
+    return [e.message for e in jsonschema.Draft202012Validator(SCHEMA).iter_errors(values)]
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def test_it_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_shipped_recipes_fit(path: Path) -> None:
+    assert errors(OmegaConf.to_container(OmegaConf.load(path), resolve=False)) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"grpo": {"bta": 0.1}},
+        {"grpoo": {}},
+        {"seed": "one"},
+        {"stages": ["data", "sfft"]},
+        {"reward": {"paper_citation_weight": 1.5}},
+        {"grpo": {"num_training_steps": 0}},
+        {"judge": {"timeout_s": 0}},
+        {"dispatch": {"retries": {"hung": -2}}},
+    ],
+)
+def test_what_refiner_refuses_is_refused(values: dict[str, Any]) -> None:
+    assert errors(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"include": ["tiny"], "grpo": None, "seed": "${sft.keep}"},
+        {"include": "tiny", "grpo": {"first_save": None, "beta": 1}},
+    ],
+)
+def test_what_a_file_may_have_beside_values_fits(values: dict[str, Any]) -> None:
+    assert errors(values) == []
+
+
+@pytest.mark.parametrize(("path", "info"), [(p, i) for p, i in walk(RecipeConfig) if i.range.words])
+def test_ranges_are_those_of_the_plan(path: str, info: Any) -> None:
+    """One declaration: what the editor underlines is what a plan would refuse."""
+    limits, whole = info.range, "int" in str(info.type)
+    step = 1 if whole else 0.5
+    for low, outside in ((limits.ge, -step), (limits.gt, 0), (limits.le, step)):
+        if low is None:
+            continue
+        value = type(step)(low + outside)
+        assert errors(nested(path, value)), path
+        config = replace_fields(load_recipe("tiny"), {path: value})
+        with pytest.raises(ConfigurationError, match=path.rpartition(".")[2]):
+            check_config(config)
+
+
+def test_show_prints_it_and_init_puts_it_beside_the_recipe(tmp_path: Path) -> None:
+    done = refiner("show", "--schema")
+    assert done.code == 0, done.stderr
+    assert done.json == SCHEMA
+    made = refiner("init", "here", "--yes", cwd=tmp_path)
+    assert made.code == 0, made.stderr
+    recipe = (tmp_path / "here" / "recipe.yaml").read_text()
+    assert recipe.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    assert json.loads((tmp_path / "here" / "recipe.schema.json").read_text()) == SCHEMA
+    assert errors(OmegaConf.to_container(OmegaConf.create(recipe), resolve=False)) == []
+
+
+def test_marks_and_texts_are_in_it() -> None:
+    beta = SCHEMA["$defs"]["GrpoConfig"]["properties"]["beta"]
+    assert beta["x-mark"] == "identity"
+    assert "KL" in beta["description"]
