@@ -174,7 +174,7 @@ def test_an_existing_folder_may_be_used(here: Path) -> None:
     (here / "train.py").write_text("")
     assert made("--yes", "--task", "command") == 0
     assert {p.name for p in here.iterdir()} == {
-        *(".gitignore", "README.md", "recipe.yaml", "train.py")
+        *(".gitignore", "README.md", "recipe.yaml", "recipe.schema.json", "train.py")
     }
 
 
@@ -189,7 +189,7 @@ def test_a_recipe_that_cannot_be_planned_leaves_no_folder(
 def test_scripts_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made("mine", "--yes", "--json") == 0
     value = json.loads(capsys.readouterr().out)
-    assert value["files"] == ["recipe.yaml", ".gitignore", "README.md"]
+    assert value["files"] == ["recipe.yaml", "recipe.schema.json", ".gitignore", "README.md"]
     assert value["next"][-1] == "refiner run mine/recipe.yaml"
     assert [s["name"] for s in value["stages"]][:2] == ["data", "sft"]
 
