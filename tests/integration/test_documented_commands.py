@@ -275,7 +275,8 @@ def test_no_trial_is_left_from_a_command_that_is_gone() -> None:
 
 
 def test_files_and_places_that_are_named_are_there() -> None:
-    gone = [f"{readme}: {name}" for readme, name in paths_named() if not (ROOT / name).exists()]
+    named = ((readme, name, name.replace("NAME.py", "")) for readme, name in paths_named())
+    gone = [f"{readme}: {name}" for readme, name, place in named if not (ROOT / place).exists()]
     for readme, target in links():
         path, _, anchor = target.partition("#")
         file = ((ROOT / readme).parent / path).resolve() if path else ROOT / readme
